@@ -1,0 +1,1 @@
+"""Pinned upstream source: fetch, patch and build it. Standard library only."""

@@ -1,0 +1,241 @@
+"""Two content-addressed builds in the user's cache: ggml alone, then libllama with our C++ inside.
+
+The first takes minutes (hours with CUDA) and depends on the sdist and the flags; the second is redone
+when a patch or our C++ changes, incrementally: sources are synchronised by content, so that only what
+really changed is compiled again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .patches import Patch, read_series, series_hash
+from .pin import REPO, Pin, VendorError, cache_dir, digest, digest_files, load_pin, locked, log
+from .source import BINDINGS, LLAMA, ggml_version, llama_source, patched_tree, pristine_tree
+from .toolchain import Toolchain
+
+WRAPPER = Path(__file__).with_name("CMakeLists.txt")
+NATIVE = REPO / "kvflash_ggml" / "native"
+SYNCED = (
+    "CMakeLists.txt", "LICENSE", "cmake", "common", "ggml/cmake", "include", "licenses", "src",
+    "tests", "vendor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where one combination of source, patches, shim and flags is built and kept."""
+
+    pin: Pin
+    toolchain: Toolchain
+    source: Path
+    series: tuple[Patch, ...]
+    developer: bool
+    ggml: Path
+    work: Path
+    out: Path
+
+
+def plan(toolchain: Toolchain) -> Plan:
+    """Resolve the source and compute every key; builds nothing."""
+    pin = load_pin()
+    source = llama_source(patched_tree(pin))
+    developer = "KVFLASH_LLAMA_SOURCE" in os.environ
+    series = () if developer else tuple(read_series())
+    deep = [p for p in series if any(f.startswith("ggml/") for f in p.files)]
+    if developer:
+        origin, content = _stat_digest(source, ("ggml",)), _stat_digest(source, SYNCED)
+    else:
+        origin, content = pin.sha256 + series_hash(deep), pin.sha256 + series_hash(series)
+    wrapper = WRAPPER.read_bytes()
+    ggml_key = digest(origin, wrapper, *toolchain.identity())[:20]
+    work_key = digest(ggml_key, toolchain.generator or "")[:20]
+    out_key = digest(content, wrapper, digest_files(NATIVE, shim_files()))[:20]
+    cache = cache_dir()
+    work = cache / "llama" / work_key
+    return Plan(
+        pin=pin,
+        toolchain=toolchain,
+        source=source,
+        series=series,
+        developer=developer,
+        ggml=cache / "ggml" / ggml_key,
+        work=work,
+        out=work / "out" / out_key,
+    )
+
+
+def shim_files() -> list[Path]:
+    """Our C++: headers and sources."""
+    return sorted([*NATIVE.glob("*.h"), *NATIVE.glob("*.cpp")])
+
+
+def build(p: Plan) -> None:
+    """Make `p.ggml` and `p.out` exist."""
+    _build_ggml(p)
+    _build_llama(p)
+
+
+def _build_ggml(p: Plan) -> None:
+    with locked(p.ggml.with_name(p.ggml.name + ".lock")):
+        if p.ggml.is_dir():
+            log(f"ggml: cached ({p.ggml.name})")
+            return
+        work, temp = p.ggml.with_name(p.ggml.name + ".build"), p.ggml.with_name(p.ggml.name + ".new")
+        log("ggml: configuring")
+        _cmake(p, work, "ggml", p.source, [])
+        log("ggml: compiling (minutes on a CPU, much longer with CUDA; done once per set of flags)")
+        _run([p.toolchain.cmake, "--build", str(work), *_parallel()])
+        shutil.rmtree(temp, ignore_errors=True)
+        _run([p.toolchain.cmake, "--install", str(work), "--prefix", str(temp)])
+        temp.rename(p.ggml)
+        shutil.rmtree(work)
+
+
+def _build_llama(p: Plan) -> None:
+    with locked(p.work / ".lock"):
+        if p.out.is_dir():
+            log(f"libllama: cached ({p.out.name})")
+            return
+        changed = _sync(p.source, p.work / "src", SYNCED)
+        changed += _sync(NATIVE, p.work / "native", [f.name for f in shim_files()])
+        log(f"libllama: {changed} source files changed, compiling")
+        build = p.work / "build"
+        prefix = [f"-Dggml_DIR={p.ggml}/lib/cmake/ggml", f"-DCMAKE_PREFIX_PATH={p.ggml}"]
+        native = [f"-DKVFLASH_NATIVE={p.work / 'native'}"]
+        commit = [f"-DLLAMA_BUILD_COMMIT={p.pin.commit}", "-DLLAMA_BUILD_NUMBER=0"]
+        _cmake(p, build, "llama", p.work / "src", prefix + native + commit)
+        _run([p.toolchain.cmake, "--build", str(build), "--target", "llama", *_parallel()])
+        temp = p.out.with_name(p.out.name + ".new")
+        shutil.rmtree(temp, ignore_errors=True)
+        temp.mkdir(parents=True)
+        for library in (build / "bin").glob("*llama.*"):
+            shutil.copy2(library, temp)
+        temp.rename(p.out)
+
+
+def _cmake(p: Plan, work: Path, stage: str, source: Path, extra: Sequence[str]) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    wrapper = work.parent / f"{work.name}.cmake"
+    _sync(WRAPPER.parent, wrapper, [WRAPPER.name])
+    stages = [f"-DKVFLASH_STAGE={stage}", f"-DKVFLASH_SOURCE={source}"]
+    base = [p.toolchain.cmake, "-S", str(wrapper), "-B", str(work)]
+    _run([*base, *p.toolchain.arguments(), *extra, *stages])
+
+
+def _run(command: Sequence[str]) -> None:
+    # The ceiling keeps upstream from stamping its build with a commit of a repository around the cache.
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(cache_dir().parent)}
+    try:
+        code = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+    except FileNotFoundError as error:
+        raise VendorError(f"{command[0]} not found: install it, for example 'pip install cmake'") from error
+    if code:
+        raise VendorError(f"failed with exit code {code}: {' '.join(command)}")
+
+
+def _parallel() -> list[str]:
+    if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ:
+        return []
+    return ["--parallel", str(os.cpu_count() or 1)]
+
+
+def _sync(source: Path, target: Path, names: Iterable[str]) -> int:
+    """Make `target` hold exactly the `names` of `source`; equal files keep their times."""
+    wanted: dict[str, Path] = {}
+    for name in names:
+        top = source / name
+        files = [f for f in top.rglob("*") if f.is_file()] if top.is_dir() else [top]
+        wanted |= {f.relative_to(source).as_posix(): f for f in files if f.is_file()}
+    changed = 0
+    for old in [f for f in target.rglob("*") if f.is_file()] if target.is_dir() else []:
+        if old.relative_to(target).as_posix() not in wanted:
+            old.unlink()
+            changed += 1
+    for name, file in wanted.items():
+        copy, content = target / name, file.read_bytes()
+        if not copy.is_file() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+            changed += 1
+    return changed
+
+
+def _stat_digest(root: Path, names: Sequence[str]) -> str:
+    """A developer tree is known by its files' sizes and times: reading it all would be slower."""
+    files = (f for name in names for f in [root / name, *(root / name).rglob("*")] if f.is_file())
+    stats = ((f.relative_to(root).as_posix(), f.stat()) for f in sorted(files))
+    return digest(*(f"{name} {s.st_size} {s.st_mtime_ns}" for name, s in stats))
+
+
+def assemble(p: Plan, target: Path) -> None:
+    """Lay out what the wheel carries: ``lib/``, ``licenses/`` and ``_build_info.json``."""
+    shutil.rmtree(target, ignore_errors=True)
+    lib, licenses = target / "lib", target / "licenses"
+    lib.mkdir(parents=True)
+    libraries = [f for folder in (p.ggml / "lib", p.out) for f in sorted(folder.iterdir()) if f.is_file()]
+    for file in libraries:
+        shutil.copy2(file, lib)
+    licenses.mkdir()
+    shutil.copy2(p.source / "LICENSE", licenses / "LICENSE.llama.cpp")
+    shutil.copy2(p.source / "AUTHORS", licenses / "AUTHORS.llama.cpp")
+    bindings = pristine_tree(p.pin) / BINDINGS
+    shutil.copy2(bindings / "LICENSE.md", licenses / "LICENSE.llama-cpp-python.md")
+    (licenses / "NOTICE").write_text(notice(p), encoding="utf-8")
+    info = json.dumps(build_info(p, lib), indent=2)
+    (target / "_build_info.json").write_text(info + "\n", encoding="utf-8")
+
+
+def build_info(p: Plan, lib: Path) -> dict[str, object]:
+    """What this build is made of, as `kvflash_ggml.build_info()` reports it."""
+    names = sorted(f.name for f in lib.iterdir())
+    backends = [m.group(1) for n in names if (m := re.match(r"libggml-(?!base)([\w-]+)\.", n))]
+    version = re.search(r'^version = "(.*)"', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
+    return {
+        "version": version.group(1) if version else "",
+        "llama_cpp_python": p.pin.version,
+        "llama_cpp_commit": "developer tree" if p.developer else p.pin.commit,
+        "ggml": ggml_version(p.source),
+        "sdist_sha256": p.pin.sha256,
+        "patches": [patch.name for patch in p.series],
+        "patches_hash": series_hash(p.series)[:12],
+        "cmake_defines": dict(sorted(p.toolchain.defines.items())),
+        "backends": backends,
+        "libraries": names,
+    }
+
+
+def notice(p: Plan) -> str:
+    """The NOTICE of the wheel: whose code it carries, and how it was changed."""
+    lines = [
+        "This package contains llama.cpp and ggml, (c) The ggml authors, MIT licence, built from",
+        f"llama.cpp commit {p.pin.commit} as carried by {p.pin.requirement}.",
+        f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, which it does not contain.",
+        "",
+        "llama.cpp was changed by these patches:",
+        *[f"  {patch.name}: {patch.field('Why')}" for patch in p.series],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def native_key(p: Plan) -> str:
+    """Changes whenever an installed copy of the native part would be out of date."""
+    extra = [REPO / "pyproject.toml", REPO / "CMakeLists.txt", NATIVE / "build_ffi.py"]
+    return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[:20]
+
+
+def upstream_bindings() -> Path:
+    """Upstream's own ``tests/`` and ``llama_cpp/`` folders, as shipped in the pinned sdist."""
+    return pristine_tree() / BINDINGS
+
+
+def upstream_llama() -> Path:
+    """The llama.cpp folder of the patched tree."""
+    return patched_tree() / LLAMA if "KVFLASH_LLAMA_SOURCE" not in os.environ else patched_tree()

@@ -1,0 +1,139 @@
+"""Which compiler and flags a build would use: what the cache keys are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .pin import VendorError
+
+# Every variable through which a user can change what the compilers do.
+ENVIRONMENT = (
+    "CC", "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS",
+    "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "HIPCXX", "HIPFLAGS",
+)  # fmt: skip
+
+# Flags in CMAKE_ARGS that mean the pure-Python dependency, not us.
+FOREIGN = ("LLAMA_BUILD", "LLAVA_BUILD")
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """CMake, its generator, and the user's ``-D`` definitions."""
+
+    defines: Mapping[str, str] = field(default_factory=dict)
+    cmake: str = "cmake"
+    generator: str | None = None
+    make_program: str | None = None
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """A boolean definition, read the way CMake reads it."""
+        value = self.defines.get(name)
+        if value is None:
+            return default
+        return value.upper() not in {"", "0", "OFF", "NO", "FALSE", "N", "IGNORE", "NOTFOUND"}
+
+    def arguments(self) -> list[str]:
+        """Configure arguments shared by both stages."""
+        args = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_INSTALL_LIBDIR=lib", "--no-warn-unused-cli"]
+        if self.generator:
+            args += ["-G", self.generator]
+        if self.make_program:
+            args.append(f"-DCMAKE_MAKE_PROGRAM={self.make_program}")
+        if shutil.which("ccache"):
+            args += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER=ccache" for lang in ("C", "CXX", "CUDA")]
+            args.append("-DGGML_CCACHE=OFF")  # ggml would wrap the compiler a second time
+        return args + [f"-D{name}={value}" for name, value in sorted(self.defines.items())]
+
+    def identity(self) -> list[str]:
+        """Everything that can change the machine code, as text."""
+        parts = [
+            f"{name}={value}"
+            for name, value in sorted(self.defines.items())
+            if not name.endswith("_LAUNCHER")
+        ]
+        parts += [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+        parts += [platform.system(), platform.machine()]
+        parts += [_version(self._compiler("C", "CC", ("cc", "gcc", "clang")))]
+        parts += [_version(self._compiler("CXX", "CXX", ("c++", "g++", "clang++")))]
+        native = "SOURCE_DATE_EPOCH" not in os.environ
+        if self.flag("GGML_NATIVE", default=native):
+            parts.append(_cpu_features())
+        if self.flag("GGML_CUDA", default=False):
+            parts += self._cuda_identity()
+        return parts
+
+    def _compiler(self, language: str, variable: str, usual: Sequence[str]) -> list[str]:
+        given = self.defines.get(f"CMAKE_{language}_COMPILER") or os.environ.get(variable)
+        if given:
+            return shlex.split(given)
+        for name in usual:
+            if found := shutil.which(name):
+                return [found]
+        raise VendorError(
+            f"no {language} compiler found (tried {', '.join(usual)}). Install one, for example "
+            f"with 'apt install g++', or set {variable}."
+        )
+
+    def _cuda_identity(self) -> list[str]:
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        nvcc = self.defines.get("CMAKE_CUDA_COMPILER") or os.environ.get("CUDACXX")
+        nvcc = nvcc or shutil.which("nvcc") or str(Path(home) / "bin" / "nvcc")
+        if shutil.which(nvcc) is None:
+            raise VendorError(
+                f"GGML_CUDA is on but there is no CUDA compiler ({nvcc}). Install the CUDA toolkit "
+                "(the driver alone is not enough) or set CUDACXX to the path of nvcc."
+            )
+        parts = [_version([nvcc])]
+        if "CMAKE_CUDA_ARCHITECTURES" not in self.defines and shutil.which("nvidia-smi"):
+            parts.append(_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
+        return parts
+
+
+def user_defines(extra: Sequence[str] = ()) -> dict[str, str]:
+    """``-D`` definitions from ``CMAKE_ARGS``, then `extra` (``NAME=VALUE``), without foreign ones."""
+    found: dict[str, str] = {}
+    words = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+    for i, word in enumerate(words):
+        if word == "-D" and i + 1 < len(words):
+            _define(found, words[i + 1])
+        elif word.startswith("-D") and len(word) > 2:
+            _define(found, word[2:])
+    for word in extra:
+        _define(found, word)
+    return found
+
+
+def _define(into: dict[str, str], text: str) -> None:
+    name, _, value = text.partition("=")
+    name = name.partition(":")[0]
+    if name and name not in FOREIGN:
+        into[name] = value
+
+
+def _version(command: list[str]) -> str:
+    return " ".join(command) + "\n" + _output([*command, "--version"])
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise VendorError(f"cannot run {command[0]}: {error}") from error
+    return done.stdout
+
+
+def _cpu_features() -> str:
+    """A native build runs only on CPUs with the same features."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.processor()
+    lines = {line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))}
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
