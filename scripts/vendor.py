@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from vendoring import build, patches, source  # noqa: E402
-from vendoring.pin import REPO, Pin, VendorError, load_pin, log  # noqa: E402
-from vendoring.toolchain import Toolchain, user_defines  # noqa: E402
+from vendoring import build, patches, source
+from vendoring.pin import REPO, Pin, VendorError, load_pin, log
+from vendoring.toolchain import Toolchain, user_defines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help="everything a reviewer would have to check by hand")
     check.set_defaults(run=_check)
 
-    for name, text in (("build", "build the libraries into the cache"), ("key", "print the build key")):
+    for name, text in (
+        ("build", "build the libraries into the cache"),
+        ("key", "print the build key"),
+    ):
         verb = verbs.add_parser(name, help=text)
         verb.add_argument("--define", action="append", default=[], metavar="NAME=VALUE")
         verb.add_argument("--cmake", default="cmake")
@@ -56,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--make-program")
         verb.set_defaults(run=_key)
         if name == "build":
-            verb.add_argument("--out", type=Path, help="lay out what the wheel carries in this folder")
+            verb.add_argument(
+                "--out", type=Path, help="lay out what the wheel carries in this folder"
+            )
             verb.set_defaults(run=_build)
     return parser
 
@@ -105,7 +110,11 @@ def _pin_problems(pin: Pin) -> list[str]:
 def _stray_files() -> list[str]:
     allowed = {".gitignore", "README.md", "pin.toml"}
     inside = (p for p in (REPO / "vendor").rglob("*") if p.is_file())
-    return [f"{p.relative_to(REPO)}: nothing of upstream lives here" for p in inside if p.name not in allowed]
+    return [
+        f"{p.relative_to(REPO)}: nothing of upstream lives here"
+        for p in inside
+        if p.name not in allowed
+    ]
 
 
 def _toolchain(options: argparse.Namespace) -> Toolchain:

@@ -1,8 +1,8 @@
 """Two content-addressed builds in the user's cache: ggml alone, then libllama with our C++ inside.
 
-The first takes minutes (hours with CUDA) and depends on the sdist and the flags; the second is redone
-when a patch or our C++ changes, incrementally: sources are synchronised by content, so that only what
-really changed is compiled again.
+The first takes minutes (hours with CUDA) and depends on the sdist and the flags; the second is
+redone when a patch or our C++ changes, incrementally: sources are synchronised by content, so that
+only what really changed is compiled again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,10 @@ def _build_ggml(p: Plan) -> None:
         if p.ggml.is_dir():
             log(f"ggml: cached ({p.ggml.name})")
             return
-        work, temp = p.ggml.with_name(p.ggml.name + ".build"), p.ggml.with_name(p.ggml.name + ".new")
+        work, temp = (
+            p.ggml.with_name(p.ggml.name + ".build"),
+            p.ggml.with_name(p.ggml.name + ".new"),
+        )
         log("ggml: configuring")
         _cmake(p, work, "ggml", p.source, [])
         log("ggml: compiling (minutes on a CPU, much longer with CUDA; done once per set of flags)")
@@ -131,14 +135,17 @@ def _cmake(p: Plan, work: Path, stage: str, source: Path, extra: Sequence[str]) 
 
 
 def _run(command: Sequence[str]) -> None:
-    # The ceiling keeps upstream from stamping its build with a commit of a repository around the cache.
+    # Under the ceiling upstream cannot take the commit of a repository around the cache for its own.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(cache_dir().parent)}
     try:
-        code = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+        # stdout carries the answer of vendor.py; a compiler's chatter is not it.
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     except FileNotFoundError as error:
-        raise VendorError(f"{command[0]} not found: install it, for example 'pip install cmake'") from error
-    if code:
-        raise VendorError(f"failed with exit code {code}: {' '.join(command)}")
+        raise VendorError(
+            f"{command[0]} not found: install it, for example 'pip install cmake'"
+        ) from error
+    if done.returncode:
+        raise VendorError(f"failed with exit code {done.returncode}: {' '.join(command)}")
 
 
 def _parallel() -> list[str]:
@@ -180,7 +187,9 @@ def assemble(p: Plan, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     lib, licenses = target / "lib", target / "licenses"
     lib.mkdir(parents=True)
-    libraries = [f for folder in (p.ggml / "lib", p.out) for f in sorted(folder.iterdir()) if f.is_file()]
+    libraries = [
+        f for folder in (p.ggml / "lib", p.out) for f in sorted(folder.iterdir()) if f.is_file()
+    ]
     for file in libraries:
         shutil.copy2(file, lib)
     licenses.mkdir()
@@ -217,7 +226,7 @@ def notice(p: Plan) -> str:
     lines = [
         "This package contains llama.cpp and ggml, (c) The ggml authors, MIT licence, built from",
         f"llama.cpp commit {p.pin.commit} as carried by {p.pin.requirement}.",
-        f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, which it does not contain.",
+        f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, not contained here.",
         "",
         "llama.cpp was changed by these patches:",
         *[f"  {patch.name}: {patch.field('Why')}" for patch in p.series],
@@ -228,7 +237,9 @@ def notice(p: Plan) -> str:
 def native_key(p: Plan) -> str:
     """Changes whenever an installed copy of the native part would be out of date."""
     extra = [REPO / "pyproject.toml", REPO / "CMakeLists.txt", NATIVE / "build_ffi.py"]
-    return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[:20]
+    return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[
+        :20
+    ]
 
 
 def upstream_bindings() -> Path:

@@ -83,7 +83,7 @@ def read_series(folder: Path = PATCHES) -> list[Patch]:
 
 
 def series_hash(series: Sequence[Patch]) -> str:
-    """Digest of what the series does: names and diffs, so that a better comment rebuilds nothing."""
+    """Digest of names and diffs, not of headers: a better explanation rebuilds nothing."""
     return digest(*(part for patch in series for part in (patch.name, patch.diff)))
 
 
@@ -115,7 +115,9 @@ def apply_patch(patch: Patch, tree: Path) -> None:
         raise VendorError(f"patches/{patch.name} changed nothing in {tree}")
 
 
-def refresh(base: Path, edited: Path, series: Sequence[Patch], into: str | None = None) -> list[str]:
+def refresh(
+    base: Path, edited: Path, series: Sequence[Patch], into: str | None = None
+) -> list[str]:
     """Rewrite the diffs of `series` so that applying them to `base` gives `edited`.
 
     A change belongs to the last patch that touches its file; `into` names the patch that takes
@@ -173,7 +175,9 @@ def problems(base: Path, series: Sequence[Patch], *, repo: Path = REPO) -> list[
         _copy(base, a, files)
         _copy(base, b, files)
         for patch in series:
-            found += [f"{patch.name}: no '{f}:' in the header" for f in FIELDS if not patch.field(f)]
+            found += [
+                f"{patch.name}: no '{f}:' in the header" for f in FIELDS if not patch.field(f)
+            ]
             if patch.changed > MAX_CHANGED:
                 found.append(f"{patch.name}: {patch.changed} changed lines (limit {MAX_CHANGED})")
             if test := patch.field("Guarding test"):

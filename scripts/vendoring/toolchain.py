@@ -93,12 +93,14 @@ class Toolchain:
             )
         parts = [_version([nvcc])]
         if "CMAKE_CUDA_ARCHITECTURES" not in self.defines and shutil.which("nvidia-smi"):
-            parts.append(_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
+            parts.append(
+                _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+            )
         return parts
 
 
 def user_defines(extra: Sequence[str] = ()) -> dict[str, str]:
-    """``-D`` definitions from ``CMAKE_ARGS``, then `extra` (``NAME=VALUE``), without foreign ones."""
+    """``-D`` definitions of ``CMAKE_ARGS``, then `extra` (``NAME=VALUE``), less foreign ones."""
     found: dict[str, str] = {}
     words = shlex.split(os.environ.get("CMAKE_ARGS", ""))
     for i, word in enumerate(words):
@@ -135,5 +137,7 @@ def _cpu_features() -> str:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()
-    lines = {line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))}
+    lines = {
+        line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))
+    }
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

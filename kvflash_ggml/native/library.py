@@ -1,0 +1,263 @@
+"""Finds our libllama, makes llama_cpp use it, and proves that the two fit each other.
+
+Everything is done on the first `load()`, never at import, and every failure says what was tried,
+what went wrong and what to type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import site
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvflash_ggml import env
+from kvflash_ggml.errors import LibraryError
+
+logger = logging.getLogger("kvflash_ggml")
+
+_EXTENSION = "kvflash_ggml.native._kvf"
+_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+_PREFIX = "" if sys.platform == "win32" else "lib"
+_STRUCTS = ("llama_context_params", "llama_model_params", "llama_batch")
+_MISSING_OBJECT = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
+
+REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps kvflash-ggml"
+
+
+def load() -> None:
+    """Load the native library and bind llama_cpp to it; does nothing the second time.
+
+    Raises:
+        LibraryError: a file is missing or cannot be loaded, llama_cpp has another version or was
+            imported first from another libllama, or the parts were not built for each other.
+    """
+    _load()
+
+
+def announce() -> None:
+    """Tell a llama_cpp that is imported later where our library is. Silent: `load` reports what is wrong."""
+    if "llama_cpp" not in sys.modules and (_package_root() / "lib").is_dir():
+        _point_llama_cpp_at(library_folder())
+
+
+@functools.cache
+def _load() -> None:
+    folder = library_folder()
+    libllama = folder / f"{_PREFIX}llama{_SUFFIX}"
+    _refuse_other_version()
+    _refuse_foreign_library(libllama)
+    for path in _load_order(folder, libllama):
+        _open(path)
+    _point_llama_cpp_at(folder)
+    llama_cpp = _import("llama_cpp", libllama)
+    extension = _import(_EXTENSION, libllama)
+    _refuse_mismatch(llama_cpp, extension.lib, libllama)
+
+
+def library_folder() -> Path:
+    """The folder libllama is loaded from: ``KVFLASH_LIB_PATH`` if set, else the package's own."""
+    override = env.lib_path()
+    folder = override.expanduser().resolve() if override else _package_root() / "lib"
+    if not (folder / f"{_PREFIX}llama{_SUFFIX}").is_file():
+        tried = f"KVFLASH_LIB_PATH={override}" if override else str(folder)
+        raise LibraryError(
+            f"the kvflash_ggml library is missing: no {_PREFIX}llama{_SUFFIX} in {tried}. "
+            + (
+                "Point KVFLASH_LIB_PATH at the folder of a kvflash_ggml build, or unset it."
+                if override
+                else f"Build it again: {REINSTALL}"
+            )
+        )
+    return folder
+
+
+def build_info() -> dict[str, Any]:
+    """What the installed build is made of: versions, patches, flags, backends.
+
+    Raises:
+        LibraryError: the package was not built (an unbuilt source checkout, for example).
+    """
+    path = _package_root() / "_build_info.json"
+    if not path.is_file():
+        raise LibraryError(
+            f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; "
+            f"otherwise: {REINSTALL}"
+        )
+    info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return info
+
+
+def supports_gpu_offload() -> bool:
+    """Whether the loaded library has a GPU backend with a device to use."""
+    load()
+    import llama_cpp
+
+    return bool(llama_cpp.llama_supports_gpu_offload())
+
+
+def ensure_gpu_offload(n_gpu_layers: int) -> None:
+    """Refuse a run that asks for a GPU and would silently use the CPU.
+
+    Raises:
+        LibraryError: layers were requested, no GPU can be used, ``KVFLASH_ALLOW_CPU`` is not 1.
+    """
+    if n_gpu_layers == 0 or supports_gpu_offload():
+        return
+    backends = build_info()["backends"]
+    gpu = [b for b in backends if b not in {"cpu", "blas"}]
+    if gpu:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        why = f"it has {', '.join(gpu)} but found no device (CUDA_VISIBLE_DEVICES: {visible})"
+        cure = "Check the driver with nvidia-smi"
+    else:
+        why = f"it was built without a GPU backend (it has: {', '.join(backends)})"
+        cure = f'Rebuild it with CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {REINSTALL}'
+    text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot offload: {why}."
+    if env.allow_cpu():
+        logger.warning("%s Running on the CPU, as KVFLASH_ALLOW_CPU=1 says.", text)
+        return
+    raise LibraryError(
+        f"{text} {cure}, or run on the CPU on purpose: n_gpu_layers=0 or KVFLASH_ALLOW_CPU=1."
+    )
+
+
+def _package_root() -> Path:
+    """Where ``lib/`` is: with the compiled module, which an editable install keeps elsewhere."""
+    spec = importlib.util.find_spec(_EXTENSION)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).resolve().parent.parent
+    return Path(__file__).resolve().parent.parent
+
+
+def _refuse_other_version() -> None:
+    pin = build_info()["llama_cpp_python"]
+    try:
+        found = importlib.metadata.version("llama_cpp_python")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    module = sys.modules.get("llama_cpp")
+    found = getattr(module, "__version__", found)
+    if found != pin:
+        have = (
+            f"llama-cpp-python {found} is installed"
+            if found
+            else "llama-cpp-python is not installed"
+        )
+        raise LibraryError(
+            f"{have}, but this build of kvflash_ggml needs exactly {pin}. Install it with:\n"
+            f'  CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}'
+        )
+
+
+def _refuse_foreign_library(libllama: Path) -> None:
+    module = sys.modules.get("llama_cpp.llama_cpp")
+    if module is None:
+        return
+    loaded = Path(module._lib._name)
+    if not (loaded.exists() and loaded.samefile(libllama)):
+        raise LibraryError(
+            f"llama_cpp is already loaded from {loaded}, but kvflash_ggml needs {libllama}. "
+            "Import kvflash_ggml before llama_cpp (one process can hold only one libllama)."
+        )
+
+
+def _load_order(folder: Path, libllama: Path) -> list[Path]:
+    """Every library after those it needs, so that no loader path has to be set."""
+    base, core = f"{_PREFIX}ggml-base{_SUFFIX}", f"{_PREFIX}ggml{_SUFFIX}"
+    backends = sorted(p for p in folder.glob(f"{_PREFIX}ggml-*{_SUFFIX}") if p.name != base)
+    order = [folder / base, *backends, folder / core]
+    return [p for p in order if p.is_file()] + [libllama]
+
+
+def _open(path: Path) -> None:
+    """Load one library; a CUDA runtime installed by pip is found without any loader path."""
+    for _ in range(8):  # each turn supplies one missing dependency
+        try:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            missing = _MISSING_OBJECT.search(str(error))
+            if missing is None or not _open_from_wheels(missing.group(1)):
+                raise LibraryError(_explain(path, error)) from error
+        else:
+            return
+    raise LibraryError(f"{path} could not be loaded: its dependencies never settled")
+
+
+def _open_from_wheels(name: str) -> bool:
+    for packages in [*site.getsitepackages(), site.getusersitepackages()]:
+        for found in Path(packages).glob(f"nvidia/**/lib/{name}"):
+            try:
+                ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                nested = _MISSING_OBJECT.search(str(error))
+                if (
+                    nested is None
+                    or nested.group(1) == name
+                    or not _open_from_wheels(nested.group(1))
+                ):
+                    continue
+                ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+            return True
+    return False
+
+
+def _explain(path: Path, error: OSError) -> str:
+    text = f"{path} could not be loaded: {error}."
+    missing = _MISSING_OBJECT.search(str(error))
+    name = missing.group(1) if missing else ""
+    if name.startswith("libcuda.so"):
+        return (
+            f"{text} {name} comes with the NVIDIA driver, and there is none here: install it, "
+            "or use a CPU build."
+        )
+    if name.startswith(("libcudart", "libcublas")):
+        return (
+            f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "
+            "the toolkit or NVIDIA's runtime and cuBLAS wheels, or add its folder to LD_LIBRARY_PATH."
+        )
+    return f"{text} Build it again for this machine: {REINSTALL}"
+
+
+def _point_llama_cpp_at(folder: Path) -> None:
+    theirs = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if theirs and Path(theirs).expanduser().resolve() != folder:
+        logger.warning("LLAMA_CPP_LIB_PATH=%s is replaced by %s for this process", theirs, folder)
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
+
+
+def _import(name: str, libllama: Path) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        if isinstance(error, LibraryError):
+            raise
+        raise LibraryError(
+            f"{name} cannot be used with {libllama}: {error}. Build it again: {REINSTALL}"
+        ) from error
+
+
+def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
+    """Struct sizes are compared because llama_cpp passes these structs by value."""
+    if lib.kvf_abi() != lib.KVF_ABI:
+        raise LibraryError(
+            f"{libllama} has native interface {lib.kvf_abi()}, this package needs {lib.KVF_ABI}. "
+            f"Unset KVFLASH_LIB_PATH, or build again: {REINSTALL}"
+        )
+    for which, name in enumerate(_STRUCTS):
+        ours, theirs = int(lib.kvf_sizeof(which)), ctypes.sizeof(getattr(llama_cpp, name))
+        if ours != theirs:
+            raise LibraryError(
+                f"{name} has {ours} bytes in {libllama} but {theirs} in llama_cpp "
+                f"{llama_cpp.__version__}: they are not of one release. Build again: {REINSTALL}"
+            )

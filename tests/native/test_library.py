@@ -1,0 +1,187 @@
+"""The installed library: one file per name, one libllama per process, errors that help."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvflash_ggml.native import library
+
+REPO = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files and /proc")
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own: one process can load only one libllama."""
+    env = {k: v for k, v in os.environ.items() if k != "LLAMA_CPP_LIB_PATH"} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+MAPS = """
+import re
+text = open("/proc/self/maps").read()
+print(sorted(set(re.findall(r"\\S*/lib(?:llama|ggml)[^/]*$", text, re.M))))
+"""
+LOAD = "from kvflash_ggml.native import library; library.load()\n"
+
+
+def libraries() -> list[Path]:
+    return sorted(library.library_folder().iterdir())
+
+
+def test_one_plain_file_per_library() -> None:
+    names = [p.name for p in libraries()]
+    assert {"libllama.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= set(names)
+    assert all(re.fullmatch(r"lib[\w-]+\.so", n) for n in names), names
+    assert not any(p.is_symlink() for p in libraries())
+    assert names == library.build_info()["libraries"]
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
+def test_libraries_find_each_other_from_anywhere() -> None:
+    from kvflash_ggml.native import _kvf
+
+    for path in [*libraries(), Path(_kvf.__file__)]:
+        text = subprocess.run(["readelf", "-d", path], capture_output=True, text=True).stdout
+        runpath = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text)
+        if path.name.startswith("_kvf"):
+            assert runpath == ["$ORIGIN/../lib"]
+            assert "[libllama.so]" in text
+        else:
+            assert re.findall(r"\(SONAME\).*\[(.*)\]", text) == [path.name]
+            assert runpath in ([], ["$ORIGIN"]), path
+
+
+def test_one_libllama_in_the_process() -> None:
+    done = run(LOAD + "import llama_cpp; from kvflash_ggml.native import _kvf\n" + MAPS)
+    assert done.returncode == 0, done.stderr
+    mapped = eval(done.stdout)
+    assert sorted(Path(p).name for p in mapped) == [p.name for p in libraries()]
+    assert {Path(p).parent for p in mapped} == {library.library_folder()}
+
+
+def test_llama_cpp_may_come_first_when_it_uses_our_library() -> None:
+    folder = str(library.library_folder())
+    done = run("import llama_cpp\n" + LOAD + MAPS, LLAMA_CPP_LIB_PATH=folder)
+    assert done.returncode == 0, done.stderr
+    assert len(eval(done.stdout)) == len(libraries())
+
+
+def test_a_foreign_libllama_is_refused(tmp_path: Path) -> None:
+    for path in libraries():
+        shutil.copy2(path, tmp_path)
+    done = run("import llama_cpp\n" + LOAD, LLAMA_CPP_LIB_PATH=str(tmp_path))
+    assert "LibraryError" in done.stderr
+    assert f"already loaded from {tmp_path}" in done.stderr
+    assert str(library.library_folder()) in done.stderr
+    assert "Import kvflash_ggml before llama_cpp" in done.stderr
+
+
+def test_lib_path_override_wins(tmp_path: Path) -> None:
+    for path in libraries():
+        shutil.copy2(path, tmp_path)
+    done = run(
+        LOAD + MAPS, KVFLASH_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=str(tmp_path / "other")
+    )
+    assert done.returncode == 0, done.stderr
+    assert {Path(p).parent for p in eval(done.stdout)} == {tmp_path}
+
+
+def test_a_missing_library_says_what_was_tried(tmp_path: Path) -> None:
+    done = run(LOAD, KVFLASH_LIB_PATH=str(tmp_path))
+    assert f"no libllama.so in KVFLASH_LIB_PATH={tmp_path}" in done.stderr
+    assert "unset it" in done.stderr
+
+
+def test_a_broken_library_says_so(tmp_path: Path) -> None:
+    for path in libraries():
+        (tmp_path / path.name).write_bytes(b"not ELF")
+    done = run(LOAD, KVFLASH_LIB_PATH=str(tmp_path))
+    assert "LibraryError" in done.stderr
+    assert f"{tmp_path}/libggml-base.so could not be loaded" in done.stderr
+
+
+def test_another_llama_cpp_version_is_refused() -> None:
+    pin = library.build_info()["llama_cpp_python"]
+    done = run(
+        f"import os; os.environ['LLAMA_CPP_LIB_PATH'] = {str(library.library_folder())!r}\n"
+        "import llama_cpp; llama_cpp.__version__ = '0.0.1'\n" + LOAD
+    )
+    assert "llama-cpp-python 0.0.1 is installed" in done.stderr
+    assert f"needs exactly {pin}" in done.stderr
+    assert f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}' in (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        ("_kvf.lib.kvf_abi = lambda: 99", "has native interface 99"),
+        ("_kvf.lib.kvf_sizeof = lambda which: 1", "llama_context_params has 1 bytes"),
+    ],
+)
+def test_parts_of_different_builds_are_refused(breakage: str, message: str) -> None:
+    code = (
+        "import types\nfrom kvflash_ggml.native import library\nlibrary.load()\n"
+        "import llama_cpp\nfrom kvflash_ggml.native import _kvf as real\n"
+        "lib = types.SimpleNamespace(kvf_abi=real.lib.kvf_abi, KVF_ABI=real.lib.KVF_ABI,"
+        " kvf_sizeof=real.lib.kvf_sizeof)\n_kvf = types.SimpleNamespace(lib=lib)\n"
+        f"{breakage}\nlibrary._refuse_mismatch(llama_cpp, lib, library.library_folder())\n"
+    )
+    done = run(code)
+    assert "LibraryError" in done.stderr
+    assert message in done.stderr
+
+
+def test_gpu_layers_on_a_cpu_build_are_not_ignored() -> None:
+    if library.supports_gpu_offload():
+        pytest.skip("this build has a GPU")
+    code = LOAD + "library.ensure_gpu_offload(-1)"
+    refused, allowed = run(code), run(code, KVFLASH_ALLOW_CPU="1")
+    assert "n_gpu_layers=-1" in refused.stderr
+    assert "KVFLASH_ALLOW_CPU=1" in refused.stderr
+    assert allowed.returncode == 0, allowed.stderr
+    assert run(LOAD + "library.ensure_gpu_offload(0)").returncode == 0
+
+
+def test_loading_twice_is_free() -> None:
+    library.load()
+    library.load()
+
+
+def test_build_info_names_the_build() -> None:
+    info = library.build_info()
+    assert info["llama_cpp_commit"]
+    assert "cpu" in info["backends"]
+    assert len(info["sdist_sha256"]) == 64
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--wheel-dir", str(tmp_path), str(REPO)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-cp310-abi3-" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    built = [n for n in names if re.search(r"\.so", n)]
+    assert sorted(Path(n).name for n in built) == sorted(
+        [*library.build_info()["libraries"], "_kvf.abi3.so"]
+    )
+    licenses = {n.partition("/licenses/")[2] for n in names if "/licenses/" in n}
+    assert licenses == {
+        "LICENSE", "upstream/LICENSE.llama.cpp", "upstream/AUTHORS.llama.cpp",
+        "upstream/LICENSE.llama-cpp-python.md", "upstream/NOTICE",
+    }  # fmt: skip
+    assert not [n for n in names if n.endswith((".cpp", ".h", ".patch", ".gguf"))]
