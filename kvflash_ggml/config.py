@@ -1,0 +1,67 @@
+"""What a user can ask of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import ConfigError
+
+CHUNK = 64
+"""Tokens per chunk, and slots per block. The native code is built for this number."""
+
+POOL_STEP = 256
+"""Pool sizes are multiples of this, because llama.cpp widens its attention span in steps of 256 cells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFlashConfig:
+    """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
+
+    pool: slots on the device, or "auto" to size it from free device memory.
+    policy: who stays resident. "lru" keeps the most recently used chunks.
+    tau: tokens between two reselections, for policies that reselect.
+    sinks: leading chunks that are never evicted.
+    tail: newest chunks that are never evicted, besides the one being filled.
+    pins: half-open token ranges (lo, hi) that are never evicted.
+    host_limit: ceiling in bytes on host memory for page images, None for no ceiling.
+    spill: folder for page images that do not fit under `host_limit`.
+    checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
+    """
+
+    pool: int | Literal["auto"] = "auto"
+    policy: str = "lru"
+    tau: int = 64
+    sinks: int = 1
+    tail: int = 4
+    pins: tuple[tuple[int, int], ...] = ()
+    host_limit: int | None = None
+    spill: Path | None = None
+    checkpoints: int = 8
+
+    def __post_init__(self) -> None:
+        if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
+            raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
+        for name, least in (("tau", 1), ("sinks", 0), ("tail", 1), ("checkpoints", 0)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        for span in self.pins:
+            if len(span) != 2 or not all(_is_int(x) for x in span) or not 0 <= span[0] < span[1]:
+                raise ConfigError(f"a pin is (lo, hi) with 0 <= lo < hi, not {span!r}")
+        if self.host_limit is not None and (not _is_int(self.host_limit) or self.host_limit < 0):
+            raise ConfigError(f"host_limit must be a number of bytes, not {self.host_limit!r}")
+
+    @property
+    def minimum_pool(self) -> int:
+        """Slots below which no chunk could ever be evicted, rounded up to the pool step."""
+        return round_up((self.sinks + self.tail + 2) * CHUNK, POOL_STEP)
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

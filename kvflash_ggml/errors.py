@@ -1,0 +1,39 @@
+"""The exceptions that users meet. Each names the value, the limit and the remedy."""
+
+from __future__ import annotations
+
+
+class KVFlashError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class LibraryError(KVFlashError, ImportError):
+    """The native library or llama_cpp is missing, foreign, or of the wrong version."""
+
+
+class ConfigError(KVFlashError, ValueError):
+    """A setting has a value that cannot work."""
+
+
+class UnsupportedModelError(KVFlashError, ValueError):
+    """The model's architecture or memory type cannot run in a pool."""
+
+
+class PoolExhausted(KVFlashError, RuntimeError):
+    """Every block of the pool is protected, so nothing can be evicted."""
+
+
+class ContextFull(KVFlashError, ValueError):
+    """The tokens do not fit in the logical context."""
+
+
+class HostMemoryError(KVFlashError, MemoryError):
+    """The paged-out chunks would pass the ceiling on host memory, or host memory could not be had."""
+
+
+class DecodeError(KVFlashError, RuntimeError):
+    """llama.cpp could not evaluate a batch. The session still holds everything before it."""
+
+
+class StateError(KVFlashError, ValueError):
+    """A saved state does not fit this model or these settings."""

@@ -1,0 +1,429 @@
+"""`Llama`: a drop-in for `llama_cpp.Llama` whose KV cache can live in a pool of fixed size."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import _internals as internals
+from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+from .config import KVFlashConfig
+from .context import PagedContext
+from .errors import ConfigError, ContextFull
+from .native import engine as native
+from .native import library
+from .pool.sizing import PoolSize, resolve
+from .session import Progress, Session
+from .snapshot import state as session_state
+from .tokenizer import IncrementalTokenizer
+from .view import PoolView
+
+logger = logging.getLogger("kvflash_ggml")
+
+# keywords that upstream's server passes although upstream's constructor does nothing with them
+STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
+UPSTREAM_KEYWORDS = set(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
+
+KVFlash = KVFlashConfig | int | Literal["auto"] | None
+
+
+class Llama(llama_cpp.Llama):  # type: ignore[misc]
+    """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
+
+    kvflash: None for a stock cache; a number of tokens or "auto" for a pool of that size; or a KVFlashConfig.
+    kvflash_policy, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of KVFlashConfig, by keyword.
+    kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
+
+    `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
+    pool, flash attention is on and sliding-window layers keep only their window, unless asked otherwise.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        kvflash: KVFlash = None,
+        kvflash_policy: str | None = None,
+        kvflash_tau: int | None = None,
+        kvflash_pins: Sequence[tuple[int, int]] | None = None,
+        kvflash_spill: str | Path | None = None,
+        kvflash_host_limit: int | None = None,
+        kvflash_progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> None:
+        unknown = set(kwargs) - UPSTREAM_KEYWORDS - STRAY_KEYWORDS
+        if unknown:
+            raise TypeError(f"Llama() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        fields = {
+            "policy": kvflash_policy,
+            "tau": kvflash_tau,
+            "pins": tuple(kvflash_pins) if kvflash_pins is not None else None,
+            "spill": Path(kvflash_spill) if kvflash_spill is not None else None,
+            "host_limit": kvflash_host_limit,
+        }
+        self._config = _merge(kvflash, {name: value for name, value in fields.items() if value is not None})
+        self._session: Session | None = None
+        self._size: PoolSize | None = None
+        self.kvflash_progress = kvflash_progress
+        if self._config is not None:
+            self._config = _check_feature_use(self._config, kwargs)
+        if self._config is not None:
+            kwargs["flash_attn"] = True
+            kwargs.setdefault("swa_full", False)
+        library.ensure_gpu_offload(kwargs.get("n_gpu_layers", 0))
+
+        logits_all = kwargs.pop("logits_all", False) or kwargs.get("draft_model") is not None
+        self._pickled_tokenizer = kwargs.get("tokenizer")
+        try:
+            # upstream would allocate n_ctx rows of logits at once; here they grow with use
+            super().__init__(model_path, logits_all=False, **kwargs)
+        finally:
+            native.set_pool(0)
+        self._logits_all = logits_all
+        self.input_ids = np.zeros(self._n_ctx, np.intc)
+        self._replace_batch()
+        if self._size is not None:
+            self._open_session(self._size)
+
+    # --- construction
+
+    @property
+    def tokenizer_(self) -> Any:
+        return self._tokenizer
+
+    @tokenizer_.setter
+    def tokenizer_(self, tokenizer: Any) -> None:
+        # upstream sets this between loading the model and making the context: the moment to size the pool
+        if isinstance(tokenizer, llama_cpp.LlamaTokenizer):
+            tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos)
+        self._tokenizer = tokenizer
+        if self._config is not None:
+            self._size = self._size_pool(self._config)
+            native.set_pool(self._size.slots)
+
+    def _size_pool(self, config: KVFlashConfig) -> PoolSize:
+        model = ctypes.cast(self._model.model, ctypes.c_void_p).value
+        params = self.context_params
+        slot_bytes = native.probe(
+            model or 0,
+            type_k=params.type_k,
+            type_v=params.type_v,
+            offload=params.offload_kqv,
+            arch=self._model.metadata().get("general.architecture", "unknown"),
+        )
+        free, _, _ = native.device_memory(model or 0)
+        n_ctx = params.n_ctx or self._model.n_ctx_train()
+        return resolve(config, n_ctx=n_ctx, free_bytes=free, slot_bytes=slot_bytes)
+
+    def _open_session(self, size: PoolSize) -> None:
+        assert self._config is not None
+        n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
+        engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
+        self._session = Session(
+            engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch
+        )
+        self._stack.callback(self._session.close)
+        self._ctx = PagedContext(self._ctx, self._session)
+        assert self.kvflash is not None
+        if self.verbose:
+            logger.warning(self.kvflash.banner())
+        else:
+            logger.info(self.kvflash.banner())
+
+    def _replace_batch(self) -> None:
+        """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""
+        self._batch.close()
+        self._batch = internals.LlamaBatch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
+        self._stack.callback(self._batch.close)
+
+    @property
+    def kvflash(self) -> PoolView | None:
+        """The live state of the pool, or None without one."""
+        if self._session is None or self._size is None:
+            return None
+        return PoolView(self._session, self._size)
+
+    # --- evaluation
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after the `n_tokens` read so far. ContextFull if they do not fit; then nothing is evaluated."""
+        if self.n_tokens + len(tokens) > self._n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
+            )
+        if self._logits_all:
+            self._grow_scores(self.n_tokens + len(tokens))
+        if self._session is None:
+            super().eval(tokens)
+            return
+        self._catch_up(self._session)
+        data = np.asarray(tokens, np.int32)
+        progress = self.kvflash_progress if len(data) > 1 else None
+        self._session.extend(data, output_all=self._logits_all, after=self._after_step, progress=progress)
+
+    def _catch_up(self, session: Session) -> None:
+        """Bring the session to `n_tokens`, which inherited methods and users may have set."""
+        if self.n_tokens < session.length:
+            session.rewind(self.n_tokens)
+        elif self.n_tokens > session.length:
+            session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
+
+    def _after_step(self, start: int, count: int) -> None:
+        assert self._session is not None
+        self.input_ids[start : start + count] = self._session.ids[start : start + count]
+        if self._logits_all:
+            logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=(count, self._n_vocab))
+            self.scores[start : start + count] = logits
+        self.n_tokens = start + count
+        self._requires_eval = False
+
+    def _grow_scores(self, rows: int) -> None:
+        if rows > len(self.scores):
+            grown = np.empty((min(self._n_ctx, max(rows, 2 * len(self.scores))), self._n_vocab), np.single)
+            grown[: self.n_tokens] = self.scores[: self.n_tokens]
+            self.scores = grown
+
+    def reset(self) -> None:
+        """Forget the text. Settings and pins stay."""
+        super_reset = self._session is None
+        if super_reset:
+            super().reset()
+            return
+        assert self._session is not None
+        self.n_tokens = 0
+        self._requires_eval = True
+        self._session.reset()
+
+    # --- generation
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.80,
+        repeat_penalty: float = 1.0,
+        reset: bool = True,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        tfs_z: float = 1.0,
+        mirostat_mode: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        penalize_nl: bool = True,
+        logits_processor: llama_cpp.LogitsProcessorList | None = None,
+        stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
+        grammar: llama_cpp.LlamaGrammar | None = None,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
+        self._sampler = self._init_sampler(
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            temp=temp,
+            repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            tfs_z=tfs_z,
+            mirostat_mode=mirostat_mode,
+            mirostat_eta=mirostat_eta,
+            mirostat_tau=mirostat_tau,
+            penalize_nl=penalize_nl,
+            logits_processor=logits_processor,
+            grammar=grammar,
+        )
+        pending = list(tokens)
+        if reset:
+            pending = pending[self._reuse_prefix(pending) :]
+        sample_idx = self.n_tokens + len(pending) - 1
+        while True:
+            self.eval(pending)
+            while sample_idx < self.n_tokens:
+                token = self.sample(idx=sample_idx)
+                sample_idx += 1
+                if stopping_criteria is not None and stopping_criteria(
+                    self._input_ids[:sample_idx], self._logits_row(sample_idx - 1)
+                ):
+                    return
+                sent = yield token
+                pending = [token, *(sent or ())]
+                if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
+                    self._reject_drafts(sample_idx)
+                    break
+            pending += self._draft(pending)
+
+    def _reuse_prefix(self, tokens: Sequence[int]) -> int:
+        """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        known = self._input_ids
+        n = min(len(known), len(tokens))
+        differs = np.flatnonzero(known[:n] != np.asarray(tokens[:n], np.intc))
+        shared = int(differs[0]) if len(differs) else n
+        if shared == len(tokens) == self.n_tokens and not self._requires_eval:
+            return shared  # the logits of the last token are at hand
+        if shared == len(tokens):
+            shared -= 1  # one token has to be evaluated for its logits
+        left = self._cut(shared) if shared > 0 else 0
+        if left == 0:
+            self.reset()
+        elif self.verbose:
+            logger.info("%d tokens of the prompt are known, %d to evaluate", left, len(tokens) - left)
+        self.n_tokens = left
+        self._requires_eval = True
+        return left
+
+    def _cut(self, length: int) -> int:
+        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
+        if self._session is not None:
+            return self._session.truncate(min(length, self._session.length))
+        return length if self._ctx.kv_cache_seq_rm(-1, length, -1) else 0
+
+    def _reject_drafts(self, length: int) -> None:
+        left = self._cut(length)
+        self.n_tokens = length
+        self._requires_eval = True
+        if left < length and self._session is None:
+            again = self.input_ids[:length].tolist()
+            self.reset()
+            self.eval(again)
+
+    def _draft(self, pending: Sequence[int]) -> list[int]:
+        """Tokens the draft model proposes after `pending`: as many as one step can verify."""
+        if self.draft_model is None:
+            return []
+        start = self.n_tokens + len(pending)
+        room = min(self._n_ctx - start, self.context_params.n_ubatch - len(pending))
+        if self._session is not None:
+            room = min(room, self._session.pager.room(self._session.length) - len(pending))
+        if room <= 0:
+            return []
+        self.input_ids[self.n_tokens : start] = pending
+        return [int(token) for token in self.draft_model(self.input_ids[:start])[:room]]
+
+    def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
+        """Logits of the token at `pos`, which must be among those evaluated last."""
+        row = self._ctx.get_logits_ith(pos - self.n_tokens)
+        return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+
+    def _create_completion(
+        self,
+        prompt: str | list[int],
+        *,
+        logits_processor: llama_cpp.LogitsProcessorList | None = None,
+        logit_bias: dict[int, float] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        # upstream loses both when given both
+        if logit_bias:
+            bias = {int(token): float(value) for token, value in logit_bias.items()}
+            logits_processor = llama_cpp.LogitsProcessorList([*(logits_processor or ()), _bias_processor(bias)])
+        completion: Iterator[Any] = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
+        return completion
+
+    # --- states
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The text and its memory. Logits are carried only with `logits_all`."""
+        if self._session is None:
+            data = _read_native_state(self._ctx.ctx)
+        else:
+            self._catch_up(self._session)
+            data = session_state.dump(self._session)
+        rows = self.n_tokens if self._logits_all else 0
+        return llama_cpp.LlamaState(
+            scores=self.scores[:rows].copy(),
+            input_ids=self._input_ids.copy(),
+            n_tokens=self.n_tokens,
+            llama_state=data,
+            llama_state_size=len(data),
+            seed=self._seed,
+        )
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Return to a saved state of the same model and settings. StateError, and nothing changed, if it does not fit."""
+        if state.n_tokens > self._n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
+            )
+        if self._session is None:
+            _write_native_state(self._ctx.ctx, state.llama_state)
+        else:
+            session_state.load(self._session, state.llama_state)
+        self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+        self.n_tokens = state.n_tokens
+        self._requires_eval = True
+        self._seed = state.seed
+        if self._logits_all:
+            self._grow_scores(self.n_tokens)
+            self.scores[: len(state.scores)] = state.scores
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state["logits_all"] = self._logits_all and self.draft_model is None
+        state["tokenizer"] = self._pickled_tokenizer
+        state["kvflash"] = self._config
+        return state
+
+
+def install() -> None:
+    """Make `llama_cpp.Llama` this class, for programs whose import cannot be changed."""
+    llama_cpp.Llama = Llama
+
+
+def _merge(kvflash: KVFlash, fields: dict[str, Any]) -> KVFlashConfig | None:
+    if kvflash is None:
+        if fields:
+            raise ConfigError(f"kvflash_{next(iter(fields))} needs kvflash: give a pool size or 'auto'")
+        return None
+    if isinstance(kvflash, KVFlashConfig):
+        if fields:
+            raise ConfigError(f"give {', '.join(fields)} either in the KVFlashConfig or by keyword, not both")
+        return kvflash
+    return KVFlashConfig(pool=kvflash, **fields)
+
+
+def _check_feature_use(config: KVFlashConfig, kwargs: dict[str, Any]) -> KVFlashConfig | None:
+    """The config, or None where upstream's contract has no cache to bound. Raises for what a pool cannot do."""
+    if kwargs.get("vocab_only"):
+        return None
+    if kwargs.get("embedding"):
+        logger.warning("kvflash is off: an embedding context evaluates many short texts and keeps nothing")
+        return None
+    if kwargs.get("flash_attn", True) is False:
+        raise ConfigError("flash_attn=False: a pool needs flash attention, since V is stored transposed without it")
+    if isinstance(kwargs.get("chat_handler"), Llava15ChatHandler):
+        raise ConfigError("multimodal chat handlers decode behind the pool's back: use kvflash=None with them")
+    return config
+
+
+def _bias_processor(bias: dict[int, float]) -> Any:
+    def add_bias(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
+        biased = scores.copy()
+        for token, value in bias.items():
+            biased[token] += value
+        return biased
+
+    return add_bias
+
+
+def _read_native_state(ctx: Any) -> bytes:
+    data = bytearray(llama_cpp.llama_state_get_size(ctx))
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
+    used = llama_cpp.llama_state_get_data(ctx, buffer, len(data))
+    return bytes(data[:used])
+
+
+def _write_native_state(ctx: Any, data: bytes) -> None:
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    if llama_cpp.llama_state_set_data(ctx, buffer, len(data)) != len(data):
+        raise RuntimeError("Failed to set llama state data")

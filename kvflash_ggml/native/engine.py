@@ -1,0 +1,270 @@
+"""The engine of one context: the native seam as Python sees it. No pointer leaves this file but as an opaque number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK
+from ..errors import DecodeError, StateError, UnsupportedModelError
+from ._kvf import ffi, lib
+
+Int32s = npt.NDArray[np.int32]
+
+assert lib.KVF_BLOCK == CHUNK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One pooled layer. Offsets and rows are bytes in a page image of CHUNK rows; `has_v` is false if V is a view of K."""
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    head_k: int
+    head_v: int
+    has_v: bool
+    k_offset: int
+    k_row: int
+    v_offset: int
+    v_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes."""
+
+    n_slots: int
+    n_layers: int
+    n_pos: int
+    n_swa: int
+    recurrent: bool
+    alibi: bool
+    mask_f32: bool
+    v_trans: bool
+    query_rows: int
+    pinned: bool
+    asynchronous: bool
+    page_bytes: int
+    device_bytes: int
+    type_k: str
+    type_v: str
+    device: str
+
+
+def set_pool(cells: int, query_rows: int = 0) -> None:
+    """The next context made by this thread gets a pool of `cells` slots; 0 restores stock behaviour."""
+    lib.kvf_set_pool(cells, query_rows)
+
+
+def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> int:
+    """Bytes one slot takes on the device. Raises UnsupportedModelError if the model cannot run in a pool.
+
+    model: address of the llama_model. type_k, type_v: ggml type numbers.
+    """
+    size = ffi.new("int64_t *")
+    why = ffi.new("char[512]")
+    if lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, size, why, 512) != 0:
+        reason = ffi.string(why).decode("utf-8", "replace")
+        raise UnsupportedModelError(f"architecture {arch!r} cannot run in a pool: {reason}. Use kvflash=None.")
+    return int(size[0])
+
+
+def device_memory(model: int) -> tuple[int, int, bool]:
+    """(free bytes, total bytes, is a GPU) of the device that would hold the pool."""
+    free, total = ffi.new("int64_t *"), ffi.new("int64_t *")
+    is_gpu = lib.kvf_device_memory(ffi.cast("void *", model), free, total)
+    return int(free[0]), int(total[0]), bool(is_gpu)
+
+
+class Engine:
+    """Executes plans on a context that was made with a pool.
+
+    context: address of the llama_context, which must outlive the engine. Steps of at most `max_tokens` tokens.
+    """
+
+    def __init__(self, context: int, max_tokens: int) -> None:
+        handle = ffi.new("kvf_engine **")
+        why = ffi.new("char[512]")
+        if lib.kvf_open(ffi.cast("void *", context), handle, why, 512) != 0:
+            raise UnsupportedModelError(ffi.string(why).decode("utf-8", "replace"))
+        self._engine = handle[0]
+        self._closed = False
+        self.info = self._read_info()
+        self.layers = self._read_layers()
+
+        # everything a step needs is allocated here, once
+        self.token = np.zeros(max_tokens, np.int32)
+        self.pos = np.zeros(max_tokens, np.int32)
+        self.slot = np.zeros(max_tokens, np.int32)
+        self.output = np.zeros(max_tokens, np.int8)
+        self._plan = ffi.new("kvf_plan *")
+        self._keep = [ffi.from_buffer(x) for x in (self.token, self.pos, self.slot, self.output)]
+        self._plan.token = ffi.cast("int32_t *", self._keep[0])
+        self._plan.pos = ffi.cast("int32_t *", self._keep[1])
+        self._plan.slot = ffi.cast("int32_t *", self._keep[2])
+        self._plan.output = ffi.cast("int8_t *", self._keep[3])
+        self._plan.mask_stride = self.info.n_slots
+
+    # --- steps
+
+    def use_mask(self, rows: npt.NDArray[np.floating]) -> None:
+        """Read mask rows from this array, shape [max_tokens, n_slots], from now on."""
+        assert rows.flags.c_contiguous and rows.shape[1] == self.info.n_slots
+        assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
+        self._mask = ffi.from_buffer(rows)
+        self._plan.mask = self._mask
+
+    def step(self, count: int, wait: int) -> None:
+        """Evaluate the first `count` entries of token, pos, slot and output under the mask.
+
+        wait: transfer that must be done before the compute starts, 0 for none. Raises DecodeError; nothing is kept then.
+        """
+        self._plan.n_tokens = count
+        self._plan.wait = wait
+        code = lib.kvf_step(self._engine, self._plan)
+        if code != 0:
+            raise DecodeError(f"llama_decode returned {code} for {count} tokens")
+
+    def synchronize(self) -> None:
+        lib.kvf_synchronize(self._engine)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time spent inside llama_decode since the engine was opened."""
+        return float(lib.kvf_decode_ns(self._engine)) * 1e-9
+
+    # --- transfers
+
+    def page_out(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+        """Copy blocks to page images, behind the compute submitted so far. Returns the ticket of the transfer."""
+        return self._transfer(lib.kvf_page_out, blocks, images)
+
+    def page_in(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+        """Copy page images to blocks. The next step waits for it on the device, not here."""
+        return self._transfer(lib.kvf_page_in, blocks, images)
+
+    def _transfer(self, call: object, blocks: Sequence[int], images: Sequence[int]) -> int:
+        ticket = int(call(self._engine, len(blocks), ffi.new("int32_t[]", blocks), ffi.new("uint64_t[]", images)))  # type: ignore[operator]
+        assert ticket > 0, "a block out of range, or a cache whose pages cannot move"
+        return ticket
+
+    # --- what llama.cpp believes about the slots
+
+    def clear_cells(self, slot: int, count: int) -> None:
+        assert lib.kvf_cells_clear(self._engine, slot, count) == 0
+
+    def set_cells(self, slot: int, pos: int, tokens: Int32s) -> None:
+        data = ffi.from_buffer("int32_t[]", np.ascontiguousarray(tokens, np.int32))
+        assert lib.kvf_cells_set(self._engine, slot, len(tokens), pos, data) == 0
+
+    def cells(self, slot: int, count: int) -> Int32s:
+        """Positions in the slots, -1 where empty; shape [count]."""
+        out = np.empty(count, np.int32)
+        assert lib.kvf_cells_get(self._engine, slot, count, ffi.from_buffer("int32_t[]", out)) == 0
+        return out
+
+    def truncate(self, pos: int) -> bool:
+        """Remove positions >= pos. False: this memory cannot, and nothing has changed."""
+        return bool(lib.kvf_truncate(self._engine, pos))
+
+    def clear(self) -> None:
+        lib.kvf_clear(self._engine)
+
+    @property
+    def window_start(self) -> int:
+        """Oldest position that the sliding-window layers still hold, -1 if there are none."""
+        return int(lib.kvf_swa_first(self._engine))
+
+    # --- state that is not pooled
+
+    def get_state(self) -> bytes:
+        """Recurrent state and sliding-window rings; empty for a plain cache."""
+        size = lib.kvf_state_size(self._engine)
+        if size == 0:
+            return b""
+        data = bytearray(size)
+        if lib.kvf_state_get(self._engine, ffi.from_buffer("uint8_t[]", data, require_writable=True), size) != size:
+            raise StateError("llama.cpp could not write the recurrent state")
+        return bytes(data)
+
+    def set_state(self, data: bytes) -> None:
+        """Put back what `get_state` returned."""
+        if data and lib.kvf_state_set(self._engine, ffi.from_buffer("uint8_t[]", data), len(data)) != 0:
+            raise StateError("the recurrent state does not fit this context")
+
+    # --- host memory (store.HostMemory)
+
+    def alloc(self, size: int) -> int:
+        return int(ffi.cast("uintptr_t", lib.kvf_host_alloc(self._engine, size)))
+
+    def free(self, address: int) -> None:
+        lib.kvf_host_free(self._engine, ffi.cast("void *", address))
+
+    def view(self, address: int, size: int) -> memoryview:
+        return memoryview(ffi.buffer(ffi.cast("char *", address), size)).cast("B")
+
+    def wait(self, ticket: int) -> None:
+        """Return when the transfer is done."""
+        if ticket:
+            lib.kvf_wait(self._engine, ticket)
+
+    # --- captured queries
+
+    def queries(self, layer: int) -> npt.NDArray[np.float32]:
+        """Newest query rows of a pooled layer, [query_rows, n_head, head_k]; position p is in row p % query_rows."""
+        shape = self.layers[layer]
+        out = np.empty((self.info.query_rows, shape.n_head, shape.head_k), np.float32)
+        assert lib.kvf_query_read(self._engine, layer, ffi.from_buffer("float[]", out)) == 0
+        return out
+
+    def close(self) -> None:
+        """Wait for all work and free the engine. The context stays."""
+        if not self._closed:
+            self._closed = True
+            lib.kvf_close(self._engine)
+
+    def _read_info(self) -> EngineInfo:
+        raw = ffi.new("kvf_info *")
+        lib.kvf_get_info(self._engine, raw)
+        return EngineInfo(
+            n_slots=raw.n_slots,
+            n_layers=raw.n_layers,
+            n_pos=raw.n_pos,
+            n_swa=raw.n_swa,
+            recurrent=bool(raw.recurrent),
+            alibi=bool(raw.alibi),
+            mask_f32=bool(raw.mask_f32),
+            v_trans=bool(raw.v_trans),
+            query_rows=raw.query_rows,
+            pinned=bool(raw.pinned),
+            asynchronous=bool(getattr(raw, "async")),
+            page_bytes=raw.page_bytes,
+            device_bytes=raw.device_bytes,
+            type_k=ffi.string(raw.type_k).decode(),
+            type_v=ffi.string(raw.type_v).decode(),
+            device=ffi.string(raw.device).decode(),
+        )
+
+    def _read_layers(self) -> tuple[Layer, ...]:
+        n = self.info.n_layers
+        raw = ffi.new("kvf_layer[]", n)
+        assert lib.kvf_get_layers(self._engine, raw, n) == 0
+        return tuple(
+            Layer(
+                il=x.il,
+                n_head=x.n_head,
+                n_head_kv=x.n_head_kv,
+                head_k=x.head_k,
+                head_v=x.head_v,
+                has_v=bool(x.has_v),
+                k_offset=x.k_offset,
+                k_row=x.k_row,
+                v_offset=x.v_offset,
+                v_row=x.v_row,
+            )
+            for x in raw
+        )

@@ -1,0 +1,34 @@
+// What the engine shares with the patched cache: the plan of the running decode, and the captured queries.
+#pragma once
+
+#include "kvf.h"
+#include "kvf_hooks.h"
+
+#include "ggml-cpp.h"
+
+#include <map>
+
+// The patch makes this struct a friend of llama_kv_cache.
+struct kvf_access {
+    static auto & layers(const llama_kv_cache & kv) { return kv.layers; }
+    static auto & cells(llama_kv_cache & kv) { return kv.v_cells[0]; }
+    static bool   v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
+};
+
+struct kvf_query {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buffer;
+    ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows], the row of position p is p % query_rows
+};
+
+struct kvf_pool {
+    llama_kv_cache & kv;
+    const uint32_t   query_rows;
+
+    const kvf_plan * plan = nullptr;  // set while llama_decode runs
+
+    std::map<int, kvf_query> queries;       // by model layer
+    ggml_tensor *            query_index = nullptr;  // I64, input of the graph under construction
+
+    kvf_pool(llama_kv_cache & kv, uint32_t query_rows) : kv(kv), query_rows(query_rows) {}
+};

@@ -1,0 +1,1 @@
+"""Who stays resident: one policy a file."""

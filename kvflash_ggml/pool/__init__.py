@@ -1,0 +1,1 @@
+"""Which slot holds which token, and what moves: pure Python and numpy."""

@@ -1,0 +1,82 @@
+"""Who may see whom, in slot space.
+
+One rule everywhere: a slot that holds position `p` is visible to a query at position `q` iff `0 <= p <= q`. Rows of
+rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK
+
+FREE = -1
+
+
+class SlotMask:
+    """Mask rows for the planned tokens: float16 (as raw bits) with flash attention, float32 without.
+
+    `rows` is allocated once, [max_rows, n_slots]. `fill` returns a view of its first rows, valid until the next call.
+    """
+
+    def __init__(self, n_slots: int, max_rows: int, *, f32: bool) -> None:
+        dtype = np.dtype(np.float32 if f32 else np.float16)
+        self.slot_pos = np.full(n_slots, FREE, np.int32)
+        self.rows = np.full((max_rows, n_slots), -np.inf, dtype)
+        self._open = dtype.type(0)
+        self._closed = dtype.type(-np.inf)
+        self._triangle = np.where(np.tri(CHUNK, dtype=bool), self._open, self._closed)
+        self._base = -2  # the last position that row 0 shows, when nothing has moved since
+
+    def place(self, block: int, chunk: int) -> None:
+        """The block holds the positions of the chunk."""
+        self.slot_pos[block * CHUNK : (block + 1) * CHUNK] = np.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
+        self._base = -2
+
+    def clear(self, block: int) -> None:
+        self.slot_pos[block * CHUNK : (block + 1) * CHUNK] = FREE
+        self._base = -2
+
+    def reset(self) -> None:
+        self.slot_pos[:] = FREE
+        self._base = -2
+
+    def rewind(self) -> None:
+        """Positions have been taken back: the next row is built from scratch."""
+        self._base = -2
+
+    def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
+        """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
+        n = len(slots)
+        rows = self.rows[:n]
+        if self._base == start - 1 and n == 1:
+            rows[0, slots[0]] = self._open
+        else:
+            seen = (self.slot_pos >= 0) & (self.slot_pos < start)
+            rows[:] = np.where(seen, self._open, self._closed)
+            self._own_triangle(rows, start, slots)
+        self._base = start if n == 1 else -2
+        return rows
+
+    def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: npt.NDArray[np.int32]) -> None:
+        """Open each of the new slots to its own token and to those after it; a block at a time, since runs are whole."""
+        n = len(slots)
+        a = 0
+        while a < n:
+            size = min(CHUNK - (start + a) % CHUNK, n - a)
+            run = slice(slots[a], slots[a] + size)
+            rows[a : a + size, run] = self._triangle[:size, :size]
+            rows[a + size :, run] = self._open
+            a += size
+
+
+class AlibiMask(SlotMask):
+    """The same rule for models whose attention adds the negative distance instead of rotating keys."""
+
+    def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
+        query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]
+        distance = query - self.slot_pos
+        rows = self.rows[: len(slots)]
+        rows[:] = np.where((self.slot_pos >= 0) & (distance >= 0), -distance, -np.inf)
+        return rows

@@ -1,0 +1,230 @@
+"""The page table of one sequence: which chunk is in which block, and who has to leave.
+
+Pure mapping: nothing here moves a byte. A call either changes the table and says what must move, or raises and changes
+nothing. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..config import CHUNK
+from ..errors import ConfigError, PoolExhausted
+from .blocks import Blocks
+
+ABSENT = -1
+
+
+@dataclass(slots=True)
+class Chunk:
+    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of its last append or recall."""
+
+    block: int = ABSENT
+    on_host: bool = False
+    last_use: int = 0
+
+
+@dataclass(slots=True)
+class Moves:
+    """What a change of the table asks of the device, as (chunk, block) pairs, to be done in this order.
+
+    evict: the block is free now. drop: the chunk no longer exists. recall: fill the block from the host. fresh: a block
+    for a chunk that has no bytes yet.
+    """
+
+    evict: list[tuple[int, int]] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+    recall: list[tuple[int, int]] = field(default_factory=list)
+    fresh: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.evict or self.drop or self.recall or self.fresh)
+
+
+NO_MOVES = Moves()
+
+
+class Pager:
+    """Page table with sinks, a tail window, pins and least-recently-used eviction.
+
+    `length` counts committed tokens. `epoch` changes whenever a block changes its chunk.
+    """
+
+    def __init__(self, blocks: Blocks, *, sinks: int, tail: int) -> None:
+        if sinks + tail + 2 > blocks.count:
+            raise ConfigError(
+                f"a pool of {blocks.count * CHUNK} tokens leaves nothing to evict beside {sinks} sink chunks and "
+                f"a tail of {tail}: use at least {(sinks + tail + 2) * CHUNK} tokens"
+            )
+        self.blocks = blocks
+        self.sinks = sinks
+        self.tail = tail
+        self.pins: set[int] = set()
+        self.chunks: list[Chunk] = []
+        self.length = 0
+        self.epoch = 0
+        self._clock = 0
+        self._settled = True  # whatever must stay beside the append head is resident
+
+    # --- queries
+
+    @property
+    def resident(self) -> int:
+        return sum(chunk.block != ABSENT for chunk in self.chunks)
+
+    @property
+    def resident_chunks(self) -> tuple[int, ...]:
+        return tuple(c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT)
+
+    def slot_of(self, pos: int) -> int:
+        """The slot of a position, or ABSENT."""
+        block = self.chunks[pos // CHUNK].block
+        return ABSENT if block == ABSENT else block * CHUNK + pos % CHUNK
+
+    def protected(self, first: int, last: int) -> set[int]:
+        """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it."""
+        window = range(max(0, first - self.tail), last + 1)
+        return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
+
+    def room(self, start: int) -> int:
+        """How many tokens can be appended at `start` in one span without evicting the span itself."""
+        first = start // CHUNK
+        kept = len(self.protected(first, first) | self.pins) - 1
+        return (self.blocks.count - kept) * CHUNK - start % CHUNK
+
+    # --- changes
+
+    def pin_range(self, lo: int, hi: int) -> None:
+        """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
+        pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
+        most = self.blocks.count - self.sinks - self.tail - 2
+        if len(pins) > most:
+            raise ConfigError(
+                f"pinning [{lo}, {hi}) would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can hold "
+                f"{most} pins: use a larger pool or pin less"
+            )
+        self.pins = pins
+        self._settled = False
+
+    def unpin_all(self) -> None:
+        self.pins = set()
+
+    def reserve(self, start: int, count: int) -> Moves:
+        """Make room for positions [start, start + count), and bring back whatever must be resident beside them."""
+        assert start == self.length and count > 0
+        first, last = start // CHUNK, (start + count - 1) // CHUNK
+        if self._settled and first == last and start % CHUNK:
+            return NO_MOVES
+        kept = self.protected(first, last)
+        missing = sorted(c for c in kept if c >= len(self.chunks) or self.chunks[c].block == ABSENT)
+        victims = self._victims(len(missing) - len(self.blocks), kept)
+
+        moves = Moves()
+        for c in victims:
+            moves.evict.append((c, self.chunks[c].block))
+            self._release(self.chunks[c])
+        self.chunks.extend(Chunk() for _ in range(len(self.chunks), last + 1))
+        self._clock += 1
+        for c in missing:
+            chunk = self.chunks[c]
+            chunk.block = self.blocks.take()
+            (moves.recall if chunk.on_host else moves.fresh).append((c, chunk.block))
+            chunk.last_use = self._clock
+        for c in range(first, last + 1):
+            self.chunks[c].on_host = False  # its bytes are about to change
+            self.chunks[c].last_use = self._clock
+        self.epoch += bool(moves)
+        self._settled = True
+        return moves
+
+    def commit(self, count: int) -> range:
+        """The reserved positions have been written. Returns the chunks that this has sealed."""
+        before = self.length // CHUNK
+        self.length += count
+        return range(before, self.length // CHUNK)
+
+    def saved(self, c: int) -> None:
+        """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""
+        assert c < self.length // CHUNK
+        self.chunks[c].on_host = True
+
+    def recall_failed(self, c: int) -> None:
+        """The bytes of a chunk could not be brought back: it stays on the host only."""
+        self._release(self.chunks[c])
+        self.chunks[c].on_host = True
+        self._settled = False
+
+    def truncate(self, length: int) -> Moves:
+        """Forget positions >= `length`, on both tiers, and chunks that were reserved but never committed."""
+        assert 0 <= length <= self.length
+        keep = -(-length // CHUNK)
+        moves = Moves()
+        for c in range(keep, len(self.chunks)):
+            chunk = self.chunks[c]
+            moves.drop.append(c)
+            if chunk.block != ABSENT:
+                moves.evict.append((c, chunk.block))
+                self._release(chunk)
+        del self.chunks[keep:]
+        if length % CHUNK and self.chunks[-1].block != ABSENT:
+            self.chunks[-1].on_host = False  # open again: the block is the only true copy
+        self.length = length
+        self.epoch += 1
+        self._settled = False
+        return moves
+
+    def adopt(self, length: int, blocks: Sequence[int]) -> None:
+        """After a reset: a text of `length` tokens whose chunk c is in blocks[c], or on the host where that is ABSENT.
+
+        Chunks that are sealed have an image too, so that they can leave again.
+        """
+        assert not self.chunks and len(blocks) == -(-length // CHUNK)
+        for c, block in enumerate(blocks):
+            if block != ABSENT:
+                self.blocks.claim(block)
+            self.chunks.append(Chunk(block, on_host=block == ABSENT or c < length // CHUNK, last_use=self._clock))
+        self.length = length
+        self.epoch += 1
+        self._settled = False
+
+    def reset(self) -> None:
+        """Forget everything but the settings. Pins go too: they name positions of a text that is gone."""
+        self.blocks.reset()
+        self.chunks.clear()
+        self.pins.clear()
+        self.length = 0
+        self.epoch += 1
+
+    def _victims(self, count: int, kept: set[int]) -> list[int]:
+        """The `count` least recently used chunks outside `kept`; of equals, the oldest text goes first.
+
+        Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
+        """
+        if count <= 0:
+            return []
+        able = [
+            c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and chunk.on_host and c not in kept
+        ]
+        if len(able) < count:
+            raise PoolExhausted(
+                f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.blocks.count}: "
+                f"append fewer tokens at once, pin less, or use a larger pool"
+            )
+        return sorted(able, key=lambda c: (self.chunks[c].last_use, c))[:count]
+
+    def _release(self, chunk: Chunk) -> None:
+        self.blocks.give(chunk.block)
+        chunk.block = ABSENT
+
+    # --- for tests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
+        taken = [chunk.block for chunk in self.chunks if chunk.block != ABSENT]
+        assert len(taken) == len(set(taken)), "two chunks share a block"
+        assert not set(taken) & self.blocks.free(), "a taken block is free"
+        assert len(taken) + len(self.blocks) == self.blocks.count, "a block is lost"
+        assert len(self.chunks) >= -(-self.length // CHUNK), "a committed chunk has no entry"
+        for c, chunk in enumerate(self.chunks[: -(-self.length // CHUNK)]):
+            assert chunk.block != ABSENT or chunk.on_host, f"chunk {c} is neither resident nor on the host"

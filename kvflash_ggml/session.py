@@ -1,0 +1,320 @@
+"""One sequence on a pool: the tokens read so far, where their KV lives, and the steps that extend or cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import CHUNK, KVFlashConfig
+from .errors import ConfigError, ContextFull, StateError
+from .native.engine import Engine
+from .pool.blocks import Blocks
+from .pool.masks import AlibiMask, SlotMask
+from .pool.pager import ABSENT, Moves, Pager
+from .pool.store import HostStore
+
+Int32s = npt.NDArray[np.int32]
+Progress = Callable[[int, int], None]
+AfterStep = Callable[[int, int], None]
+
+
+class Session:
+    """Everything between the tokens and the engine.
+
+    engine: on a context with a pool. n_ctx: logical limit. n_batch, n_ubatch: how stock llama.cpp would split a prompt;
+    kept, so that a pool that holds the whole context computes the same bits. block_order: placement, for tests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: KVFlashConfig,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_ubatch: int,
+        block_order: Sequence[int] | None = None,
+    ) -> None:
+        info = engine.info
+        self.engine = engine
+        self.config = config
+        self.n_ctx = n_ctx
+        self.n_batch = n_batch
+        self.n_ubatch = n_ubatch
+        self.length = 0
+        self.ids = np.zeros(n_ctx, np.int32)
+        self.bounded = info.n_slots < n_ctx
+        if self.bounded and info.v_trans:
+            raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
+
+        self.pager = Pager(Blocks(info.n_slots // CHUNK, block_order), sinks=config.sinks, tail=config.tail)
+        self.mask = (AlibiMask if info.alibi else SlotMask)(info.n_slots, n_ubatch, f32=info.mask_f32)
+        self.store = HostStore(engine, info.page_bytes, limit=config.host_limit, spill=config.spill)
+        engine.use_mask(self.mask.rows)
+        self._pin()
+
+        self.page_ins = 0
+        self.page_outs = 0
+        self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
+        self._wait = 0  # the transfer that frees the blocks the next step writes to
+        self._has_state = info.recurrent or info.n_swa > 0
+        self._checkpoints: dict[int, bytes] = {}
+        self._checkpoint_step = max(8192, n_ctx // max(1, config.checkpoints))
+
+    @property
+    def tokens(self) -> Int32s:
+        """The tokens whose KV is in the pool or on the host, shape [length]."""
+        return self.ids[: self.length]
+
+    # --- extend
+
+    def extend(
+        self,
+        tokens: Int32s,
+        *,
+        output_all: bool = False,
+        after: AfterStep | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Evaluate tokens after those read so far. Logits of the last are kept, or of all with `output_all`.
+
+        after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
+        progress(done, total) runs after each step. On DecodeError and the other errors of this package the steps
+        that were done stay done: `length` tells how far.
+        """
+        if self.length + len(tokens) > self.n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({self.length + len(tokens)}) exceed context window of {self.n_ctx}"
+                f" (the pool holds {self.engine.info.n_slots} of them at a time)"
+            )
+        done, total = 0, len(tokens)
+        while done < total:
+            batch_end = min(total, (done // self.n_batch + 1) * self.n_batch)
+            count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length))
+            if self._has_state and total > 1:
+                self._maybe_checkpoint(last=done + count == total)
+            start = self.length
+            self._step(tokens[done : done + count], output_all=output_all, output_last=done + count == batch_end)
+            done += count
+            if after is not None:
+                after(start, count)
+            if progress is not None:
+                progress(done, total)
+
+    def _step(self, tokens: Int32s, *, output_all: bool, output_last: bool) -> None:
+        engine, start, n = self.engine, self.length, len(tokens)
+        if self._unsaved:
+            self._save()
+        try:
+            self._apply(self.pager.reserve(start, n))
+            slots = self._slots(start, n)
+            self.mask.fill(start, slots)
+            engine.token[:n] = tokens
+            engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+            engine.output[:n] = output_all
+            engine.output[n - 1] = output_all or output_last
+            engine.step(n, self._wait)
+        except BaseException:
+            self._undo_step()
+            raise
+        self._wait = 0
+        self.ids[start : start + n] = tokens
+        self.length += n
+        sealed = self.pager.commit(n)
+        if sealed and self.bounded:
+            self._unsaved.extend(sealed)
+            self._save()
+
+    def _slots(self, start: int, n: int) -> Int32s:
+        slots = self.engine.slot[:n]
+        if n == 1:
+            slots[0] = self.pager.slot_of(start)
+            return slots
+        at = start
+        while at < start + n:
+            size = min(CHUNK - at % CHUNK, start + n - at)
+            slot = self.pager.slot_of(at)
+            slots[at - start : at - start + size] = np.arange(slot, slot + size)
+            at += size
+        return slots
+
+    # --- moves
+
+    def _apply(self, moves: Moves) -> None:
+        """Do what the pager has decided."""
+        if not moves:
+            return
+        for chunk, block in moves.evict:
+            self.engine.clear_cells(block * CHUNK, CHUNK)
+            self.mask.clear(block)
+            self._wait = max(self._wait, self.store.ticket(chunk))
+        for chunk in moves.drop:
+            self.store.drop(chunk)
+        if moves.recall:
+            self._recall(moves.recall)
+        for chunk, block in moves.fresh:
+            self.mask.place(block, chunk)
+
+    def _save(self) -> None:
+        """Copy the chunks sealed since the last time to the host, behind the compute."""
+        chunks = self._unsaved
+        for chunk in chunks:
+            self.store.drop(chunk)  # an image from before a truncation
+        images = self.store.allocate(chunks)
+        ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
+        self.page_outs += len(chunks)
+        for chunk in chunks:
+            self.store.written(chunk, ticket)
+            self.pager.saved(chunk)
+        self._unsaved = []
+
+    def _recall(self, pages: list[tuple[int, int]]) -> None:
+        try:
+            self._fill(pages)
+        except BaseException:
+            for chunk, _ in pages:
+                self.pager.recall_failed(chunk)
+            raise
+        self.page_ins += len(pages)
+
+    def _fill(self, pages: list[tuple[int, int]]) -> None:
+        """Copy page images into their blocks, ahead of the next compute."""
+        if not pages:
+            return
+        images = [self.store.fetch(chunk) for chunk, _ in pages]
+        ticket = self.engine.page_in([block for _, block in pages], images)
+        for chunk, block in pages:
+            self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
+            lo = chunk * CHUNK
+            self.engine.set_cells(block * CHUNK, lo, self.ids[lo : min(lo + CHUNK, self.length)])
+            self.mask.place(block, chunk)
+
+    def _undo_step(self) -> None:
+        """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
+        if not self.engine.truncate(self.length):
+            self.length = self._restore_checkpoint(self.length)
+        self._apply(self.pager.truncate(self.length))
+        self.mask.rewind()
+
+    # --- cut
+
+    def truncate(self, length: int) -> int:
+        """Forget tokens from `length` on, on both tiers. Returns the length that is left.
+
+        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the nearest
+        checkpoint before it, or 0. Nothing is evaluated here.
+        """
+        if length >= self.length:
+            return self.length
+        if not self._window_reaches(length) or not self.engine.truncate(length):
+            length = self._restore_checkpoint(length)
+        self._apply(self.pager.truncate(length))
+        self.length = length
+        self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
+        self._forget_checkpoints(after=length)
+        self.mask.rewind()
+        return length
+
+    def can_truncate(self, length: int) -> bool:
+        """Would `truncate` leave exactly `length` tokens? Recurrent state can only stay or go as a whole."""
+        return length in (0, self.length) or (not self.engine.info.recurrent and self._window_reaches(length))
+
+    def rewind(self, length: int) -> None:
+        """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
+        again = self.ids[:length].copy()
+        left = self.truncate(length)
+        if left < length:
+            self.extend(again[left:])
+
+    def reset(self) -> None:
+        """Forget everything but the settings."""
+        self.engine.clear()
+        self.store.clear()
+        self.pager.reset()
+        self.mask.reset()
+        self.length = 0
+        self._unsaved.clear()
+        self._checkpoints.clear()
+        self._pin()
+
+    # --- save and restore
+
+    def pages(self) -> list[bytes]:
+        """One image per chunk, in the order of the text; the last may be partly filled."""
+        return [
+            self.store.bytes_of(c) if chunk.on_host else self._read_block(chunk.block)
+            for c, chunk in enumerate(self.pager.chunks)
+        ]
+
+    def restore(self, tokens: Int32s, pages: Sequence[bytes], blocks: Sequence[int], state: bytes) -> None:
+        """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and other state."""
+        self.reset()
+        self.length = len(tokens)
+        self.ids[: self.length] = tokens
+        try:
+            self.pager.adopt(self.length, blocks)
+            for address, page in zip(self.store.allocate(range(len(pages))), pages, strict=True):
+                self.engine.view(address, len(page))[:] = page
+            self._fill([(c, block) for c, block in enumerate(blocks) if block != ABSENT])
+            for c, chunk in enumerate(self.pager.chunks):
+                if not chunk.on_host:
+                    self.store.drop(c)
+            self.engine.set_state(state)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _read_block(self, block: int) -> bytes:
+        size = self.engine.info.page_bytes
+        image = self.engine.alloc(size)
+        try:
+            self.engine.wait(self.engine.page_out([block], [image]))
+            return bytes(self.engine.view(image, size))
+        finally:
+            self.engine.free(image)
+
+    def close(self) -> None:
+        self.engine.synchronize()
+        self.store.close()
+        self.engine.close()
+
+    def pin_range(self, lo: int, hi: int) -> None:
+        """Keep the chunks of tokens [lo, hi) resident from the next step on."""
+        self.pager.pin_range(lo, hi)
+
+    def _pin(self) -> None:
+        for lo, hi in self.config.pins:
+            self.pager.pin_range(lo, hi)
+
+    # --- checkpoints of what is not pooled
+
+    def _window_reaches(self, length: int) -> bool:
+        """Do the sliding-window layers still hold the window that a token at `length` looks at?"""
+        window = self.engine.info.n_swa
+        return window == 0 or length == 0 or self.engine.window_start <= max(0, length - window)
+
+    def _maybe_checkpoint(self, *, last: bool) -> None:
+        """Checkpoints are taken between steps only: splitting a step for one would change its rounding."""
+        newest = max(self._checkpoints, default=0)
+        if self.config.checkpoints == 0 or self.length == newest:
+            return
+        if last or self.length - newest >= self._checkpoint_step:
+            if len(self._checkpoints) >= self.config.checkpoints:
+                del self._checkpoints[min(self._checkpoints)]
+            self._checkpoints[self.length] = self.engine.get_state()
+
+    def _forget_checkpoints(self, *, after: int) -> None:
+        self._checkpoints = {pos: data for pos, data in self._checkpoints.items() if pos <= after}
+
+    def _restore_checkpoint(self, length: int) -> int:
+        self._forget_checkpoints(after=length)
+        pos = max(self._checkpoints, default=0)
+        if pos == 0:
+            self.engine.clear()
+            return 0
+        self.engine.set_state(self._checkpoints[pos])
+        if not self.engine.truncate(pos):
+            raise StateError(f"llama.cpp could not return to the checkpoint at {pos}")
+        return pos

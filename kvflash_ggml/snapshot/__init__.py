@@ -1,0 +1,1 @@
+"""What a session must save, and in which bytes."""

@@ -1,0 +1,114 @@
+"""A session as bytes: enough to continue in this or another process, with the same blocks in the same places.
+
+Layout: magic, length of the header, header (JSON), then the sections it lists, each with its size and checksum: token ids,
+what is not pooled (recurrent state, sliding windows), and one page image per chunk. Everything is checked before the session
+is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from ..config import CHUNK
+from ..errors import StateError
+from ..pool.pager import ABSENT
+from ..session import Session
+
+MAGIC = b"KVFSTAT1"
+_PREFIX = struct.Struct("<8sI")
+
+
+def dump(session: Session) -> bytes:
+    """The whole session. Pages that are only on the device are copied out first."""
+    pages = session.pages()
+    sections = [session.tokens.astype("<i4").tobytes(), session.engine.get_state(), *pages]
+    header = {
+        "fingerprint": _fingerprint(session),
+        "blocks": [chunk.block for chunk in session.pager.chunks],
+        "sections": [[len(data), zlib.crc32(data)] for data in sections],
+    }
+    text = json.dumps(header).encode()
+    return b"".join([_PREFIX.pack(MAGIC, len(text)), text, *sections])
+
+
+def load(session: Session, data: bytes) -> None:
+    """Put a dumped session in place of what this one holds. StateError, and nothing changed, if it does not fit."""
+    header, body = _read_header(data)
+    ours = _fingerprint(session)
+    for name, value in ours.items():
+        theirs = header["fingerprint"].get(name)
+        if theirs != value:
+            raise StateError(f"the state was saved with {name} = {theirs}, this session has {value}")
+    sections = _read_sections(header["sections"], body)
+    if len(sections) < 2 or len(sections[0]) % 4:
+        raise StateError("the state has no tokens")
+    tokens = np.frombuffer(sections[0], "<i4")
+    pages, blocks = sections[2:], header["blocks"]
+    chunks = -(-len(tokens) // CHUNK)
+    resident = [block for block in blocks if block != ABSENT]
+    sound = (
+        len(tokens) <= session.n_ctx
+        and len(pages) == len(blocks) == chunks
+        and all(len(page) == session.engine.info.page_bytes for page in pages)
+        and all(type(block) is int and ABSENT <= block < session.pager.blocks.count for block in blocks)
+        and len(set(resident)) == len(resident)
+    )
+    if not sound:
+        raise StateError("the state contradicts itself: tokens, pages and blocks do not match")
+    session.restore(tokens, pages, blocks, sections[1])
+
+
+def _fingerprint(session: Session) -> dict[str, Any]:
+    """What must be equal for the bytes to mean the same."""
+    info = session.engine.info
+    return {
+        "chunk": CHUNK,
+        "pool": info.n_slots,
+        "type_k": info.type_k,
+        "type_v": info.type_v,
+        "n_swa": info.n_swa,
+        "recurrent": info.recurrent,
+        "layers": [list(asdict(layer).values()) for layer in session.engine.layers],
+    }
+
+
+def _read_header(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    if len(data) < _PREFIX.size:
+        raise StateError(f"a state of {len(data)} bytes is too short")
+    magic, size = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise StateError(f"this is not a state of a paged session (it begins with {magic!r})")
+    view = memoryview(data)[_PREFIX.size :]
+    try:
+        header = json.loads(bytes(view[:size]))
+        if not all(isinstance(header[key], kind) for key, kind in _HEADER.items()):
+            raise TypeError("a field has the wrong type")
+    except (ValueError, TypeError, KeyError, RecursionError) as err:
+        raise StateError(f"the header of the state cannot be read: {err}") from err
+    return header, view[size:]
+
+
+_HEADER = {"fingerprint": dict, "blocks": list, "sections": list}
+
+
+def _read_sections(sizes: list[Any], body: memoryview) -> list[bytes]:
+    at, sections = 0, []
+    for entry in sizes:
+        try:
+            size, checksum = entry
+            end = at + size
+            assert size >= 0 and end <= len(body)
+        except (TypeError, ValueError, AssertionError) as err:
+            raise StateError(f"section {len(sections)} of the state does not fit in its {len(body)} bytes") from err
+        section = bytes(body[at:end])
+        if zlib.crc32(section) != checksum:
+            raise StateError(f"section {len(sections)} of the state is damaged")
+        sections.append(section)
+        at = end
+    return sections

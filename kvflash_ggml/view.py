@@ -1,0 +1,119 @@
+"""`llm.kvflash`: what a running pool looks like from outside."""
+
+from __future__ import annotations
+
+from .config import CHUNK
+from .pool.sizing import PoolSize
+from .session import Session
+
+
+class PoolView:
+    """Live, read-only counters of one pool, and the calls that change what it keeps."""
+
+    def __init__(self, session: Session, size: PoolSize) -> None:
+        self._session = session
+        self._size = size
+
+    @property
+    def pool(self) -> int:
+        """Slots on the device."""
+        return self._session.engine.info.n_slots
+
+    @property
+    def n_ctx(self) -> int:
+        """Logical context in tokens."""
+        return self._session.n_ctx
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self._session.length
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the text read so far."""
+        return len(self._session.pager.chunks)
+
+    @property
+    def resident(self) -> int:
+        """Chunks that are on the device now."""
+        return self._session.pager.resident
+
+    @property
+    def resident_chunks(self) -> tuple[int, ...]:
+        """Their numbers, ascending."""
+        return self._session.pager.resident_chunks
+
+    @property
+    def page_ins(self) -> int:
+        return self._session.page_ins
+
+    @property
+    def page_outs(self) -> int:
+        return self._session.page_outs
+
+    @property
+    def bytes_in(self) -> int:
+        return self.page_ins * self.page_bytes
+
+    @property
+    def bytes_out(self) -> int:
+        return self.page_outs * self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one chunk's keys and values over all pooled layers."""
+        return self._session.engine.info.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of page images in host memory."""
+        return self._session.store.host_bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of page images in the spill file."""
+        return self._session.store.spilled_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the pool on the device; constant."""
+        return self._session.engine.info.device_bytes
+
+    @property
+    def policy(self) -> str:
+        return self._session.config.policy
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever a block changes its chunk."""
+        return self._session.pager.epoch
+
+    @property
+    def type_k(self) -> str:
+        return self._session.engine.info.type_k
+
+    @property
+    def type_v(self) -> str:
+        return self._session.engine.info.type_v
+
+    @property
+    def pinned(self) -> bool:
+        """Are page images in page-locked memory?"""
+        return self._session.engine.info.pinned
+
+    def pin(self, lo: int, hi: int) -> None:
+        """Keep tokens [lo, hi) on the device from the next step on, bringing them back if need be."""
+        self._session.pin_range(lo, hi)
+
+    def banner(self) -> str:
+        """One line that says what runs."""
+        info = self._session.engine.info
+        most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._session.bounded else 0
+        types = info.type_k if info.type_k == info.type_v else f"{info.type_k}/{info.type_v}"
+        return (
+            f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
+            f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
+            f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}, "
+            f"{info.n_layers} layers pooled"
+        )
