@@ -102,7 +102,7 @@ def _check(_: argparse.Namespace) -> int:
 def _pin_problems(pin: Pin) -> list[str]:
     """pyproject.toml is the only other place that may name the version, and it must agree."""
     text = (REPO / "pyproject.toml").read_text(encoding="utf-8")
-    named = re.findall(r"llama[-_]cpp[-_]python(?:\[\w+\])?\s*([=<>~!]=?\s*[\w.]+)?", text)
+    named = re.findall(r'"llama[-_]cpp[-_]python(?:\[\w+\])?([^"]*)"', text)
     wrong = [n for n in named if n != f"=={pin.version}"]
     return [f"pyproject.toml asks for llama-cpp-python{w}, pin is =={pin.version}" for w in wrong]
 

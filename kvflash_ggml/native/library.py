@@ -46,7 +46,7 @@ def load() -> None:
 
 
 def announce() -> None:
-    """Tell a llama_cpp that is imported later where our library is. Silent: `load` reports what is wrong."""
+    """Tell a llama_cpp imported later where our library is; silent, `load` reports problems."""
     if "llama_cpp" not in sys.modules and (_package_root() / "lib").is_dir():
         _point_llama_cpp_at(library_folder())
 
@@ -224,7 +224,7 @@ def _explain(path: Path, error: OSError) -> str:
     if name.startswith(("libcudart", "libcublas")):
         return (
             f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "
-            "the toolkit or NVIDIA's runtime and cuBLAS wheels, or add its folder to LD_LIBRARY_PATH."
+            "it or NVIDIA's runtime and cuBLAS wheels, or add its folder to LD_LIBRARY_PATH."
         )
     return f"{text} Build it again for this machine: {REINSTALL}"
 

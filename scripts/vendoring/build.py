@@ -112,7 +112,8 @@ def _build_llama(p: Plan) -> None:
         changed += _sync(NATIVE, p.work / "native", [f.name for f in shim_files()])
         log(f"libllama: {changed} source files changed, compiling")
         build = p.work / "build"
-        prefix = [f"-Dggml_DIR={p.ggml}/lib/cmake/ggml", f"-DCMAKE_PREFIX_PATH={p.ggml}"]
+        paths = [str(p.ggml), *filter(None, [p.toolchain.defines.get("CMAKE_PREFIX_PATH")])]
+        prefix = [f"-Dggml_DIR={p.ggml}/lib/cmake/ggml", f"-DCMAKE_PREFIX_PATH={';'.join(paths)}"]
         native = [f"-DKVFLASH_NATIVE={p.work / 'native'}"]
         commit = [f"-DLLAMA_BUILD_COMMIT={p.pin.commit}", "-DLLAMA_BUILD_NUMBER=0"]
         _cmake(p, build, "llama", p.work / "src", prefix + native + commit)
@@ -135,7 +136,7 @@ def _cmake(p: Plan, work: Path, stage: str, source: Path, extra: Sequence[str]) 
 
 
 def _run(command: Sequence[str]) -> None:
-    # Under the ceiling upstream cannot take the commit of a repository around the cache for its own.
+    # Upstream would take the commit of a repository around the cache for its own.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(cache_dir().parent)}
     try:
         # stdout carries the answer of vendor.py; a compiler's chatter is not it.

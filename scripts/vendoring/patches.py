@@ -63,9 +63,10 @@ class Patch:
         return len(body)
 
     def field(self, name: str) -> str:
-        """The first line of a header field, or an empty string."""
-        found = re.search(rf"^{name}:[ \t]*(.*)$", self.header, re.MULTILINE)
-        return found.group(1).strip() if found else ""
+        """A header field with its continuation lines joined, or an empty string."""
+        pattern = rf"^{name}:(.*?)(?=^(?:{'|'.join(FIELDS)}):|\n\n|\Z)"
+        found = re.search(pattern, self.header, re.MULTILINE | re.DOTALL)
+        return " ".join(found.group(1).split()) if found else ""
 
 
 def read_series(folder: Path = PATCHES) -> list[Patch]:
