@@ -1,0 +1,1 @@
+"""Training, export and checks of the tiny recall models in ``tests/models``."""
