@@ -1,0 +1,155 @@
+"""Ask the model once: stream its text, measure it, and stop when asked to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .interrupt import Interrupt, StopAnswer
+from .options import SamplingOptions
+from .terminal import Progress
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer and what it cost. `evaluated` is the part of the prompt that was not reused."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    evaluated: int
+    generated: int
+    prompt_s: float
+    generation_s: float
+    seed: int
+
+    @property
+    def interrupted(self) -> bool:
+        return self.finish_reason == "interrupted"
+
+    @property
+    def prompt_per_second(self) -> float:
+        return self.evaluated / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def generated_per_second(self) -> float:
+        """The first token is the prompt's: it comes with the prompt's evaluation."""
+        return (self.generated - 1) / self.generation_s if self.generation_s > 0 else 0.0
+
+
+class Meter:
+    """Counts tokens and takes times, through the model's `generate`."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.evaluated: int | None = None
+        self.generated = 0
+        self.start = self.first = self.last = time.perf_counter()
+
+    @contextmanager
+    def attached(self, llm: Any) -> Iterator[None]:
+        original = llm.generate
+
+        def generate(tokens: Any, *args: Any, **kwargs: Any) -> Iterator[int]:
+            self.prompt_tokens = len(tokens)
+            self.start = self.first = self.last = time.perf_counter()
+            with closing(original(tokens, *args, **kwargs)) as stream:
+                for token in stream:
+                    self.last = time.perf_counter()
+                    if self.generated == 0:
+                        self.first = self.last
+                    self.generated += 1
+                    yield token
+
+        llm.generate = generate
+        try:
+            yield
+        finally:
+            del llm.generate
+
+
+def ask(
+    llm: Any,
+    request: str | list[Message],
+    *,
+    sampling: SamplingOptions,
+    seed: int,
+    emit: Callable[[str], None],
+    show_progress: bool,
+) -> Answer:
+    """Complete a text, or answer a list of messages.
+
+    emit: gets the text piece by piece. Ctrl-C ends the answer with finish_reason "interrupted"; a
+    second one raises KeyboardInterrupt.
+    """
+    meter, progress = Meter(), Progress(shown=show_progress)
+    pieces: list[str] = []
+    finish = "stop"
+
+    with Interrupt() as interrupt, meter.attached(llm):
+
+        def on_progress(done: int, total: int) -> None:
+            if meter.generated == 0:
+                meter.evaluated = total
+                progress.update(done, total)
+                interrupt.check()
+
+        llm.kvflash_progress = on_progress
+        try:
+            with closing(_stream(llm, request, sampling, seed)) as stream:
+                for piece, reason in stream:
+                    progress.erase()
+                    if piece:
+                        pieces.append(piece)
+                        emit(piece)
+                    if reason is not None:
+                        finish = reason
+                        break
+                    interrupt.check()
+        except StopAnswer:
+            finish = "interrupted"
+        finally:
+            progress.erase()
+            llm.kvflash_progress = None
+
+    evaluated = meter.prompt_tokens if meter.evaluated is None else meter.evaluated
+    return Answer(
+        text="".join(pieces),
+        finish_reason=finish,
+        prompt_tokens=meter.prompt_tokens,
+        evaluated=evaluated,
+        generated=meter.generated,
+        prompt_s=meter.first - meter.start,
+        generation_s=meter.last - meter.first,
+        seed=seed,
+    )
+
+
+def _stream(
+    llm: Any, request: str | list[Message], sampling: SamplingOptions, seed: int
+) -> Generator[tuple[str, str | None]]:
+    settings: dict[str, Any] = {
+        "stream": True,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temp,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "seed": seed,
+    }
+    if isinstance(request, str):
+        with closing(llm.create_completion(request, **settings)) as chunks:
+            for chunk in chunks:
+                choice = chunk["choices"][0]
+                yield choice["text"], choice["finish_reason"]
+    else:
+        with closing(llm.create_chat_completion(messages=request, **settings)) as chunks:
+            for chunk in chunks:
+                choice = chunk["choices"][0]
+                yield choice["delta"].get("content") or "", choice["finish_reason"]

@@ -1,0 +1,234 @@
+"""The chat at the terminal."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import ContextFull
+from .answer import Answer, Message, ask
+from .model import first_seed
+from .options import OutputOptions, SamplingOptions
+from .prompt import read_text
+from .report import closing_line, residency
+from .terminal import note, stderr_is_terminal, stdin_is_terminal, stdout_is_terminal
+
+HELP = """\
+/exit       leave (so does Ctrl-D)
+/clear      forget the conversation
+/regen      answer the last message again
+/read FILE  put a file before the next message
+/stats      speed, residency, pages
+\"\"\"         begins and ends a message of several lines
+Ctrl-C      stops the answer; twice leaves"""
+
+_QUOTES = '"""'
+
+
+class Chat:
+    """One conversation. Answers go to stdout, everything else to stderr."""
+
+    def __init__(
+        self, llm: Any, *, sampling: SamplingOptions, output: OutputOptions, system: str | None
+    ) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._output = output
+        self._opening: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self._messages = list(self._opening)
+        self._seed = first_seed(sampling.seed)
+        self._documents: list[str] = []
+        self._last: Answer | None = None
+        self._warned = False
+        self._commands = {
+            "/exit": self._exit,
+            "/bye": self._exit,
+            "/clear": self._clear,
+            "/regen": self._regen,
+            "/read": self._read,
+            "/stats": self._stats,
+            "/help": self._help,
+        }
+
+    def run(self, first: str | None = None) -> None:
+        """Until /exit, Ctrl-D or a second Ctrl-C (KeyboardInterrupt)."""
+        _use_line_editing()
+        if not self._output.quiet and stdin_is_terminal():
+            note("/help lists the commands, Ctrl-D leaves")
+        if first is not None:
+            self._say(first)
+        while True:
+            try:
+                line = _read_message()
+            except EOFError:
+                if stdin_is_terminal():
+                    click.echo(err=True)
+                return
+            except KeyboardInterrupt:
+                self._interrupted_at_prompt()
+                continue
+            self._warned = False
+            if not line.strip():
+                continue
+            if not self._handle(line):
+                return
+
+    def _handle(self, line: str) -> bool:
+        """False ends the chat."""
+        word, _, rest = line.strip().partition(" ")
+        if not word.startswith("/") or "\n" in line:
+            self._say(line)
+            return True
+        command = self._commands.get(word)
+        if command is None:
+            note(f"{word} is not a command; /help lists them")
+            return True
+        return command(rest.strip())
+
+    def _say(self, text: str) -> None:
+        content = "\n\n".join([*self._documents, text])
+        self._messages.append({"role": "user", "content": content})
+        if self._answer():
+            self._documents.clear()
+
+    def _answer(self) -> bool:
+        """Answer the last message. If that fails, the message is taken back."""
+        try:
+            answer = ask(
+                self._llm,
+                self._messages,
+                sampling=self._sampling,
+                seed=self._seed,
+                emit=_print_piece if self._output.stream else _keep,
+                show_progress=stderr_is_terminal() and not self._output.quiet,
+            )
+        except (ContextFull, ValueError, RuntimeError, MemoryError) as error:
+            self._messages.pop()
+            click.secho(f"Error: {error}", err=True, fg="red")
+            return False
+        self._seed = (self._seed + 1) & 0xFFFFFFFF
+        click.echo("" if self._output.stream else answer.text, nl=not answer.text.endswith("\n"))
+        self._messages.append({"role": "assistant", "content": answer.text})
+        self._last = answer
+        self._warned = answer.interrupted
+        if not self._output.quiet:
+            note(closing_line(answer, self._llm.kvflash))
+        return True
+
+    def _interrupted_at_prompt(self) -> None:
+        if self._warned:
+            raise KeyboardInterrupt
+        self._warned = True
+        click.echo(err=True)
+        note("Ctrl-C again, Ctrl-D or /exit leaves")
+
+    # --- commands
+
+    def _exit(self, rest: str) -> bool:
+        return False
+
+    def _help(self, rest: str) -> bool:
+        note(HELP)
+        return True
+
+    def _clear(self, rest: str) -> bool:
+        self._messages = list(self._opening)
+        self._documents.clear()
+        self._last = None
+        note("the conversation is forgotten")
+        return True
+
+    def _regen(self, rest: str) -> bool:
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            note("there is no answer to regenerate")
+            return True
+        answer = self._messages.pop()
+        question = self._messages[-1]
+        if not self._answer():
+            self._messages += [question, answer]
+        return True
+
+    def _read(self, rest: str) -> bool:
+        names = _split(rest)
+        if len(names) != 1:
+            note("usage: /read FILE")
+            return True
+        try:
+            text = read_text(Path(names[0]).expanduser())
+        except (OSError, ValueError) as error:
+            click.secho(f"Error: {error}", err=True, fg="red")
+            return True
+        self._documents.append(text.removesuffix("\n"))
+        note(f"{names[0]}: {len(text)} characters, put before your next message")
+        return True
+
+    def _stats(self, rest: str) -> bool:
+        stats = self._llm.kvflash
+        if self._last is not None:
+            note(closing_line(self._last, stats))
+        elif stats is not None:
+            note(" | ".join(residency(stats)))
+        else:
+            note("nothing has been answered yet")
+        if stats is not None:
+            note(stats.banner())
+            note(
+                f"paged {_mib(stats.bytes_in)} in, {_mib(stats.bytes_out)} out;"
+                f" host {_mib(stats.host_bytes)}, device {_mib(stats.device_bytes)}"
+            )
+        return True
+
+
+def _read_message() -> str:
+    """One line, or the lines between two triple quotes."""
+    line = _read_line("> ")
+    if not line.lstrip().startswith(_QUOTES):
+        return line
+    lines = [line.lstrip().removeprefix(_QUOTES)]
+    while not lines[-1].rstrip().endswith(_QUOTES):
+        lines.append(_read_line("... "))
+    lines[-1] = lines[-1].rstrip().removesuffix(_QUOTES)
+    return "\n".join(lines).strip("\n")
+
+
+def _read_line(mark: str) -> str:
+    if stdin_is_terminal() and stdout_is_terminal():
+        return input(mark)
+    if stdin_is_terminal():
+        click.echo(mark, err=True, nl=False)  # stdout is a pipe: only answers go there
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _use_line_editing() -> None:
+    if stdin_is_terminal():
+        with suppress(ImportError):
+            import readline  # noqa: F401  importing it gives input() history and editing
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def _print_piece(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _keep(text: str) -> None:
+    """The whole answer is printed at the end."""

@@ -1,0 +1,213 @@
+"""What doctor looks at, one function a line of the report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import LibraryError
+from ..native import library
+from .child import Child, run_child
+from .report import computes_on, package_version
+
+Status = Literal["ok", "warning", "error"]
+
+_ENVIRONMENT = ("KVFLASH_", "GGML_", "LLAMA_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
+_CUDA_BUILD = f'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {library.REINSTALL}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report. `data` is what the JSON document says besides."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def examine(model: str | None, *, timeout: float) -> list[Check]:
+    """All checks, cheap ones first."""
+    if model is None and _TEST_MODEL.is_file():
+        model = str(_TEST_MODEL)
+    child = run_child(model, timeout=timeout)
+    return [
+        _package(),
+        _bindings(),
+        _build(),
+        _library(child),
+        _devices(child),
+        *_environment(),
+        _decode(child, model),
+    ]
+
+
+def _failed(child: Child, stage: str) -> bool:
+    return bool(child.failure) and child.doing == stage
+
+
+# --- checks
+
+
+def _package() -> Check:
+    where = Path(__file__).parents[1]
+    python = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return Check(
+        name="kvflash-ggml",
+        status="ok",
+        detail=f"{package_version()} in {where} ({python})",
+        data={"version": package_version()},
+    )
+
+
+def _bindings() -> Check:
+    name = "llama-cpp-python"
+    try:
+        pin = library.build_info().get("llama_cpp_python")
+    except LibraryError:
+        pin = None
+    try:
+        found = importlib.metadata.version("llama_cpp_python")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is not None and pin in (None, found):
+        return Check(name=name, status="ok", detail=found, data={"version": found})
+    wanted = f"llama-cpp-python=={pin}" if pin else "llama-cpp-python"
+    return Check(
+        name=name,
+        status="error",
+        detail=f"{found or 'not installed'}; this build needs exactly {pin or '?'}",
+        remedy=f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir {wanted}',
+        data={"version": found},
+    )
+
+
+def _build() -> Check:
+    try:
+        info = library.build_info()
+    except LibraryError as error:
+        return Check(name="build", status="error", detail=str(error), remedy="pip install .")
+    patches = info.get("patches", [])
+    lines = [
+        f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}",
+        f"sdist sha256 {info.get('sdist_sha256')}",
+        f"{len(patches)} patches, hash {info.get('patches_hash')}",
+    ]
+    defines = info.get("cmake_defines", {})
+    if defines:
+        lines.append(" ".join(f"{key}={value}" for key, value in defines.items()))
+    return Check(name="build", status="ok", detail="\n".join(lines), data={"build": info})
+
+
+def _library(child: Child) -> Check:
+    if child.doing in ("start", "library") and child.failure:
+        return Check(name="library", status="error", detail=child.failure, remedy=library.REINSTALL)
+    return Check(
+        name="library",
+        status="ok",
+        detail=f"{child.said['library']}\n{child.said['system']}",
+        data={"path": child.said["library"]},
+    )
+
+
+def _devices(child: Child) -> Check:
+    if _failed(child, "devices"):
+        return Check(name="devices", status="error", detail=child.failure, remedy="nvidia-smi")
+    found = child.said.get("devices")
+    if found is None:
+        return Check(name="devices", status="warning", detail="not looked at")
+    lines = [
+        f"{d['name']}: {d['description']}, "
+        f"{d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free"
+        for d in found
+    ]
+    status: Status = "ok"
+    remedy = ""
+    if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
+        status = "warning"
+        lines.append(f"no GPU is used, though there is a driver: {_driver()}")
+        remedy = _CUDA_BUILD if computes_on(_info()) == "CPU" else "nvidia-smi"
+    elif child.said["gpu"] and _NVIDIA_DRIVER.exists():
+        lines.append(_driver())
+    return Check(
+        name="devices",
+        status=status,
+        detail="\n".join(lines),
+        remedy=remedy,
+        data={"devices": found, "gpu": child.said["gpu"]},
+    )
+
+
+def _environment() -> list[Check]:
+    found = {
+        name: "(set)" if _SECRET.search(name) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_ENVIRONMENT)
+    }
+    wheels = sorted(
+        f"{name} {d.version}"
+        for d in importlib.metadata.distributions()
+        if (name := (d.metadata["Name"] or "").lower()).startswith("nvidia-")
+    )
+    detail = "\n".join(f"{k}={v}" for k, v in found.items()) or "nothing set"
+    checks = [Check(name="environment", status="ok", detail=detail, data={"variables": found})]
+    if wheels:
+        checks.append(
+            Check(
+                name="CUDA wheels", status="ok", detail="\n".join(wheels), data={"wheels": wheels}
+            )
+        )
+    return checks
+
+
+def _decode(child: Child, model: str | None) -> Check:
+    if model is None:
+        return Check(
+            name="decode",
+            status="warning",
+            detail="not tried: no model",
+            remedy="kvflash-run doctor MODEL.gguf",
+        )
+    if _failed(child, "decode"):
+        return Check(
+            name="decode",
+            status="error",
+            detail=f"{model}: {child.failure}",
+            remedy=f"kvflash-run {model} -v -ngl 0 -n 4 -p Hello    (does it work on the CPU?)",
+        )
+    result = child.said.get("decode")
+    if result is None:
+        return Check(name="decode", status="error", detail="not tried: see above")
+    lines = [model, f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
+    status: Status = "ok"
+    if result["refused"]:
+        status = "warning"
+        lines.append(f"works without a pool only: {result['refused']}")
+    elif result["paged"] and not (result["page_outs"] and result["page_ins"]):
+        status = "error"
+    if result["paged"]:
+        lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
+    return Check(name="decode", status=status, detail="\n".join(lines), data={"decode": result})
+
+
+def _info() -> dict[str, Any]:
+    try:
+        return library.build_info()
+    except LibraryError:
+        return {}
+
+
+def _driver() -> str:
+    try:
+        return _NVIDIA_DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return "version unknown"

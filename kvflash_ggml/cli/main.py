@@ -1,0 +1,65 @@
+"""The group. The verb may be left out: `kvflash-run model.gguf` is `kvflash-run run model.gguf`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .doctor import doctor
+from .report import version_line
+from .run import run
+
+INTERRUPTED = 130
+_OWN_OPTIONS = ("-h", "--help", "--version")
+
+
+class DefaultRun(click.Group):
+    """Hands everything that does not start with a verb to `run`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in _OWN_OPTIONS:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        click.echo(version_line())
+        ctx.exit()
+
+
+@click.group(
+    cls=DefaultRun,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="The verb 'run' may be left out; its options: kvflash-run run --help",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Versions of the package, llama.cpp and ggml, and CUDA or CPU.",
+)
+def main() -> None:
+    """Run GGUF models with a KV cache that does not grow with the context.
+
+    \b
+    kvflash-run model.gguf                                  chat
+    kvflash-run model.gguf "Why is the sky blue?"           one answer
+    kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
+    cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run doctor                                      what is installed, and does it work
+    """
+
+
+main.add_command(run)
+main.add_command(doctor)

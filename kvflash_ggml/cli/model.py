@@ -1,0 +1,115 @@
+"""Load the model as the options say. The three functions at the top are where tests put a fake."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import click
+
+from ..errors import KVFlashError, LibraryError
+from .options import ModelOptions, OutputOptions
+from .pool_options import PoolOptions
+from .types import CACHE_TYPES
+
+
+def create_llama(**settings: Any) -> Any:
+    from kvflash_ggml import Llama
+
+    return Llama(**settings)
+
+
+def supports_gpu_offload() -> bool:
+    from ..native import library
+
+    return library.supports_gpu_offload()
+
+
+def ensure_gpu_offload(layers: int) -> None:
+    from ..native import library
+
+    library.ensure_gpu_offload(layers)
+
+
+@contextmanager
+def open_model(
+    path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: bool
+) -> Iterator[Any]:
+    """The loaded model, closed at the end.
+
+    Raises:
+        KVFlashError, ValueError: a setting, the library or the file is not usable.
+    """
+    settings: dict[str, Any] = {
+        "n_ctx": loading.ctx_size,
+        "n_gpu_layers": gpu_layers(loading),
+        "type_k": CACHE_TYPES[loading.cache_type_k],
+        "type_v": CACHE_TYPES[loading.cache_type_v],
+        "flash_attn": loading.flash_attn != "off",
+        "kvflash": pool.config(),
+        "verbose": verbose,
+    }
+    if loading.batch_size is not None:
+        settings["n_batch"] = loading.batch_size
+    if loading.ubatch_size is not None:
+        settings["n_ubatch"] = loading.ubatch_size
+    if loading.threads is not None:
+        settings["n_threads"] = settings["n_threads_batch"] = loading.threads
+    with closing(create_llama(model_path=path, **settings)) as llm:
+        yield llm
+
+
+def gpu_layers(loading: ModelOptions) -> int:
+    """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
+    layers = loading.n_gpu_layers
+    if layers == "auto":
+        return -1 if supports_gpu_offload() else 0
+    try:
+        ensure_gpu_offload(layers)
+    except LibraryError as error:
+        raise LibraryError(f"{error} On this command line: -ngl 0.") from error
+    return layers
+
+
+def has_chat_template(llm: Any) -> bool:
+    return any(name.startswith("tokenizer.chat_template") for name in llm.metadata)
+
+
+def first_seed(seed: int) -> int:
+    """The seed of the first answer; a random one for -1."""
+    return random.SystemRandom().randrange(0xFFFFFFFF) if seed == -1 else seed
+
+
+@contextmanager
+def plain_errors(*, verbose: bool) -> Iterator[None]:
+    """What a user can cause ends with its message and exit code 1; `-v` adds the traceback."""
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+        raise
+    except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        if verbose:
+            traceback.print_exc(file=sys.stderr)
+        raise click.ClickException(str(error) or type(error).__name__) from error
+
+
+def log_to_stderr(output: OutputOptions) -> None:
+    """The package's log: warnings, with -v everything, with -q errors only."""
+    logger = logging.getLogger("kvflash_ggml")
+    logger.handlers[:] = [_StderrHandler()]
+    logger.propagate = False
+    logger.setLevel(
+        logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
+    )
+
+
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        level = "" if message.startswith("kvflash: ") else f"kvflash: {record.levelname.lower()}: "
+        click.echo(level + message, err=True)

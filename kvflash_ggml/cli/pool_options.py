@@ -1,0 +1,95 @@
+"""The options of the pool, all named `--kvflash...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from ..config import KVFlashConfig
+from .sections import collected, option
+from .types import Pin, Pool, Size
+
+_pool = option("KVFlash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What is asked of the pool."""
+
+    kvflash: int | Literal["auto", "off"]
+    kvflash_policy: str
+    kvflash_tau: int
+    kvflash_pin: tuple[tuple[int, int], ...]
+    kvflash_host_limit: int | None
+    kvflash_spill: Path | None
+
+    def config(self) -> KVFlashConfig | None:
+        """The pool's settings, or None when it is off."""
+        if self.kvflash == "off":
+            return None
+        return KVFlashConfig(
+            pool=self.kvflash,
+            policy=self.kvflash_policy,
+            tau=self.kvflash_tau,
+            pins=self.kvflash_pin,
+            host_limit=self.kvflash_host_limit,
+            spill=self.kvflash_spill,
+        )
+
+
+pool_options = collected(
+    "pool",
+    PoolOptions,
+    _pool(
+        "--kvflash",
+        type=Pool(),
+        default="off",
+        show_default=True,
+        envvar="KVFLASH_POOL",
+        metavar="TOKENS|auto|off",
+        help="Keep the KV cache in a pool of so many tokens; what does not fit is paged to host"
+        " memory. 'auto' sizes the pool from free device memory.",
+    ),
+    _pool(
+        "--kvflash-policy",
+        default="lru",
+        show_default=True,
+        envvar="KVFLASH_POLICY",
+        metavar="NAME",
+        help="Who stays resident.",
+    ),
+    _pool(
+        "--kvflash-tau",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        envvar="KVFLASH_TAU",
+        metavar="N",
+        help="Tokens between two reselections.",
+    ),
+    _pool(
+        "--kvflash-pin",
+        type=Pin(),
+        multiple=True,
+        envvar="KVFLASH_PIN",
+        metavar="LO:HI",
+        help="Tokens that are never paged out; may be repeated.",
+    ),
+    _pool(
+        "--kvflash-host-limit",
+        type=Size(),
+        envvar="KVFLASH_HOST_LIMIT",
+        metavar="SIZE",
+        help="Ceiling on host memory for paged-out tokens, as 8G or 512M.  [default: none]",
+    ),
+    _pool(
+        "--kvflash-spill",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="KVFLASH_SPILL",
+        metavar="DIR",
+        help="Folder for what passes that ceiling.",
+    ),
+)

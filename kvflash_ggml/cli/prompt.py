@@ -1,0 +1,73 @@
+"""Where the prompt comes from: the command line, a file, or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from .terminal import stdin_is_terminal
+
+STDIN = Path("-")
+
+
+def model_and_words(option: str | None, arguments: Sequence[str]) -> tuple[str, str | None]:
+    """The model's path, and the prompt that was given as an argument.
+
+    `-m` takes the model's place, so that the only argument left is the prompt.
+    """
+    given = list(arguments)
+    path = option if option is not None else given.pop(0) if given else None
+    if path is None:
+        raise click.UsageError("which model? Give the path of a .gguf file, or -m PATH.")
+    if len(given) > 1:
+        raise click.UsageError(
+            f"one prompt is expected, not {len(given)}: put it in quotes. Got: {' '.join(given)!r}"
+        )
+    return path, given[0] if given else None
+
+
+def read_prompt(
+    words: str | None, prompt: str | None, file: Path | None, *, use_stdin: bool
+) -> str | None:
+    """File or piped text first, then the prompt: a document, then a question. None: no text.
+
+    words: the argument. A pipe is read for it, or when nothing else was given, or for `-f -`;
+    `-p` and `-f FILE` leave stdin alone, so that a loop over lines of stdin keeps them.
+    """
+    if words is not None and prompt is not None:
+        raise click.UsageError("the prompt is given twice: as an argument and with -p")
+    question = words if words is not None else prompt
+    document: str | None = None
+    if file is not None:
+        document = _read_stdin() if file == STDIN else read_text(file)
+    elif use_stdin and prompt is None and not stdin_is_terminal():
+        document = _read_stdin() or None
+        if document is None and question is None:
+            raise click.UsageError("no prompt: give one as an argument, with -p, -f, or on stdin")
+    if document is None:
+        text = question
+    elif question is None:
+        text = document.removesuffix("\n")
+    else:
+        text = document + ("" if document.endswith("\n") else "\n") + question
+    if text is not None and not text.strip():
+        raise click.UsageError("the prompt is empty")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises ValueError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8 text (byte {error.start})") from error

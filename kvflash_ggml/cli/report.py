@@ -1,0 +1,110 @@
+"""What is said about a run: the closing line, the JSON document, the version line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from ..errors import LibraryError
+from ..native.library import build_info
+from .answer import Answer
+
+_COUNTERS = (
+    "pool",
+    "n_ctx",
+    "resident",
+    "chunks",
+    "page_ins",
+    "page_outs",
+    "bytes_in",
+    "bytes_out",
+    "host_bytes",
+    "device_bytes",
+    "policy",
+    "epoch",
+    "type_k",
+    "type_v",
+    "pinned",
+)
+
+
+def package_version() -> str:
+    try:
+        return importlib.metadata.version("kvflash-ggml")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def version_line() -> str:
+    """Package, llama.cpp, ggml, and what the build can compute on."""
+    name = f"kvflash-run {package_version()}"
+    try:
+        info = build_info()
+    except LibraryError:
+        return f"{name} (the native library is not built: see kvflash-run doctor)"
+    commit, ggml = info.get("llama_cpp_commit", "?"), info.get("ggml", "?")
+    return f"{name} (llama.cpp {commit}, ggml {ggml}, {computes_on(info)})"
+
+
+def computes_on(info: dict[str, Any]) -> str:
+    """The GPU backends of a build, or CPU."""
+    gpus = [name.upper() for name in info.get("backends", ()) if name not in ("cpu", "blas")]
+    return ", ".join(gpus) or "CPU"
+
+
+def closing_line(answer: Answer, stats: Any) -> str:
+    """Speeds and, with a pool, residency and traffic."""
+    parts = [
+        _speed("prompt", answer.evaluated, answer.prompt_per_second),
+        _speed("generation", answer.generated, answer.generated_per_second),
+    ]
+    reused = answer.prompt_tokens - answer.evaluated
+    if reused > 0:
+        parts[0] += f" ({reused} reused)"
+    if stats is not None:
+        parts += residency(stats)
+    return "kvflash: " + " | ".join(parts)
+
+
+def residency(stats: Any) -> list[str]:
+    return [
+        f"resident {stats.resident}/{stats.chunks} chunks",
+        f"pages {stats.page_ins} in, {stats.page_outs} out",
+    ]
+
+
+def counters(stats: Any) -> dict[str, Any] | None:
+    """The pool's numbers, None when it is off."""
+    return None if stats is None else {name: getattr(stats, name) for name in _COUNTERS}
+
+
+def document(
+    answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any
+) -> dict[str, Any]:
+    """The result of one run, for machines. Times are seconds."""
+    return {
+        "model": model,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "seed": answer.seed,
+        "n_ctx": n_ctx,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.generated,
+            "total_tokens": answer.prompt_tokens + answer.generated,
+        },
+        "timings": {
+            "load_s": round(load_s, 6),
+            "prompt_evaluated": answer.evaluated,
+            "prompt_s": round(answer.prompt_s, 6),
+            "prompt_per_second": round(answer.prompt_per_second, 3),
+            "generation_s": round(answer.generation_s, 6),
+            "generation_per_second": round(answer.generated_per_second, 3),
+        },
+        "kvflash": counters(stats),
+        "version": package_version(),
+    }
+
+
+def _speed(what: str, tokens: int, per_second: float) -> str:
+    return f"{what} {tokens} tokens" + (f", {per_second:.1f} t/s" if per_second > 0 else "")

@@ -1,0 +1,182 @@
+"""`kvflash-run MODEL [PROMPT]`: one answer, or a chat."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .answer import Answer, Message, ask
+from .chat import Chat
+from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
+from .options import (
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    model_options,
+    output_options,
+    sampling_options,
+)
+from .pool_options import PoolOptions, pool_options
+from .prompt import model_and_words, read_prompt
+from .report import closing_line, document
+from .sections import SectionCommand, option
+from .terminal import note, stderr_is_terminal, stdin_is_terminal
+
+_prompt = option("Prompt")
+
+_EPILOG = """\b
+With a chat template the prompt is a user message, and without a prompt a chat begins;
+-no-cnv, or a model without a template, continues the text as it stands.
+The answer goes to stdout, everything else to stderr.
+Every option has a variable: --ctx-size is KVFLASH_CTX_SIZE, --kvflash is KVFLASH_POOL,
+--kvflash-tau is KVFLASH_TAU.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
+
+
+@click.command(
+    cls=SectionCommand,
+    epilog=_EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "KVFLASH",
+    },
+)
+@click.argument("arguments", nargs=-1, metavar="MODEL [PROMPT]")
+@_prompt("-m", "--model", metavar="PATH", help="The model, instead of the first argument.")
+@_prompt("-p", "--prompt", allow_from_autoenv=False, metavar="TEXT", help="The prompt.")
+@_prompt(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Text that comes before the prompt; '-' is stdin.",
+)
+@_prompt("-s", "-sys", "--system", metavar="TEXT", help="The system message.")
+@_prompt(
+    "-cnv/-no-cnv",
+    "--conversation/--no-conversation",
+    default=None,
+    help="Use the chat template, or continue the prompt as raw text; -cnv with a prompt at a"
+    " terminal stays in the chat.  [default: by the model]",
+)
+@model_options
+@pool_options
+@sampling_options
+@output_options
+@click.pass_context
+def run(
+    ctx: click.Context,
+    *,
+    arguments: tuple[str, ...],
+    model: str | None,
+    prompt: str | None,
+    file: Path | None,
+    system: str | None,
+    conversation: bool | None,
+    loading: ModelOptions,
+    pool: PoolOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+) -> None:
+    """Answer one prompt, or chat.
+
+    \b
+    kvflash-run model.gguf "Why is the sky blue?"
+    kvflash-run model.gguf -ngl 99 -ctk q8_0 -ctv q8_0 --kvflash 8192
+    kvflash-run model.gguf --kvflash auto -f book.txt -p "Who is Ishmael?" --json
+    """
+    _refuse_idle_options(ctx, pool)
+    path, words = model_and_words(model, arguments)
+    log_to_stderr(output)
+    with plain_errors(verbose=output.verbose):
+        text = read_prompt(words, prompt, file, use_stdin=conversation is not True)
+        chatting = text is None or (conversation is True and stdin_is_terminal())
+        if chatting and conversation is False:
+            raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")
+        if chatting and output.as_json:
+            raise click.UsageError("--json answers one prompt: give one, with -p, -f or a pipe")
+        if system is not None and conversation is False:
+            raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
+
+        start = time.perf_counter()
+        with open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm:
+            load_s = time.perf_counter() - start
+            if llm.kvflash is not None and not output.quiet and not output.verbose:
+                note(llm.kvflash.banner())  # with -v the library says it
+            templated = _use_template(llm, conversation, chatting=chatting, system=system)
+            if chatting:
+                Chat(llm, sampling=sampling, output=output, system=system).run(text)
+                return
+            assert text is not None
+            request = _messages(system, text) if templated else text
+            answer = _answer(llm, request, sampling, output)
+            if output.as_json:
+                result = document(
+                    answer, model=path, n_ctx=llm.n_ctx(), load_s=load_s, stats=llm.kvflash
+                )
+                click.echo(json.dumps(result, ensure_ascii=False))
+            if not output.quiet:
+                note(closing_line(answer, llm.kvflash))
+    if answer.interrupted:
+        raise KeyboardInterrupt
+
+
+def _answer(
+    llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions
+) -> Answer:
+    streaming = output.stream and not output.as_json
+    answer = ask(
+        llm,
+        request,
+        sampling=sampling,
+        seed=first_seed(sampling.seed),
+        emit=_print_piece if streaming else _keep,
+        show_progress=stderr_is_terminal() and not output.quiet,
+    )
+    if not output.as_json:
+        rest = "" if streaming else answer.text
+        click.echo(rest, nl=not answer.text.endswith("\n"))
+    return answer
+
+
+def _use_template(
+    llm: Any, conversation: bool | None, *, chatting: bool, system: str | None
+) -> bool:
+    if conversation is False:
+        return False
+    if has_chat_template(llm):
+        return True
+    if chatting or conversation or system is not None:
+        raise click.ClickException(
+            "this model has no chat template, so it cannot chat or take a system message: "
+            "give a prompt, which is continued as raw text"
+        )
+    return False
+
+
+def _messages(system: str | None, text: str) -> list[Message]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _refuse_idle_options(ctx: click.Context, pool: PoolOptions) -> None:
+    if pool.kvflash != "off":
+        return
+    for name in ("policy", "tau", "pin", "host_limit", "spill"):
+        source = ctx.get_parameter_source(f"kvflash_{name}")
+        if source is click.core.ParameterSource.COMMANDLINE:
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--kvflash-{flag} needs a pool: add --kvflash TOKENS or auto")
+
+
+def _print_piece(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _keep(text: str) -> None:
+    """The whole answer is printed at the end."""

@@ -1,0 +1,52 @@
+"""The terminal: who is one, dim notes on stderr, and the progress line."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+_REDRAW_S = 0.1
+_ERASE = "\r\x1b[K"
+
+
+def stdin_is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def stdout_is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def stderr_is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def note(text: str) -> None:
+    """One line on stderr, dim on a terminal."""
+    click.secho(text, err=True, dim=True)
+
+
+class Progress:
+    """Percent and speed of the prompt's evaluation, redrawn in place and erased at the end."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._start = time.perf_counter()
+        self._drawn_at = 0.0
+        self._drawn = False
+
+    def update(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if not self._shown or total < 2 or (now - self._drawn_at < _REDRAW_S and self._drawn):
+            return
+        speed = done / max(now - self._start, 1e-9)
+        text = f"reading the prompt: {100 * done // total:3d}% of {total} tokens, {speed:.0f} t/s"
+        click.secho(f"{_ERASE}{text}", err=True, dim=True, nl=False)
+        self._drawn_at, self._drawn = now, True
+
+    def erase(self) -> None:
+        if self._drawn:
+            click.echo(_ERASE, err=True, nl=False)
+        self._drawn = False
