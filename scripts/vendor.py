@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, text in (
         ("build", "build the libraries into the cache"),
+        ("tool", "build a program of upstream's and print its path"),
         ("key", "print the build key"),
     ):
         verb = verbs.add_parser(name, help=text)
@@ -63,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
                 "--out", type=Path, help="lay out what the wheel carries in this folder"
             )
             verb.set_defaults(run=_build)
+        if name == "tool":
+            verb.add_argument("tool", choices=["test-llama-archs"])
+            verb.set_defaults(run=_tool)
     return parser
 
 
@@ -132,6 +136,10 @@ def _build(options: argparse.Namespace) -> None:
     if options.out:
         build.assemble(plan, options.out)
     print(options.out or plan.out)
+
+
+def _tool(options: argparse.Namespace) -> None:
+    print(build.build_tool(build.plan(_toolchain(options)), options.tool))
 
 
 def _key(options: argparse.Namespace) -> None:

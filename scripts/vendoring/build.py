@@ -22,8 +22,16 @@ from .pin import REPO, Pin, VendorError, cache_dir, digest, digest_files, load_p
 from .source import BINDINGS, LLAMA, ggml_version, llama_source, patched_tree, pristine_tree
 from .toolchain import Toolchain
 
-WRAPPER = Path(__file__).with_name("CMakeLists.txt")
+STAGES = Path(__file__).parent
 NATIVE = REPO / "kvflash_ggml" / "native"
+# One plain file per library, loadable from any folder: the SONAME is the file name, and siblings
+# are found beside it. Versioned names would become full copies in a wheel.
+COMMON = (
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    "-DCMAKE_INSTALL_RPATH=$ORIGIN",
+)
 SYNCED = (
     "CMakeLists.txt", "LICENSE", "cmake", "common", "ggml/cmake", "include", "licenses", "src",
     "tests", "vendor",
@@ -55,10 +63,12 @@ def plan(toolchain: Toolchain) -> Plan:
         origin, content = _stat_digest(source, ("ggml",)), _stat_digest(source, SYNCED)
     else:
         origin, content = pin.sha256 + series_hash(deep), pin.sha256 + series_hash(series)
-    wrapper = WRAPPER.read_bytes()
-    ggml_key = digest(origin, wrapper, *toolchain.identity())[:20]
+    first, second = (
+        (STAGES / stage / "CMakeLists.txt").read_bytes() for stage in ("ggml", "llama")
+    )
+    ggml_key = digest(origin, first, *COMMON, *toolchain.identity())[:20]
     work_key = digest(ggml_key, toolchain.generator or "")[:20]
-    out_key = digest(content, wrapper, digest_files(NATIVE, shim_files()))[:20]
+    out_key = digest(content, second, digest_files(NATIVE, shim_files()))[:20]
     cache = cache_dir()
     work = cache / "llama" / work_key
     return Plan(
@@ -89,14 +99,12 @@ def _build_ggml(p: Plan) -> None:
         if p.ggml.is_dir():
             log(f"ggml: cached ({p.ggml.name})")
             return
-        work, temp = (
-            p.ggml.with_name(p.ggml.name + ".build"),
-            p.ggml.with_name(p.ggml.name + ".new"),
-        )
+        work = p.ggml.with_name(p.ggml.name + ".build")
+        temp = p.ggml.with_name(p.ggml.name + ".new")
         log("ggml: configuring")
         _cmake(p, work, "ggml", p.source, [])
         log("ggml: compiling (minutes on a CPU, much longer with CUDA; done once per set of flags)")
-        _run([p.toolchain.cmake, "--build", str(work), *_parallel()])
+        _make(p, work, "all")
         shutil.rmtree(temp, ignore_errors=True)
         _run([p.toolchain.cmake, "--install", str(work), "--prefix", str(temp)])
         temp.rename(p.ggml)
@@ -108,31 +116,53 @@ def _build_llama(p: Plan) -> None:
         if p.out.is_dir():
             log(f"libllama: cached ({p.out.name})")
             return
-        changed = _sync(p.source, p.work / "src", SYNCED)
-        changed += _sync(NATIVE, p.work / "native", [f.name for f in shim_files()])
-        log(f"libllama: {changed} source files changed, compiling")
-        build = p.work / "build"
-        paths = [str(p.ggml), *filter(None, [p.toolchain.defines.get("CMAKE_PREFIX_PATH")])]
-        prefix = [f"-Dggml_DIR={p.ggml}/lib/cmake/ggml", f"-DCMAKE_PREFIX_PATH={';'.join(paths)}"]
-        native = [f"-DKVFLASH_NATIVE={p.work / 'native'}"]
-        commit = [f"-DLLAMA_BUILD_COMMIT={p.pin.commit}", "-DLLAMA_BUILD_NUMBER=0"]
-        _cmake(p, build, "llama", p.work / "src", prefix + native + commit)
-        _run([p.toolchain.cmake, "--build", str(build), "--target", "llama", *_parallel()])
-        temp = p.out.with_name(p.out.name + ".new")
-        shutil.rmtree(temp, ignore_errors=True)
-        temp.mkdir(parents=True)
-        for library in (build / "bin").glob("*llama.*"):
-            shutil.copy2(library, temp)
-        temp.rename(p.out)
+        log(f"libllama: {_sync_sources(p)} source files changed, compiling")
+        _configure_llama(p)
+        _make(p, p.work / "build", "llama")
+        _publish((p.work / "build" / "bin").glob("*llama.*"), p.out)
+
+
+def build_tool(p: Plan, name: str) -> Path:
+    """One of upstream's own programs, linked to our libllama; returns the executable."""
+    build(p)
+    target = p.out.with_name(f"{p.out.name}-{name}")
+    with locked(p.work / ".lock"):
+        if not target.is_dir():
+            _sync_sources(p)
+            _configure_llama(p)
+            _make(p, p.work / "build", name)
+            _publish([p.work / "build" / name, *p.out.iterdir()], target)
+    return target / name
+
+
+def _sync_sources(p: Plan) -> int:
+    changed = _sync(p.source, p.work / "src", SYNCED)
+    return changed + _sync(NATIVE, p.work / "native", [f.name for f in shim_files()])
+
+
+def _publish(files: Iterable[Path], target: Path) -> None:
+    temp = target.with_name(target.name + ".new")
+    shutil.rmtree(temp, ignore_errors=True)
+    temp.mkdir(parents=True)
+    for file in files:
+        shutil.copy2(file, temp)
+    temp.rename(target)
+
+
+def _configure_llama(p: Plan) -> None:
+    paths = [str(p.ggml), *filter(None, [p.toolchain.defines.get("CMAKE_PREFIX_PATH")])]
+    prefix = [f"-Dggml_DIR={p.ggml}/lib/cmake/ggml", f"-DCMAKE_PREFIX_PATH={';'.join(paths)}"]
+    native = [f"-DKVFLASH_NATIVE={p.work / 'native'}"]
+    commit = [f"-DLLAMA_BUILD_COMMIT={p.pin.commit}", "-DLLAMA_BUILD_NUMBER=0"]
+    _cmake(p, p.work / "build", "llama", p.work / "src", prefix + native + commit)
 
 
 def _cmake(p: Plan, work: Path, stage: str, source: Path, extra: Sequence[str]) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    wrapper = work.parent / f"{work.name}.cmake"
-    _sync(WRAPPER.parent, wrapper, [WRAPPER.name])
-    stages = [f"-DKVFLASH_STAGE={stage}", f"-DKVFLASH_SOURCE={source}"]
-    base = [p.toolchain.cmake, "-S", str(wrapper), "-B", str(work)]
-    _run([*base, *p.toolchain.arguments(), *extra, *stages])
+    project = work.parent / f"{work.name}.cmake"  # not in the checkout: clones share the build
+    _sync(STAGES / stage, project, ["CMakeLists.txt"])
+    base = [p.toolchain.cmake, "-S", str(project), "-B", str(work)]
+    _run([*base, *p.toolchain.arguments(), *COMMON, *extra, f"-DKVFLASH_SOURCE={source}"])
 
 
 def _run(command: Sequence[str]) -> None:
@@ -149,10 +179,11 @@ def _run(command: Sequence[str]) -> None:
         raise VendorError(f"failed with exit code {done.returncode}: {' '.join(command)}")
 
 
-def _parallel() -> list[str]:
-    if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ:
-        return []
-    return ["--parallel", str(os.cpu_count() or 1)]
+def _make(p: Plan, work: Path, target: str) -> None:
+    command = [p.toolchain.cmake, "--build", str(work), "--target", target]
+    if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
+        command += ["--parallel", str(os.cpu_count() or 1)]
+    _run(command)
 
 
 def _sync(source: Path, target: Path, names: Iterable[str]) -> int:

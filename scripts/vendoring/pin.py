@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10; pip is a build requirement and carries a parser
+else:  # pip is a build requirement and carries a parser
     from pip._vendor import tomli as tomllib
 
 REPO = Path(__file__).resolve().parents[2]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from .pin import VendorError
 
-# Every variable through which a user can change what the compilers do.
+# Every variable through which a user can change what the compilers do, apart from CC and CXX: the
+# compilers go into the key by what they say they are, since "cc" and "gcc" are often the same.
 ENVIRONMENT = (
-    "CC", "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS",
+    "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS",
     "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "HIPCXX", "HIPFLAGS",
 )  # fmt: skip
 
@@ -121,7 +122,8 @@ def _define(into: dict[str, str], text: str) -> None:
 
 
 def _version(command: list[str]) -> str:
-    return " ".join(command) + "\n" + _output([*command, "--version"])
+    """What a compiler says it is, less the name it was called by, plus its fixed arguments."""
+    return " ".join([*command[1:], *_output([*command, "--version"]).split()[1:]])
 
 
 def _output(command: list[str]) -> str:
