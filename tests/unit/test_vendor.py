@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from vendoring import patches, source, toolchain
+from vendoring import build, patches, source, toolchain
 from vendoring.patches import Patch
 from vendoring.pin import Pin, VendorError, digest, load_pin, sha256_file
 
@@ -271,3 +271,43 @@ def test_the_real_pin_reads() -> None:
     assert pin.filename == f"llama_cpp_python-{pin.version}.tar.gz"
     assert len(pin.sha256) == 64
     assert os.sep not in pin.root
+
+
+def test_only_changed_files_get_a_new_time(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    (a / "src").mkdir(parents=True)
+    for name in ("same.cpp", "edited.cpp", "gone.cpp"):
+        (a / "src" / name).write_text(name)
+    (a / "README").write_text("not listed")
+    assert build._sync(a, b, ["src"]) == 3
+    for file in (b / "src").iterdir():
+        os.utime(file, (1, 1))
+    (a / "src" / "edited.cpp").write_text("edited")
+    (a / "src" / "gone.cpp").unlink()
+    assert build._sync(a, b, ["src"]) == 2
+    assert {f.name: f.stat().st_mtime > 1 for f in (b / "src").iterdir()} == {
+        "same.cpp": False,
+        "edited.cpp": True,
+    }
+    assert not (b / "README").exists()
+
+
+def test_a_patch_rebuilds_ggml_only_if_it_touches_it(
+    pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "load_pin", lambda: pin)
+    monkeypatch.setattr(build, "patched_tree", source.pristine_tree)
+
+    def keys(*names: str) -> tuple[str, str]:
+        series = [
+            _patch(tmp_path, f"{i:04}.patch", f"diff --git a/{n} b/{n}\n")
+            for i, n in enumerate(names)
+        ]
+        monkeypatch.setattr(build, "read_series", lambda: series)
+        plan = build.plan(toolchain.Toolchain())
+        return plan.ggml.name, plan.out.name
+
+    ggml, llama = keys()
+    assert keys("src/a.cpp")[0] == ggml
+    assert keys("src/a.cpp")[1] != llama
+    assert keys("ggml/src/ggml.c")[0] != ggml
