@@ -212,6 +212,13 @@ class Engine:
         if ticket:
             lib.kvf_wait(self._engine, ticket)
 
+    def plain_copy(self, size: int, *, to_device: bool) -> float:
+        """Seconds of one plain copy of `size` bytes between page-locked memory and the device."""
+        seconds = float(lib.kvf_plain_copy(self._engine, size, to_device))
+        if seconds < 0:
+            raise MemoryError(f"no memory for a copy of {size} bytes")
+        return seconds
+
     # --- captured queries
 
     def queries(self, layer: int) -> npt.NDArray[np.float32]:

@@ -35,7 +35,7 @@ typedef struct kvf_info {
     int32_t pinned;        // 1 if page images can live in page-locked memory
     int32_t async;         // 1 if transfers run beside the compute
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
-    int64_t device_bytes;  // K and V of the whole pool
+    int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
     char    type_k[16];
     char    type_v[16];
     char    device[64];
@@ -108,6 +108,9 @@ int32_t  kvf_swa_first(const kvf_engine * engine);        // oldest position in 
 int64_t  kvf_state_size(kvf_engine * engine);
 int64_t  kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size);
 int      kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size);
+
+// Seconds that one plain copy of so many bytes takes between page-locked memory and the device, to compare with.
+double   kvf_plain_copy(kvf_engine * engine, int64_t size, int to_device);
 
 void *   kvf_host_alloc(kvf_engine * engine, int64_t size);
 void     kvf_host_free(kvf_engine * engine, void * data);

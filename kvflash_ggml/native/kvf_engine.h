@@ -26,6 +26,18 @@ struct kvf_device {
         size_t        size;
     };
     std::vector<span> spans;
+
+    // Whole images arrive here in one copy each and are spread over the layers on the device: a page is dozens of spans, too
+    // small one by one to fill the bus. Holds the bytes [first, first + size) of each image, which are those of this device.
+    struct staging {
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buffer;
+        ggml_tensor *           pages = nullptr;  // I8  [size, n_pages]
+        ggml_tensor *           index = nullptr;  // I64 [n_pages], the block of each page
+        std::vector<ggml_tensor *> blocks;        // per span: its tensor seen as F32 [span, n_blocks]
+        size_t                  first = 0;
+    };
+    std::unique_ptr<staging> stage;  // null: spans are copied one by one
 };
 
 struct kvf_engine {
@@ -50,6 +62,10 @@ struct kvf_engine {
 
     kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_cache & kv);
 };
+
+// kvf_staging.cpp
+std::unique_ptr<kvf_device::staging> kvf_staging_open(const kvf_device & device, int32_t n_blocks);
+void kvf_staging_page_in(const kvf_device & device, int32_t n, const int32_t * block, const uint64_t * image);
 
 // kvf_transfer.cpp
 void kvf_devices_open(kvf_engine & engine);

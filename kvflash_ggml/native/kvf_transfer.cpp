@@ -2,6 +2,7 @@
 #include "kvf_engine.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace {
 
@@ -94,9 +95,13 @@ uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const u
         } else {
             llama_synchronize(&engine.ctx);
         }
-        for (const auto & r : runs) {
-            for (const auto & s : device.spans) {
-                copy_span(device, s, r, dir);
+        if (dir == direction::in && device.stage && n > 1) {
+            kvf_staging_page_in(device, n, block, image);
+        } else {
+            for (const auto & r : runs) {
+                for (const auto & s : device.spans) {
+                    copy_span(device, s, r, dir);
+                }
             }
         }
         if (device.copy) {
@@ -132,6 +137,12 @@ void kvf_devices_open(kvf_engine & engine) {
         }
         engine.info.async = engine.info.async && device.copy;
     }
+    for (auto & device : engine.devices) {
+        if (device.copy) {
+            device.stage = kvf_staging_open(device, engine.info.n_slots/KVF_BLOCK);
+            engine.info.device_bytes += device.stage ? ggml_backend_buffer_get_size(device.stage->buffer.get()) : 0;
+        }
+    }
     auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(cached[0].k->buffer));
     engine.info.pinned = dev && ggml_backend_dev_host_buffer_type(dev) != nullptr;
     snprintf(engine.info.device, sizeof(engine.info.device), "%s", dev ? ggml_backend_dev_name(dev) : "CPU");
@@ -164,6 +175,30 @@ void kvf_wait(kvf_engine * engine, uint64_t ticket) {
             ggml_backend_event_synchronize(device.done[ticket % kvf_device::N_EVENTS].get());
         }
     }
+}
+
+double kvf_plain_copy(kvf_engine * engine, int64_t size, int to_device) {
+    auto & device = engine->devices.front();
+    auto * buft   = ggml_backend_buffer_get_type(device.spans.front().tensor->buffer);
+    ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
+    auto * tensor = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, size);
+    ggml_backend_buffer_ptr buffer { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
+    auto * host = kvf_host_alloc(engine, size);
+    if (!buffer || !host) {
+        return -1.0;
+    }
+    kvf_synchronize(engine);
+    const auto start = std::chrono::steady_clock::now();
+    if (auto * backend = device.copy.get()) {
+        to_device ? ggml_backend_tensor_set_async(backend, tensor, host, 0, size)
+                  : ggml_backend_tensor_get_async(backend, tensor, host, 0, size);
+        ggml_backend_synchronize(backend);
+    } else {
+        to_device ? ggml_backend_tensor_set(tensor, host, 0, size) : ggml_backend_tensor_get(tensor, host, 0, size);
+    }
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    kvf_host_free(engine, host);
+    return took.count();
 }
 
 void * kvf_host_alloc(kvf_engine * engine, int64_t size) {

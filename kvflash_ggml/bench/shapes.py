@@ -1,0 +1,141 @@
+"""Random-weight GGUF files with the shape of real models: enough to measure speed, no good for anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+Q4_K = gguf.GGMLQuantizationType.Q4_K
+F32 = gguf.GGMLQuantizationType.F32
+BLOCK_VALUES, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[Q4_K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridShape:
+    """A qwen35-style hybrid: gated delta nets, with full attention in every `interval`-th layer."""
+
+    layers: int
+    interval: int
+    width: int
+    ffn: int
+    vocab: int
+    heads: int
+    heads_kv: int
+    head: int
+    rotary: tuple[int, int, int, int]
+    linear_k_heads: int
+    linear_v_heads: int
+    linear_head: int
+    context: int = 262_144
+
+
+SHAPES = {
+    "27b": HybridShape(
+        layers=64, interval=4, width=5120, ffn=17408, vocab=248_320, heads=24, heads_kv=4, head=256,
+        rotary=(11, 11, 10, 0), linear_k_heads=16, linear_v_heads=48, linear_head=128,
+    ),
+    "tiny": HybridShape(
+        layers=8, interval=4, width=512, ffn=1024, vocab=4096, heads=8, heads_kv=2, head=128,
+        rotary=(11, 11, 10, 0), linear_k_heads=4, linear_v_heads=8, linear_head=64,
+    ),
+}  # fmt: skip
+
+
+def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
+    """Write the file. Weights are Q4_K with mean 0; norms are 1."""
+    writer = gguf.GGUFWriter(path, "qwen35")
+    _add_metadata(writer, shape)
+    tensors = list(_tensors(shape))
+    for name, dims, kind in tensors:
+        size = _bytes(dims, kind)
+        writer.add_tensor_info(name, dims[::-1], np.dtype(np.float32), size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    tile = _random_blocks(np.random.default_rng(seed))
+    for name, dims, kind in tensors:
+        data = np.resize(tile, _bytes(dims, kind)) if kind == Q4_K else _vector(name, dims)
+        writer.write_tensor_data(data)
+    writer.close()
+
+
+def _add_metadata(writer: gguf.GGUFWriter, s: HybridShape) -> None:
+    writer.add_context_length(s.context)
+    writer.add_embedding_length(s.width)
+    writer.add_block_count(s.layers)
+    writer.add_feed_forward_length(s.ffn)
+    writer.add_head_count(s.heads)
+    writer.add_head_count_kv(s.heads_kv)
+    writer.add_key_length(s.head)
+    writer.add_value_length(s.head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_rope_dimension_count(2 * sum(s.rotary))
+    writer.add_rope_dimension_sections(list(s.rotary))
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(s.linear_head)
+    writer.add_ssm_group_count(s.linear_k_heads)
+    writer.add_ssm_time_step_rank(s.linear_v_heads)
+    writer.add_ssm_inner_size(s.linear_v_heads * s.linear_head)
+    writer.add_uint32("qwen35.full_attention_interval", s.interval)
+    writer.add_vocab_size(s.vocab)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _tensors(s: HybridShape) -> Iterator[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]]:
+    """(name, dims with the input width first, type)."""
+    k, v = s.linear_k_heads * s.linear_head, s.linear_v_heads * s.linear_head
+    yield "token_embd.weight", (s.width, s.vocab), Q4_K
+    yield "output_norm.weight", (s.width,), F32
+    yield "output.weight", (s.width, s.vocab), Q4_K
+    for i in range(s.layers):
+        b = f"blk.{i}."
+        yield b + "attn_norm.weight", (s.width,), F32
+        yield b + "post_attention_norm.weight", (s.width,), F32
+        if (i + 1) % s.interval == 0:
+            yield b + "attn_q.weight", (s.width, 2 * s.heads * s.head), Q4_K
+            yield b + "attn_k.weight", (s.width, s.heads_kv * s.head), Q4_K
+            yield b + "attn_v.weight", (s.width, s.heads_kv * s.head), Q4_K
+            yield b + "attn_output.weight", (s.heads * s.head, s.width), Q4_K
+            yield b + "attn_q_norm.weight", (s.head,), F32
+            yield b + "attn_k_norm.weight", (s.head,), F32
+        else:
+            yield b + "attn_qkv.weight", (s.width, 2 * k + v), Q4_K
+            yield b + "attn_gate.weight", (s.width, v), Q4_K
+            yield b + "ssm_conv1d.weight", (4, 2 * k + v), F32
+            yield b + "ssm_beta.weight", (s.width, s.linear_v_heads), Q4_K
+            yield b + "ssm_alpha.weight", (s.width, s.linear_v_heads), Q4_K
+            yield b + "ssm_a", (s.linear_v_heads,), F32
+            yield b + "ssm_dt.bias", (s.linear_v_heads,), F32
+            yield b + "ssm_norm.weight", (s.linear_head,), F32
+            yield b + "ssm_out.weight", (v, s.width), Q4_K
+        yield b + "ffn_gate.weight", (s.width, s.ffn), Q4_K
+        yield b + "ffn_up.weight", (s.width, s.ffn), Q4_K
+        yield b + "ffn_down.weight", (s.ffn, s.width), Q4_K
+
+
+def _bytes(dims: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
+    values = int(np.prod(dims))
+    return values * 4 if kind == F32 else values // BLOCK_VALUES * BLOCK_BYTES
+
+
+def _random_blocks(rng: np.random.Generator, count: int = 65_521) -> npt.NDArray[np.uint8]:
+    """Q4_K blocks of mean 0 and a standard deviation near 0.02; a prime count, so that rows do not repeat in step."""
+    blocks = rng.integers(0, 256, (count, BLOCK_BYTES), np.uint8)
+    scale = np.float16(1e-4)
+    blocks[:, 0:2] = np.frombuffer(scale.tobytes(), np.uint8)
+    blocks[:, 2:4] = np.frombuffer(np.float16(7.5 * scale).tobytes(), np.uint8)
+    return blocks.reshape(-1)
+
+
+def _vector(name: str, dims: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    if name.endswith("ssm_a"):
+        return np.full(dims, -1.0, np.float32)
+    if name.endswith(("ssm_conv1d.weight", "ssm_dt.bias")):
+        return np.full(dims[::-1], 0.25, np.float32)
+    return np.ones(dims, np.float32)
