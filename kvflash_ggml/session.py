@@ -49,7 +49,8 @@ class Session:
         if self.bounded and info.v_trans:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
 
-        self.pager = Pager(Blocks(info.n_slots // CHUNK, block_order), sinks=config.sinks, tail=config.tail)
+        blocks = Blocks(info.n_slots // CHUNK, block_order)
+        self.pager = Pager(blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.mask = (AlibiMask if info.alibi else SlotMask)(info.n_slots, n_ubatch, f32=info.mask_f32)
         self.store = HostStore(engine, info.page_bytes, limit=config.host_limit, spill=config.spill)
         engine.use_mask(self.mask.rows)

@@ -48,11 +48,12 @@ NO_MOVES = Moves()
 class Pager:
     """Page table with sinks, a tail window, pins and least-recently-used eviction.
 
-    `length` counts committed tokens. `epoch` changes whenever a block changes its chunk.
+    `length` counts committed tokens. `epoch` changes whenever a block changes its chunk. bounded: the text can outgrow
+    the blocks; if not, nothing is ever evicted and every setting fits.
     """
 
-    def __init__(self, blocks: Blocks, *, sinks: int, tail: int) -> None:
-        if sinks + tail + 2 > blocks.count:
+    def __init__(self, blocks: Blocks, *, sinks: int, tail: int, bounded: bool = True) -> None:
+        if bounded and sinks + tail + 2 > blocks.count:
             raise ConfigError(
                 f"a pool of {blocks.count * CHUNK} tokens leaves nothing to evict beside {sinks} sink chunks and "
                 f"a tail of {tail}: use at least {(sinks + tail + 2) * CHUNK} tokens"
@@ -60,6 +61,7 @@ class Pager:
         self.blocks = blocks
         self.sinks = sinks
         self.tail = tail
+        self.bounded = bounded
         self.pins: set[int] = set()
         self.chunks: list[Chunk] = []
         self.length = 0
@@ -89,6 +91,8 @@ class Pager:
 
     def room(self, start: int) -> int:
         """How many tokens can be appended at `start` in one span without evicting the span itself."""
+        if not self.bounded:
+            return self.blocks.count * CHUNK - start
         first = start // CHUNK
         kept = len(self.protected(first, first) | self.pins) - 1
         return (self.blocks.count - kept) * CHUNK - start % CHUNK
@@ -99,7 +103,7 @@ class Pager:
         """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
         pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
         most = self.blocks.count - self.sinks - self.tail - 2
-        if len(pins) > most:
+        if self.bounded and len(pins) > most:
             raise ConfigError(
                 f"pinning [{lo}, {hi}) would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can hold "
                 f"{most} pins: use a larger pool or pin less"
