@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .config import CHUNK, KVFlashConfig
 from .errors import ConfigError, ContextFull, StateError
-from .native.engine import Engine
 from .pool.blocks import Blocks
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
 from .pool.store import HostStore
+
+if TYPE_CHECKING:
+    from .native.engine import Engine
 
 Int32s = npt.NDArray[np.int32]
 Progress = Callable[[int, int], None]
