@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -168,8 +169,12 @@ def test_build_info_names_the_build() -> None:
 @pytest.mark.slow
 def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    flags = [f"-D{k}={v}" for k, v in library.build_info()["cmake_defines"].items()]
     done = subprocess.run(
-        [*pip, "--wheel-dir", str(tmp_path), str(REPO)], capture_output=True, text=True
+        [*pip, "--wheel-dir", str(tmp_path), str(REPO)],
+        env=os.environ | {"CMAKE_ARGS": shlex.join(flags)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
