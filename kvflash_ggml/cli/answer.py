@@ -17,7 +17,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer and what it cost. `evaluated` is the part of the prompt that was not reused."""
+    """One answer and what it cost. `evaluated` counts the prompt's tokens that were computed."""
 
     text: str
     finish_reason: str
@@ -31,6 +31,11 @@ class Answer:
     @property
     def interrupted(self) -> bool:
         return self.finish_reason == "interrupted"
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that were known from the answer before."""
+        return 0 if self.interrupted else self.prompt_tokens - self.evaluated
 
     @property
     def prompt_per_second(self) -> float:
@@ -47,7 +52,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
-        self.evaluated: int | None = None
+        self.evaluated = 0
         self.generated = 0
         self.start = self.first = self.last = time.perf_counter()
 
@@ -57,6 +62,7 @@ class Meter:
 
         def generate(tokens: Any, *args: Any, **kwargs: Any) -> Iterator[int]:
             self.prompt_tokens = len(tokens)
+            self.evaluated = max(1, len(tokens) - _known(llm, tokens))
             self.start = self.first = self.last = time.perf_counter()
             with closing(original(tokens, *args, **kwargs)) as stream:
                 for token in stream:
@@ -79,13 +85,13 @@ def ask(
     *,
     sampling: SamplingOptions,
     seed: int,
-    emit: Callable[[str], None],
+    emit: Callable[[str], None] | None,
     show_progress: bool,
 ) -> Answer:
     """Complete a text, or answer a list of messages.
 
-    emit: gets the text piece by piece. Ctrl-C ends the answer with finish_reason "interrupted"; a
-    second one raises KeyboardInterrupt.
+    emit: gets the text piece by piece, None to only collect it. Ctrl-C ends the answer with
+    finish_reason "interrupted"; a second one raises KeyboardInterrupt.
     """
     meter, progress = Meter(), Progress(shown=show_progress)
     pieces: list[str] = []
@@ -95,7 +101,8 @@ def ask(
 
         def on_progress(done: int, total: int) -> None:
             if meter.generated == 0:
-                meter.evaluated = total
+                meter.evaluated = done
+                meter.first = meter.last = time.perf_counter()
                 progress.update(done, total)
                 interrupt.check()
 
@@ -106,10 +113,10 @@ def ask(
                     progress.erase()
                     if piece:
                         pieces.append(piece)
-                        emit(piece)
+                        if emit is not None:
+                            emit(piece)
                     if reason is not None:
                         finish = reason
-                        break
                     interrupt.check()
         except StopAnswer:
             finish = "interrupted"
@@ -117,17 +124,22 @@ def ask(
             progress.erase()
             llm.kvflash_progress = None
 
-    evaluated = meter.prompt_tokens if meter.evaluated is None else meter.evaluated
     return Answer(
         text="".join(pieces),
         finish_reason=finish,
         prompt_tokens=meter.prompt_tokens,
-        evaluated=evaluated,
+        evaluated=meter.evaluated,
         generated=meter.generated,
         prompt_s=meter.first - meter.start,
         generation_s=meter.last - meter.first,
         seed=seed,
     )
+
+
+def _known(llm: Any, tokens: Any) -> int:
+    """Leading tokens that the model has read already; progress reports correct this guess."""
+    pairs = zip(llm.input_ids[: llm.n_tokens], tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(llm.n_tokens, len(tokens)))
 
 
 def _stream(

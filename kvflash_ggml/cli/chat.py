@@ -16,7 +16,14 @@ from .model import first_seed
 from .options import OutputOptions, SamplingOptions
 from .prompt import read_text
 from .report import closing_line, residency
-from .terminal import note, stderr_is_terminal, stdin_is_terminal, stdout_is_terminal
+from .terminal import (
+    end_answer,
+    note,
+    print_piece,
+    stderr_is_terminal,
+    stdin_is_terminal,
+    stdout_is_terminal,
+)
 
 HELP = """\
 /exit       leave (so does Ctrl-D)
@@ -95,29 +102,33 @@ class Chat:
     def _say(self, text: str) -> None:
         content = "\n\n".join([*self._documents, text])
         self._messages.append({"role": "user", "content": content})
-        if self._answer():
-            self._documents.clear()
+        self._documents.clear()
+        self._answer()
 
     def _answer(self) -> bool:
-        """Answer the last message. If that fails, the message is taken back."""
+        """Answer the last message. Without an answer, the message is taken back."""
         try:
             answer = ask(
                 self._llm,
                 self._messages,
                 sampling=self._sampling,
                 seed=self._seed,
-                emit=_print_piece if self._output.stream else _keep,
+                emit=print_piece if self._output.stream else None,
                 show_progress=stderr_is_terminal() and not self._output.quiet,
             )
         except (ContextFull, ValueError, RuntimeError, MemoryError) as error:
             self._messages.pop()
             click.secho(f"Error: {error}", err=True, fg="red")
             return False
+        self._warned = answer.interrupted
+        if answer.interrupted and not answer.text:
+            self._messages.pop()
+            note("stopped; the message is taken back")
+            return False
         self._seed = (self._seed + 1) & 0xFFFFFFFF
-        click.echo("" if self._output.stream else answer.text, nl=not answer.text.endswith("\n"))
+        end_answer(answer.text, streamed=self._output.stream)
         self._messages.append({"role": "assistant", "content": answer.text})
         self._last = answer
-        self._warned = answer.interrupted
         if not self._output.quiet:
             note(closing_line(answer, self._llm.kvflash))
         return True
@@ -224,11 +235,3 @@ def _split(text: str) -> list[str]:
 
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):.1f} MiB"
-
-
-def _print_piece(text: str) -> None:
-    click.echo(text, nl=False)
-
-
-def _keep(text: str) -> None:
-    """The whole answer is printed at the end."""

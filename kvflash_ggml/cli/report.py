@@ -58,11 +58,12 @@ def closing_line(answer: Answer, stats: Any) -> str:
         _speed("prompt", answer.evaluated, answer.prompt_per_second),
         _speed("generation", answer.generated, answer.generated_per_second),
     ]
-    reused = answer.prompt_tokens - answer.evaluated
-    if reused > 0:
-        parts[0] += f" ({reused} reused)"
+    if answer.reused > 0:
+        parts[0] += f" ({answer.reused} more reused)"
     if stats is not None:
         parts += residency(stats)
+    if answer.interrupted:
+        parts.append("interrupted")
     return "kvflash: " + " | ".join(parts)
 
 

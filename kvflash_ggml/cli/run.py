@@ -24,7 +24,7 @@ from .pool_options import PoolOptions, pool_options
 from .prompt import model_and_words, read_prompt
 from .report import closing_line, document
 from .sections import SectionCommand, option
-from .terminal import note, stderr_is_terminal, stdin_is_terminal
+from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
 _prompt = option("Prompt")
 
@@ -135,12 +135,11 @@ def _answer(
         request,
         sampling=sampling,
         seed=first_seed(sampling.seed),
-        emit=_print_piece if streaming else _keep,
+        emit=print_piece if streaming else None,
         show_progress=stderr_is_terminal() and not output.quiet,
     )
     if not output.as_json:
-        rest = "" if streaming else answer.text
-        click.echo(rest, nl=not answer.text.endswith("\n"))
+        end_answer(answer.text, streamed=streaming)
     return answer
 
 
@@ -172,11 +171,3 @@ def _refuse_idle_options(ctx: click.Context, pool: PoolOptions) -> None:
         if source is click.core.ParameterSource.COMMANDLINE:
             flag = name.replace("_", "-")
             raise click.UsageError(f"--kvflash-{flag} needs a pool: add --kvflash TOKENS or auto")
-
-
-def _print_piece(text: str) -> None:
-    click.echo(text, nl=False)
-
-
-def _keep(text: str) -> None:
-    """The whole answer is printed at the end."""

@@ -28,6 +28,16 @@ def note(text: str) -> None:
     click.secho(text, err=True, dim=True)
 
 
+def print_piece(text: str) -> None:
+    """A piece of the answer on stdout, flushed."""
+    click.echo(text, nl=False)
+
+
+def end_answer(text: str, *, streamed: bool) -> None:
+    """What is still missing of the answer on stdout: all of it, or the end of its last line."""
+    click.echo("" if streamed else text, nl=bool(text) and not text.endswith("\n"))
+
+
 class Progress:
     """Percent and speed of the prompt's evaluation, redrawn in place and erased at the end."""
 

@@ -1,0 +1,591 @@
+"""`kvflash-run MODEL [PROMPT]` and the chat, with a model made of ten lines of Python."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvflash_ggml.cli import chat, main, model, prompt, run
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
+
+REPLY = "an answer"
+BANNER = "kvflash: pool 1024 of 4096 tokens"
+
+
+def stats() -> SimpleNamespace:
+    return SimpleNamespace(
+        pool=1024, n_ctx=4096, resident=16, chunks=84, page_ins=3, page_outs=83, bytes_in=1,
+        bytes_out=2, host_bytes=3, device_bytes=4, policy="lru", epoch=5, type_k="f16",
+        type_v="f16", pinned=False, banner=lambda: BANNER,
+    )  # fmt: skip
+
+
+@dataclass
+class FakeLlama:
+    """One token a character. Echoes nothing: it answers REPLY, or what `replies` says."""
+
+    settings: dict[str, Any]
+    replies: list[str] = field(default_factory=list)
+    template: bool = True
+    on_token: Callable[[int], None] = lambda n: None
+    on_prompt: Callable[[int], None] = lambda n: None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.metadata = {"tokenizer.chat_template": "x"} if self.template else {}
+        self.kvflash = stats() if self.settings["kvflash"] is not None else None
+        self.kvflash_progress: Callable[[int, int], None] | None = None
+        self.input_ids: list[int] = []
+        self.n_tokens = 0
+        self.requests: list[Any] = []
+        self.closed = False
+
+    def n_ctx(self) -> int:
+        return 4096
+
+    def generate(self, tokens: list[int], **settings: Any) -> Iterator[int]:
+        if self.kvflash_progress is not None:
+            for done in range(len(tokens)):
+                self.on_prompt(done)
+                self.kvflash_progress(done + 1, len(tokens))
+        for count, char in enumerate(self.replies.pop(0) if self.replies else REPLY):
+            self.on_token(count)
+            yield ord(char)
+
+    def create_completion(self, text: str, **settings: Any) -> Iterator[dict[str, Any]]:
+        self.requests.append((text, settings))
+        yield from self._chunks(text, settings)
+
+    def _chunks(self, text: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if self.error is not None:
+            raise self.error
+        for token in self.generate(list(text.encode()), temp=settings["temperature"]):
+            yield {"choices": [{"text": chr(token), "finish_reason": None}]}
+        yield {"choices": [{"text": "", "finish_reason": "stop"}]}
+
+    def create_chat_completion(self, messages: Any, **settings: Any) -> Iterator[dict[str, Any]]:
+        self.requests.append(([dict(m) for m in messages], settings))
+        text = "".join(m["content"] for m in messages)
+        yield {"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}
+        for chunk in self._chunks(text, settings):
+            choice = chunk["choices"][0]
+            delta = {"content": choice["text"]} if choice["finish_reason"] is None else {}
+            yield {"choices": [{"delta": delta, "finish_reason": choice["finish_reason"]}]}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Stage:
+    """Runs the command on a fake; `made` are the models it has loaded."""
+
+    made: list[FakeLlama] = field(default_factory=list)
+    fake: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *arguments: str, stdin: str = "", **fake: Any) -> Result:
+        self.fake = fake
+        return CliRunner().invoke(main, list(arguments), input=stdin, prog_name="kvflash-run")
+
+    def create(self, **settings: Any) -> FakeLlama:
+        self.made.append(FakeLlama(settings, **self.fake))
+        return self.made[-1]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.made[-1].settings
+
+    @property
+    def request(self) -> Any:
+        return self.made[-1].requests[-1][0]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        values: dict[str, Any] = self.made[-1].requests[-1][1]
+        return values
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    stage = Stage()
+    monkeypatch.setattr(model, "create_llama", stage.create)
+    monkeypatch.setattr(model, "supports_gpu_offload", lambda: False)
+    monkeypatch.setattr(model, "ensure_gpu_offload", lambda layers: None)
+    logger = logging.getLogger("kvflash_ggml")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield stage
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdin is a terminal, stdout is not."""
+    for module in (run, chat, prompt):
+        monkeypatch.setattr(module, "stdin_is_terminal", lambda: True)
+
+
+def interrupt_at(*counts: int) -> Callable[[int], None]:
+    def on_token(count: int) -> None:
+        for _ in range(counts.count(count)):
+            signal.raise_signal(signal.SIGINT)
+
+    return on_token
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str = REPLY) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+# --- what goes where
+
+
+def test_stdout_has_the_answer_and_nothing_else(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", "--kvflash", "1024")
+    assert (result.exit_code, result.stdout) == (0, REPLY + "\n")
+    banner, closing = result.stderr.splitlines()
+    assert banner == BANNER
+    assert closing.startswith("kvflash: prompt 5 tokens, ")
+    assert "| generation 9 tokens, " in closing
+    assert closing.endswith("t/s | resident 16/84 chunks | pages 3 in, 83 out")
+    assert cli.made[0].closed
+
+
+def test_without_a_pool_there_is_no_banner(cli: Stage) -> None:
+    result = cli("m.gguf", "hello")
+    assert cli.settings["kvflash"] is None
+    assert len(result.stderr.splitlines()) == 1
+    assert "resident" not in result.stderr
+
+
+def test_quiet_says_nothing_on_stderr(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", "--kvflash", "1024", "-q")
+    assert (result.stdout, result.stderr) == (REPLY + "\n", "")
+
+
+def test_no_stream_prints_the_same_at_the_end(cli: Stage) -> None:
+    assert cli("m.gguf", "hello", "--no-stream").stdout == REPLY + "\n"
+
+
+def test_a_trailing_newline_is_not_doubled(cli: Stage) -> None:
+    assert cli("m.gguf", "hello", replies=["one\n"]).stdout == "one\n"
+
+
+def test_progress_is_only_drawn_on_a_terminal(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reading" not in cli("m.gguf", "hello").stderr
+    monkeypatch.setattr(run, "stderr_is_terminal", lambda: True)
+    shown = cli("m.gguf", "hello")
+    assert "reading the prompt:  20% of 5 tokens" in shown.stderr
+    assert shown.stdout == REPLY + "\n"
+    assert "reading" not in cli("m.gguf", "hello", "-q").stderr
+
+
+def test_json_is_one_document(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", "--kvflash", "1024", "--json", "--seed", "7")
+    document = json.loads(result.stdout)
+    assert document["text"] == REPLY
+    assert document["finish_reason"] == "stop"
+    assert document["seed"] == 7
+    assert document["usage"] == {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
+    assert document["timings"]["prompt_evaluated"] == 5
+    assert document["kvflash"]["page_outs"] == 83
+    assert result.stderr.startswith(BANNER)
+    assert json.loads(cli("m.gguf", "hello", "--json").stdout)["kvflash"] is None
+
+
+# --- options
+
+
+def test_options_reach_the_model(cli: Stage) -> None:
+    line = "-m m.gguf -p hi -c 8192 -b 256 -ub 128 -ngl 99 -t 3 -ctk q8_0 -ctv q4_0 -fa on"
+    assert cli(*line.split()).exit_code == 0
+    assert cli.settings == {
+        "model_path": "m.gguf",
+        "n_ctx": 8192,
+        "n_batch": 256,
+        "n_ubatch": 128,
+        "n_gpu_layers": 99,
+        "n_threads": 3,
+        "n_threads_batch": 3,
+        "type_k": 8,
+        "type_v": 2,
+        "flash_attn": True,
+        "kvflash": None,
+        "verbose": False,
+    }
+
+
+def test_defaults_leave_batches_and_threads_to_the_library(cli: Stage) -> None:
+    cli("m.gguf", "hi")
+    assert {"n_batch", "n_ubatch", "n_threads"}.isdisjoint(cli.settings)
+    assert (cli.settings["n_ctx"], cli.settings["n_gpu_layers"]) == (0, 0)
+
+
+def test_all_layers_when_there_is_a_gpu(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "supports_gpu_offload", lambda: True)
+    cli("m.gguf", "hi")
+    assert cli.settings["n_gpu_layers"] == -1
+
+
+def test_layers_without_a_gpu_are_an_error(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(layers: int) -> None:
+        raise LibraryError('no GPU. Rebuild: CMAKE_ARGS="-DGGML_CUDA=on"')
+
+    monkeypatch.setattr(model, "ensure_gpu_offload", refuse)
+    result = cli("m.gguf", "hi", "-ngl", "all")
+    assert result.exit_code == 1
+    assert "GGML_CUDA=on" in result.stderr
+    assert "-ngl 0" in result.stderr
+    assert not cli.made
+
+
+def test_pool_options(cli: Stage, tmp_path: Path) -> None:
+    line = f"m.gguf hi --kvflash 4096 --kvflash-policy lru --kvflash-tau 32 --kvflash-pin 0:512 \
+        --kvflash-pin 600:700 --kvflash-host-limit 8G --kvflash-spill {tmp_path}"
+    assert cli(*line.split()).exit_code == 0
+    assert cli.settings["kvflash"] == KVFlashConfig(
+        pool=4096,
+        tau=32,
+        pins=((0, 512), (600, 700)),
+        host_limit=8 << 30,
+        spill=tmp_path,
+    )
+    cli("m.gguf", "hi", "--kvflash", "auto")
+    assert cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--kvflash many", "'many' is not a number of tokens, 'auto' or 'off'"),
+        ("--kvflash 0", "not a number of tokens"),
+        ("--kvflash -5", "not a number of tokens"),
+        ("--kvflash 1024 --kvflash-pin 5", "not a range"),
+        ("--kvflash 1024 --kvflash-pin 9:5", "not a range"),
+        ("--kvflash 1024 --kvflash-host-limit lots", "not a size"),
+        ("--kvflash-tau 32", "--kvflash-tau needs a pool"),
+        ("--kvflash-host-limit 1G", "--kvflash-host-limit needs a pool"),
+        ("-ngl some", "not a number of layers"),
+        ("-ctk q9_9", "q9_9"),
+        ("-n 0", "not a number of tokens (-1: no limit)"),
+        ("-p again", "given twice"),
+        ("two prompts", "one prompt is expected"),
+        ("-no-cnv -s be-brief", "leave out -no-cnv"),
+        ("-f missing.txt", "missing.txt"),
+        ("--wat", "--wat"),
+    ],
+)
+def test_wrong_usage_exits_2(cli: Stage, line: str, message: str) -> None:
+    result = cli("m.gguf", "hi", *line.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert not cli.made
+
+
+def test_sampling_options(cli: Stage) -> None:
+    line = "-n 5 --temp 0 --top-k 1 --top-p 0.5 --min-p 0 --repeat-penalty 1.1 --seed 3"
+    cli("m.gguf", "hi", *line.split())
+    assert cli.sampling == {
+        "stream": True,
+        "max_tokens": 5,
+        "temperature": 0,
+        "top_k": 1,
+        "top_p": 0.5,
+        "min_p": 0,
+        "repeat_penalty": 1.1,
+        "seed": 3,
+    }
+
+
+def test_seeds_are_random_unless_given(cli: Stage) -> None:
+    seeds = set()
+    for _ in range(3):
+        cli("m.gguf", "hi")
+        seeds.add(cli.sampling["seed"])
+    assert len(seeds) == 3
+
+
+def test_environment_variables(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_MODEL", "env.gguf")
+    monkeypatch.setenv("KVFLASH_POOL", "2048")
+    monkeypatch.setenv("KVFLASH_TAU", "16")
+    monkeypatch.setenv("KVFLASH_CTX_SIZE", "4096")
+    cli("-p", "hi")
+    assert cli.settings["model_path"] == "env.gguf"
+    assert cli.settings["n_ctx"] == 4096
+    assert cli.settings["kvflash"] == KVFlashConfig(pool=2048, tau=16)
+    assert cli("-p", "hi", "--kvflash", "off").exit_code == 0  # the variable does not make it wrong
+    assert cli.settings["kvflash"] is None
+
+
+# --- the prompt
+
+
+def test_the_verb_may_be_left_out(cli: Stage) -> None:
+    for line in ("m.gguf hi", "run m.gguf hi", "-m m.gguf hi", "-c 0 m.gguf hi", "m.gguf -p hi"):
+        assert cli(*line.split()).stdout == REPLY + "\n", line
+        assert cli.request == [user("hi")]
+        assert cli.settings["model_path"] == "m.gguf"
+
+
+def test_document_then_question(cli: Stage, tmp_path: Path) -> None:
+    document = tmp_path / "book.txt"
+    document.write_text("a document\n")
+    cli("m.gguf", "-f", str(document), "-p", "a question", stdin="left alone")
+    assert cli.request == [user("a document\na question")]
+    cli("m.gguf", "a question", stdin="a document")
+    assert cli.request == [user("a document\na question")]
+    cli("m.gguf", "-f", "-", "-p", "a question", stdin="a document")
+    assert cli.request == [user("a document\na question")]
+    cli("m.gguf", "-p", "a question", stdin="left alone")
+    assert cli.request == [user("a question")]
+    cli("m.gguf", stdin="only this\n")
+    assert cli.request == [user("only this")]
+
+
+def test_no_prompt_at_all(cli: Stage) -> None:
+    assert cli("m.gguf").exit_code == 2
+    assert cli("m.gguf", "  ").exit_code == 2
+    assert "which model?" in cli("-p", "hi").stderr
+
+
+def test_a_file_that_is_not_text(cli: Stage, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"ab\xff")
+    result = cli("m.gguf", "-f", str(tmp_path / "x"))
+    assert result.exit_code == 1
+    assert "not UTF-8 text (byte 2)" in result.stderr
+
+
+def test_system_message(cli: Stage) -> None:
+    cli("m.gguf", "hi", "-s", "be brief")
+    assert cli.request == [{"role": "system", "content": "be brief"}, user("hi")]
+
+
+def test_raw_completion(cli: Stage) -> None:
+    cli("m.gguf", "Once upon", "-no-cnv")
+    assert cli.request == "Once upon"
+    cli("m.gguf", "Once upon", template=False)
+    assert cli.request == "Once upon"
+    result = cli("m.gguf", "Once upon", "-cnv", template=False)
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+    assert cli("m.gguf", "hi", "-s", "be brief", template=False).exit_code == 1
+
+
+# --- failures
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Model path does not exist: m.gguf"),
+        ConfigError("unknown policy 'x': use lru"),
+        LibraryError("llama_cpp is already loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded(
+    cli: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(**settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(model, "create_llama", fail)
+    result = cli("m.gguf", "hi")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {error}\n")
+    verbose = cli("m.gguf", "hi", "-v")
+    assert verbose.exit_code == 1
+    assert "Traceback" in verbose.stderr
+
+
+def test_a_prompt_that_does_not_fit(cli: Stage) -> None:
+    result = cli(
+        "m.gguf", "hi", error=ContextFull("Requested tokens (9) exceed context window of 8")
+    )
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "Error: Requested tokens (9) exceed context window of 8\n"
+    assert cli.made[0].closed
+
+
+def test_ctrl_c_keeps_what_was_said(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", "--kvflash", "1024", on_token=interrupt_at(2))
+    assert (result.exit_code, result.stdout) == (130, REPLY[:3] + "\n")
+    assert "pages 3 in, 83 out | interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert cli.made[0].closed
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_the_prompt_is_read(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", "--json", on_prompt=interrupt_at(1))
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["text"]) == (130, "")
+    assert document["finish_reason"] == "interrupted"
+    assert document["timings"]["prompt_evaluated"] == 2
+
+
+def test_a_second_ctrl_c_ends_at_once(cli: Stage) -> None:
+    result = cli("m.gguf", "hello", on_token=interrupt_at(2, 2))
+    assert (result.exit_code, result.stdout) == (130, REPLY[:2])
+    assert cli.made[0].closed
+
+
+# --- the chat
+
+
+def test_chat_remembers(cli: Stage, terminal: None) -> None:
+    result = cli("m.gguf", "-s", "be brief", stdin="one\n\ntwo\n/exit\nnever\n", replies=["1", "2"])
+    assert (result.exit_code, result.stdout) == (0, "1\n2\n")
+    assert cli.request == [
+        {"role": "system", "content": "be brief"},
+        user("one"),
+        assistant("1"),
+        user("two"),
+    ]
+
+
+def test_a_piped_chat_ends_with_its_input(cli: Stage) -> None:
+    result = cli("m.gguf", "-cnv", stdin="one\ntwo", replies=["1", "2"])
+    assert (result.exit_code, result.stdout) == (0, "1\n2\n")
+    assert ">" not in result.stderr
+
+
+def test_a_prompt_begins_the_chat_if_asked(cli: Stage, terminal: None) -> None:
+    assert cli("m.gguf", "one", "-cnv", stdin="two\n").exit_code == 0
+    assert cli.request == [user("one"), assistant(), user("two")]
+    cli("m.gguf", "one", stdin="two\n")
+    assert cli.request == [user("one")]
+
+
+def test_several_lines(cli: Stage) -> None:
+    cli("m.gguf", "-cnv", stdin='"""one\n/two\nthree"""\n')
+    assert cli.request == [user("one\n/two\nthree")]
+    cli("m.gguf", "-cnv", stdin='"""\none\n"""\n')
+    assert cli.request == [user("one")]
+
+
+def test_clear_and_regen(cli: Stage) -> None:
+    result = cli("m.gguf", "-cnv", "--seed", "5", stdin="/regen\none\n/regen\n", replies=["1", "2"])
+    assert result.stdout == "1\n2\n"
+    assert "no answer to regenerate" in result.stderr
+    first, second = cli.made[-1].requests
+    assert first[0] == second[0] == [user("one")]
+    assert (first[1]["seed"], second[1]["seed"]) == (5, 6)
+    cli("m.gguf", "-cnv", stdin="one\n/clear\ntwo\n")
+    assert cli.request == [user("two")]
+
+
+def test_read_puts_a_file_first(cli: Stage, tmp_path: Path) -> None:
+    path = tmp_path / "a book.txt"
+    path.write_text("chapter one\n")
+    result = cli("m.gguf", "-cnv", stdin=f"/read '{path}'\nwho?\n/read nowhere\n/read\n")
+    assert cli.request == [user("chapter one\n\nwho?")]
+    assert "12 characters" in result.stderr
+    assert "No such file" in result.stderr
+    assert "usage: /read FILE" in result.stderr
+
+
+def test_stats_and_unknown_commands(cli: Stage) -> None:
+    result = cli("m.gguf", "-cnv", "--kvflash", "1024", stdin="/stats\n/what\none\n/stats\n/help\n")
+    assert result.stdout == REPLY + "\n"
+    assert result.stderr.count("resident 16/84 chunks") == 3
+    assert "/what is not a command" in result.stderr
+    assert "/regen" in result.stderr
+
+
+def test_a_failed_turn_is_taken_back(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([None, ContextFull("too long"), None])
+    inner = FakeLlama._chunks
+
+    def sometimes(self: FakeLlama, text: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.error = next(errors)
+        return inner(self, text, settings)
+
+    monkeypatch.setattr(FakeLlama, "_chunks", sometimes)
+    result = cli("m.gguf", "-cnv", stdin="one\ntwo\nthree\n")
+    assert result.exit_code == 0
+    assert "Error: too long" in result.stderr
+    assert cli.request == [user("one"), assistant(), user("three")]
+
+
+def test_ctrl_c_in_a_chat_stops_the_answer_only(cli: Stage) -> None:
+    result = cli("m.gguf", "-cnv", stdin="one\ntwo\n", on_token=interrupt_at(2))
+    assert (result.exit_code, result.stdout) == (0, f"{REPLY[:3]}\n" * 2)
+    assert cli.request == [user("one"), assistant(REPLY[:3]), user("two")]
+
+
+def test_ctrl_c_before_the_answer_takes_the_message_back(cli: Stage) -> None:
+    presses = iter([True])
+
+    def once(done: int) -> None:
+        if next(presses, False):
+            signal.raise_signal(signal.SIGINT)
+
+    result = cli("m.gguf", "-cnv", stdin="one\ntwo\n", on_prompt=once)
+    assert "taken back" in result.stderr
+    assert cli.request == [user("two")]
+
+
+@pytest.mark.parametrize(("lines", "code"), [(["C", "C"], 130), (["C", "one", "C", "/exit"], 0)])
+def test_ctrl_c_at_the_prompt(
+    cli: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int
+) -> None:
+    queue = iter(lines)
+
+    def read(mark: str) -> str:
+        line = next(queue)
+        if line == "C":
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr(chat, "_read_line", read)
+    result = cli("m.gguf", "-cnv")
+    assert result.exit_code == code
+    assert "Ctrl-C again" in result.stderr
+
+
+def test_chat_needs_a_template_and_text_output(cli: Stage, terminal: None) -> None:
+    assert cli("m.gguf", template=False).exit_code == 1
+    assert cli("m.gguf", "--json").exit_code == 2
+    assert cli("m.gguf", "-no-cnv").exit_code == 2
+
+
+# --- help and version
+
+
+def test_help(cli: Stage) -> None:
+    group = cli("-h")
+    assert group.exit_code == 0
+    assert "doctor" in group.stdout
+    verb = cli("run", "--help")
+    for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|auto|off", "-ngl, --n-gpu-layers"):
+        assert text in verb.stdout
+    assert cli().exit_code == 2
+
+
+def test_version(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"llama_cpp_commit": "0c1e57098bba", "ggml": "0.25.3", "backends": ["cpu", "cuda"]}
+    monkeypatch.setattr("kvflash_ggml.cli.report.build_info", lambda: info)
+    result = cli("--version")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("(llama.cpp 0c1e57098bba, ggml 0.25.3, CUDA)\n")
+
+    def unbuilt() -> None:
+        raise LibraryError("not built")
+
+    monkeypatch.setattr("kvflash_ggml.cli.report.build_info", unbuilt)
+    assert "doctor" in cli("--version").stdout

@@ -1,0 +1,191 @@
+"""doctor: what it says when the child works, fails, crashes or hangs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvflash_ggml.cli import checks, child, main
+from kvflash_ggml.cli.child import Child
+from kvflash_ggml.errors import LibraryError
+
+INFO = {
+    "version": "0.1.0",
+    "llama_cpp_python": "0.3.36",
+    "llama_cpp_commit": "0c1e57098bba",
+    "ggml": "0.25.3",
+    "sdist_sha256": "832db069",
+    "patches": ["0001-pool.patch"],
+    "patches_hash": "abcdef",
+    "cmake_defines": {"GGML_NATIVE": "OFF"},
+    "backends": ["cpu"],
+}
+DECODE = {
+    "seconds": 0.1,
+    "prompt": 960,
+    "tokens": [1, 2, 3, 4],
+    "page_outs": 15,
+    "page_ins": 1,
+    "paged": True,
+    "refused": None,
+}
+SAID: dict[str, Any] = {
+    "doing": "decode",
+    "library": "/lib/here",
+    "system": "CPU : AVX2 = 1",
+    "devices": [{"name": "CPU", "description": "Some CPU", "free": 2 << 30, "total": 4 << 30}],
+    "gpu": False,
+    "decode": DECODE,
+}
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks.library, "build_info", lambda: INFO)
+    monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "0.3.36")
+    monkeypatch.setattr(checks, "_NVIDIA_DRIVER", tmp_path / "none")
+    say(monkeypatch, Child(said=SAID, doing="decode", failure=""))
+
+
+def say(monkeypatch: pytest.MonkeyPatch, answer: Child) -> None:
+    monkeypatch.setattr(checks, "run_child", lambda model, timeout: answer)
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments], prog_name="kvflash-run")
+
+
+def test_all_is_well(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_POOL", "1024")
+    monkeypatch.setenv("LLAMA_ARG_API_KEY", "hidden")
+    result = doctor("m.gguf")
+    assert result.exit_code == 0
+    for text in (
+        "llama.cpp 0c1e57098bba, ggml 0.25.3, CPU",
+        "sdist sha256 832db069",
+        "1 patches, hash abcdef",
+        "/lib/here",
+        "Some CPU, 2.0 of 4.0 GiB free",
+        "KVFLASH_POOL=1024",
+        "pages: 15 out, 1 in",
+        "everything works",
+    ):
+        assert text in result.stdout
+    assert "hidden" not in result.stdout
+
+
+def test_json(healthy: None) -> None:
+    document = json.loads(doctor("m.gguf", "--json").stdout)
+    assert document["ok"] is True
+    assert document["checks"]["build"]["build"] == INFO
+    assert document["checks"]["decode"]["decode"] == DECODE
+    assert document["checks"]["devices"]["devices"] == SAID["devices"]
+
+
+def test_without_a_model_the_decode_is_left_out(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "_TEST_MODEL", tmp_path / "none.gguf")
+    result = doctor()
+    assert result.exit_code == 0
+    assert "-> kvflash-run doctor MODEL.gguf" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Child(said={}, doing="library", failure="LibraryError: x is missing"), "x is missing"),
+        (Child(said=SAID, doing="decode", failure="crashed with SIGSEGV"), "m.gguf: crashed with"),
+        (Child(said=SAID | {"decode": DECODE | {"page_ins": 0}}, doing="decode", failure=""), ""),
+    ],
+)
+def test_what_is_wrong_and_what_to_type(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, answer: Child, text: str
+) -> None:
+    say(monkeypatch, answer)
+    result = doctor("m.gguf")
+    assert result.exit_code == 1
+    assert text in result.stdout
+    assert "ERROR" in result.stdout
+    assert "something is wrong" in result.stdout
+
+
+def test_other_bindings(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "0.3.35")
+    result = doctor("m.gguf")
+    assert result.exit_code == 1
+    assert "0.3.35; this build needs exactly 0.3.36" in result.stdout
+    assert "pip install --no-cache-dir llama-cpp-python==0.3.36" in result.stdout
+
+
+def test_nothing_is_built(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unbuilt() -> None:
+        raise LibraryError("kvflash_ggml is not built")
+
+    monkeypatch.setattr(checks.library, "build_info", unbuilt)
+    failed = Child(said={}, doing="library", failure="LibraryError: kvflash_ggml is not built")
+    say(monkeypatch, failed)
+    result = doctor()
+    assert result.exit_code == 1
+    assert "-> pip install ." in result.stdout
+
+
+def test_a_gpu_that_is_not_used(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: 550.1\nGCC\n")
+    monkeypatch.setattr(checks, "_NVIDIA_DRIVER", driver)
+    result = doctor("m.gguf")
+    assert result.exit_code == 0
+    assert "no GPU is used, though there is a driver: NVRM version: 550.1" in result.stdout
+    assert "GGML_CUDA=on" in result.stdout
+
+
+def test_a_model_that_cannot_be_pooled(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = DECODE | {"refused": "architecture 'mamba'", "paged": False}
+    say(monkeypatch, Child(said=SAID | {"decode": refused}, doing="decode", failure=""))
+    result = doctor("m.gguf")
+    assert result.exit_code == 0
+    assert "works without a pool only: architecture 'mamba'" in result.stdout
+
+
+def run_probe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, timeout: float = 30
+) -> Child:
+    """A real child process, whose probe is `body`."""
+    folder = tmp_path / "kvflash_ggml" / "cli"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+    (folder / "probe.py").write_text(f"def main(model):\n    {body}\n")
+    monkeypatch.setattr(child.sys, "path", [str(tmp_path), *child.sys.path])
+    return child.run_child(None, timeout=timeout)
+
+
+def test_the_child_s_answers_are_collected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = """print('noise'); print('{"doing": "devices", "gpu": true}')"""
+    answer = run_probe(monkeypatch, tmp_path, body)
+    assert (answer.doing, answer.said["gpu"], answer.failure) == ("devices", True, "")
+
+
+def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = """print('{"doing": "decode"}', flush=True); import os; os.kill(os.getpid(), 11)"""
+    answer = run_probe(monkeypatch, tmp_path, body)
+    assert (answer.doing, answer.failure) == ("decode", "crashed with SIGSEGV")
+
+
+def test_an_exception_is_told_without_its_frames(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = run_probe(monkeypatch, tmp_path, "raise ValueError('one\\n  two')")
+    assert (answer.doing, answer.failure) == ("start", "ValueError: one\n  two")
+
+
+def test_a_child_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    answer = run_probe(monkeypatch, tmp_path, "import time; time.sleep(60)", timeout=1)
+    assert answer.failure == "no answer within 1 s"
