@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 
 
 class Blocks:
-    """Hands out blocks: first in `order` (0, 1, 2, ... by default), later the block that was freed last.
+    """Hands out blocks: of the free ones, the first in `order` (0, 1, 2, ... by default).
+
+    Which are free decides alone, so a restored session goes on in the places of the saved one, and a text that was cut
+    and grows again is in order again.
 
     Kept apart from the page table because several sequences can share one pool.
     """
@@ -16,6 +20,7 @@ class Blocks:
         assert sorted(order) == list(range(count)), "order must name every block once"
         self.count = count
         self._order = list(order)
+        self._rank = {block: -rank for rank, block in enumerate(order)}
         self._free = self._order[::-1]
 
     def __len__(self) -> int:
@@ -31,7 +36,7 @@ class Blocks:
 
     def give(self, block: int) -> None:
         assert 0 <= block < self.count and block not in self._free, f"block {block} is not taken"
-        self._free.append(block)
+        insort(self._free, block, key=self._rank.__getitem__)
 
     def reset(self) -> None:
         self._free = self._order[::-1]

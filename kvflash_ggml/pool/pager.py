@@ -94,13 +94,15 @@ class Pager:
         if not self.bounded:
             return self.blocks.count * CHUNK - start
         first = start // CHUNK
-        kept = len(self.protected(first, first) | self.pins) - 1
+        kept = len(self.protected(first, first)) - 1
         return (self.blocks.count - kept) * CHUNK - start % CHUNK
 
     # --- changes
 
     def pin_range(self, lo: int, hi: int) -> None:
         """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
+        if not 0 <= lo < hi:
+            raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
         pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
         most = self.blocks.count - self.sinks - self.tail - 2
         if self.bounded and len(pins) > most:
@@ -157,6 +159,7 @@ class Pager:
         """The bytes of a chunk could not be brought back: it stays on the host only."""
         self._release(self.chunks[c])
         self.chunks[c].on_host = True
+        self.epoch += 1
         self._settled = False
 
     def truncate(self, length: int) -> Moves:
