@@ -110,7 +110,7 @@ class PoolView:
         """One line that says what runs."""
         info = self._session.engine.info
         most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._session.bounded else 0
-        types = info.type_k if info.type_k == info.type_v else f"{info.type_k}/{info.type_v}"
+        types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
         return (
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"

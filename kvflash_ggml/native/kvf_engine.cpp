@@ -2,6 +2,7 @@
 
 #include "llama-impl.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -25,6 +26,9 @@ llama_kv_cache * find_pooled(llama_memory_i * memory) {
     }
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
         return iswa->get_base();
+    }
+    if (dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
+        return nullptr;  // its indexer has a second cache, and counts blocks of cells by position
     }
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
@@ -54,6 +58,9 @@ std::string model_refusal(const llama_model & model) {
     if (llm_arch_is_recurrent(model.arch)) {
         return "it is purely recurrent: its memory does not grow, so there is nothing to page";
     }
+    if (model.arch == LLM_ARCH_GROK) {
+        return "llama.cpp runs it without flash attention, which a pool needs";
+    }
     if (llm_arch_is_diffusion(model.arch) || !model.hparams.causal_attn) {
         return "its attention is not causal";
     }
@@ -70,9 +77,6 @@ std::string memory_refusal(const llama_model & model, llama_memory_i * memory) {
     }
     if (kvf_access::layers(*kv).empty()) {
         return "none of its layers has a KV cache without a sliding window";
-    }
-    if (model.hparams.is_mla()) {
-        return "its latent (MLA) cache is not pooled yet";
     }
     return "";
 }
