@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import env
 from ..errors import LibraryError
 from ..native import library
 from .child import Child, run_child
@@ -110,7 +111,8 @@ def _build() -> Check:
 
 def _library(child: Child) -> Check:
     if child.doing in ("start", "library") and child.failure:
-        return Check(name="library", status="error", detail=child.failure, remedy=library.REINSTALL)
+        remedy = library.REINSTALL if env.lib_path() is None else "unset KVFLASH_LIB_PATH"
+        return Check(name="library", status="error", detail=child.failure, remedy=remedy)
     return Check(
         name="library",
         status="ok",
@@ -189,14 +191,19 @@ def _decode(child: Child, model: str | None) -> Check:
         return Check(name="decode", status="error", detail="not tried: see above")
     lines = [model, f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
     status: Status = "ok"
+    remedy = ""
     if result["refused"]:
         status = "warning"
         lines.append(f"works without a pool only: {result['refused']}")
     elif result["paged"] and not (result["page_outs"] and result["page_ins"]):
         status = "error"
+        remedy = f"kvflash-run {model} --kvflash off    (paging does not work here)"
     if result["paged"]:
         lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
-    return Check(name="decode", status=status, detail="\n".join(lines), data={"decode": result})
+    detail = "\n".join(lines)
+    return Check(
+        name="decode", status=status, detail=detail, remedy=remedy, data={"decode": result}
+    )
 
 
 def _info() -> dict[str, Any]:

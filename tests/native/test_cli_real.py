@@ -1,4 +1,4 @@
-"""The real command, in its own processes, on the recall model and a document larger than the pool."""
+"""The real command, in its own process, on the recall model and a document larger than the pool."""
 
 from __future__ import annotations
 
@@ -167,8 +167,9 @@ def test_ctrl_c_stops_the_answer() -> None:
     assert b"Traceback" not in err
 
 
-def test_doctor() -> None:
-    done = kvflash_run("doctor", MODEL, "--json")
+@pytest.mark.parametrize("name", ["recall-qwen3-q8_0.gguf", "recall-qwen35-q8_0.gguf"])
+def test_doctor(name: str) -> None:
+    done = kvflash_run("doctor", MODEL.with_name(name), "--json")
     document = json.loads(done.stdout)
     assert document["ok"] is (done.returncode == 0)
     assert document["checks"]["decode"]["status"] == "ok", done.stdout
