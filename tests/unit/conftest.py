@@ -1,0 +1,20 @@
+"""Helpers of the unit tests are importable by name; property tests run long enough to find, short enough to be run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "kvflash", deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=_SLOW
+)
+settings.register_profile(
+    "kvflash-long", deadline=None, max_examples=1500, stateful_step_count=60, suppress_health_check=_SLOW
+)
+if "--hypothesis-profile" not in " ".join(sys.argv):
+    settings.load_profile("kvflash")

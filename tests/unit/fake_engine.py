@@ -1,0 +1,332 @@
+"""An engine without a device: a pool of numpy bytes that behaves as badly as the native one is allowed to.
+
+Transfers are queued. They happen when somebody waits for them, and otherwise as late (`lazy`), as early, or as randomly
+as the contract of the native seam permits, so that a missing wait shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflash_ggml.config import CHUNK
+from kvflash_ggml.errors import DecodeError, StateError
+
+Bytes = npt.NDArray[np.uint8]
+Int32s = npt.NDArray[np.int32]
+
+ROW_BYTES = 8
+PAGE_BYTES = CHUNK * ROW_BYTES
+POISON = 0xDD
+
+
+@dataclass(frozen=True)
+class FakeLayer:
+    il: int = 0
+    k_row: int = ROW_BYTES
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    n_slots: int
+    n_swa: int = 0
+    recurrent: bool = False
+    alibi: bool = False
+    mask_f32: bool = False
+    v_trans: bool = False
+    page_bytes: int = PAGE_BYTES
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+
+class FakeHost:
+    """Host memory in slabs with made-up addresses (store.HostMemory)."""
+
+    def __init__(self) -> None:
+        self.slabs: dict[int, Bytes] = {}
+        self.waits: list[int] = []
+        self.refuse_alloc = False
+        self.most = 0
+        self._next = 1 << 20
+        self._lock = threading.Lock()  # the store asks for slabs from a thread of its own
+
+    @property
+    def allocated(self) -> int:
+        return sum(len(slab) for slab in self.slabs.values())
+
+    def alloc(self, size: int) -> int:
+        if self.refuse_alloc:
+            return 0
+        with self._lock:
+            address, self._next = self._next, self._next + size + (1 << 12)
+            self.slabs[address] = np.full(size, POISON, np.uint8)
+            self.most = max(self.most, self.allocated)
+        return address
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            self.slabs.pop(address).fill(POISON)
+
+    def bytes_at(self, address: int, size: int) -> Bytes:
+        for base, slab in list(self.slabs.items()):
+            if base <= address and address + size <= base + len(slab):
+                return slab[address - base : address - base + size]
+        raise AssertionError(f"{size} bytes at {address} are not ours")
+
+    def view(self, address: int, size: int) -> memoryview:
+        return memoryview(self.bytes_at(address, size))
+
+    def wait(self, ticket: int) -> None:
+        self.waits.append(ticket)
+
+
+@dataclass(slots=True)
+class Transfer:
+    ticket: int
+    out: bool
+    pairs: list[tuple[int, int]]
+
+
+@dataclass
+class Faults:
+    """step: steps until one fails, with what. late: it fails after the compute. spoil: recurrent state is lost too."""
+
+    step: int | None = None
+    error: Callable[[], BaseException] = field(default=lambda: DecodeError("llama_decode returned 2"))
+    late: bool = False
+    spoil: bool = False
+
+
+class FakeEngine(FakeHost):
+    """`truth[pos]` is the row that was computed for a position; what the pool and the images hold is checked with it."""
+
+    def __init__(
+        self,
+        n_slots: int,
+        max_tokens: int,
+        *,
+        timing: Literal["lazy", "eager", "random"] = "lazy",
+        seed: int = 0,
+        **info: Any,
+    ) -> None:
+        super().__init__()
+        self.info = FakeInfo(n_slots=n_slots, **info)
+        self.layers = (FakeLayer(),)
+        self.token = np.zeros(max_tokens, np.int32)
+        self.pos = np.zeros(max_tokens, np.int32)
+        self.slot = np.zeros(max_tokens, np.int32)
+        self.output = np.zeros(max_tokens, np.int8)
+        self.faults = Faults()
+        self.truth: list[bytes] = []
+        self.tokens: list[int] = []
+        self.steps: list[int] = []
+        self.outputs: list[list[int]] = []
+        self.rows: list[bytes] = []  # mask rows of each step
+        self.closed = False
+        self.pool = np.zeros((n_slots, ROW_BYTES), np.uint8)
+        self.cell_pos = np.full(n_slots, -1, np.int32)
+        self.cell_token = np.zeros(n_slots, np.int32)
+        self._max_tokens = max_tokens
+        self._timing = timing
+        self._random = random.Random(seed)
+        self._queue: list[Transfer] = []
+        self._ticket = 0
+        self._last_page_in = 0
+        self._serial = 0
+        self._state: list[int] | None = []  # tokens that the recurrent state or the window has seen; None: lost
+        self._window_first = 0
+
+    # --- steps
+
+    def use_mask(self, rows: npt.NDArray[np.floating]) -> None:
+        assert rows.shape == (self._max_tokens, self.info.n_slots)
+        assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
+        self._mask = rows
+
+    def step(self, count: int, wait: int) -> None:
+        start = len(self.truth)
+        slots = self.slot[:count]
+        assert 0 < count <= self._max_tokens
+        assert self.pos[:count].tolist() == list(range(start, start + count)), "positions have a gap"
+        assert len(set(slots.tolist())) == count
+        assert 0 <= slots.min() <= slots.max() < self.info.n_slots
+        assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
+        self._check_mask(start, count)
+        self._check_state(start)
+        fault = self._fault()
+        if fault is not None and not self.faults.late:
+            if self.faults.spoil:
+                self._state = None
+            raise fault
+        self._run_up_to(max(wait, self._last_page_in))
+        self._last_page_in = 0
+        for slot, token in zip(slots.tolist(), self.token[:count].tolist(), strict=True):
+            self._serial += 1
+            row = b"".join(x.to_bytes(4, "little") for x in (token, self._serial))
+            self.pool[slot] = np.frombuffer(row, np.uint8)
+            self.cell_pos[slot] = len(self.truth)
+            self.cell_token[slot] = token
+            self.truth.append(row)
+            self.tokens.append(token)
+            if self._state is not None:
+                self._state.append(token)
+        self._window_first = max(self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens)
+        if fault is not None:
+            raise fault
+        self.steps.append(count)
+        self.outputs.append(self.output[:count].tolist())
+        self.rows.append(self._mask[:count].tobytes())
+
+    def _fault(self) -> BaseException | None:
+        if self.faults.step is None:
+            return None
+        self.faults.step -= 1
+        if self.faults.step >= 0:
+            return None
+        self.faults.step = None
+        return self.faults.error()
+
+    def _check_mask(self, start: int, count: int) -> None:
+        """The one rule, from the cells rather than from the page table."""
+        cells = self.cell_pos.copy()
+        cells[self.slot[:count]] = self.pos[:count]
+        distance = self.pos[:count, None] - cells
+        shown = np.where(self.info.alibi, -distance, 0)
+        want = np.where((cells >= 0) & (distance >= 0), shown, -np.inf).astype(self._mask.dtype)
+        np.testing.assert_array_equal(self._mask[:count], want)
+
+    def _check_state(self, start: int) -> None:
+        if self.info.recurrent or self.info.n_swa:
+            assert self._state == self.tokens, "the state belongs to another text"
+        if self.info.n_swa:
+            assert self._window_first <= max(0, start - self.info.n_swa), "the window has a hole"
+
+    def synchronize(self) -> None:
+        self._run_up_to(self._ticket)
+
+    # --- transfers
+
+    def page_out(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+        return self._transfer(True, blocks, images)
+
+    def page_in(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+        self._last_page_in = self._transfer(False, blocks, images)
+        return self._last_page_in
+
+    def _transfer(self, out: bool, blocks: Sequence[int], images: Sequence[int]) -> int:
+        assert not self.info.v_trans
+        assert len(blocks) == len(images) > 0
+        assert len(set(images)) == len(images), "two blocks for one image"
+        for block, image in zip(blocks, images, strict=True):
+            assert 0 <= block < self.info.n_slots // CHUNK
+            self.bytes_at(image, PAGE_BYTES)
+        self._ticket += 1
+        self._queue.append(Transfer(self._ticket, out, list(zip(blocks, images, strict=True))))
+        self._drift()
+        return self._ticket
+
+    def wait(self, ticket: int) -> None:
+        super().wait(ticket)
+        self._run_up_to(ticket)
+
+    def _drift(self) -> None:
+        """What the device does while nobody waits."""
+        if self._timing == "eager":
+            self._run_up_to(self._ticket)
+        elif self._timing == "random" and self._queue:
+            self._run_up_to(self._random.choice(self._queue).ticket)
+
+    def _run_up_to(self, ticket: int) -> None:
+        while self._queue and self._queue[0].ticket <= ticket:
+            transfer = self._queue.pop(0)
+            for block, image in transfer.pairs:
+                rows = self.pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
+                data = self.bytes_at(image, PAGE_BYTES)
+                if transfer.out:
+                    data[:] = rows
+                else:
+                    rows[:] = data
+
+    def settled(self) -> tuple[Bytes, Callable[[int], bytes]]:
+        """(pool, reader of images) as they will be when every queued transfer is done. Changes nothing."""
+        pool, images = self.pool.copy(), {}
+        for transfer in self._queue:
+            for block, image in transfer.pairs:
+                rows = pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
+                if transfer.out:
+                    images[image] = rows.tobytes()
+                else:
+                    data = images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
+                    rows[:] = np.frombuffer(data, np.uint8)
+        return pool, lambda image: images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
+
+    # --- cells
+
+    def clear_cells(self, slot: int, count: int) -> None:
+        assert 0 <= slot <= slot + count <= self.info.n_slots
+        self.cell_pos[slot : slot + count] = -1
+
+    def set_cells(self, slot: int, pos: int, tokens: Int32s) -> None:
+        self.clear_cells(slot, len(tokens))
+        self.cell_pos[slot : slot + len(tokens)] = np.arange(pos, pos + len(tokens))
+        self.cell_token[slot : slot + len(tokens)] = tokens
+
+    def truncate(self, pos: int) -> bool:
+        assert pos >= 0
+        if self.info.recurrent and pos != 0 and (self._state is None or pos < len(self._state)):
+            return False
+        self.cell_pos[self.cell_pos >= pos] = -1
+        self._cut(pos)
+        self._state = (self._state or [])[:pos]
+        if pos == 0:
+            self._window_first = 0
+        return True
+
+    def clear(self) -> None:
+        self.synchronize()
+        self.cell_pos[:] = -1
+        self.pool[:] = 0
+        self._cut(0)
+        self._state, self._window_first = [], 0
+
+    def _cut(self, pos: int) -> None:
+        del self.truth[pos:]
+        del self.tokens[pos:]
+
+    @property
+    def window_start(self) -> int:
+        return self._window_first if self.info.n_swa else -1
+
+    # --- state
+
+    def get_state(self) -> bytes:
+        if not (self.info.recurrent or self.info.n_swa):
+            return b""
+        if self._state is None:
+            raise StateError("llama.cpp could not write the recurrent state")
+        return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
+
+    def set_state(self, data: bytes) -> None:
+        if not (self.info.recurrent or self.info.n_swa):
+            if data:
+                raise StateError("the recurrent state does not fit this context")
+            return
+        values = np.frombuffer(data, "<i4").tolist() if len(data) % 4 == 0 else []
+        if len(values) < 2 or len(values) != values[0] + 2:
+            self._state = None  # half read
+            raise StateError("the recurrent state does not fit this context")
+        self._state, self._window_first = values[2:], values[1]
+
+    def adopt(self, truth: Sequence[bytes], tokens: Sequence[int]) -> None:
+        """A saved text has been loaded: its rows were computed elsewhere."""
+        self.truth[:], self.tokens[:] = truth, tokens
+
+    def close(self) -> None:
+        assert not self.closed and not self._queue
+        self.closed = True

@@ -1,0 +1,261 @@
+"""The page table, case by case."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from kvflash_ggml.config import CHUNK
+from kvflash_ggml.errors import ConfigError, PoolExhausted
+from kvflash_ggml.pool.blocks import Blocks
+from kvflash_ggml.pool.pager import ABSENT, NO_MOVES, Pager
+
+
+def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> Pager:
+    return Pager(Blocks(blocks), sinks=sinks, tail=tail, bounded=bounded)
+
+
+def append(pager: Pager, count: int) -> None:
+    """As a session does it: whole chunks are saved as soon as they are sealed."""
+    while count:
+        step = min(count, CHUNK - pager.length % CHUNK)
+        pager.reserve(pager.length, step)
+        for c in pager.commit(step):
+            pager.saved(c)
+        pager.check_integrity()
+        count -= step
+
+
+def table(pager: Pager) -> list[int]:
+    return [chunk.block for chunk in pager.chunks]
+
+
+def state(pager: Pager) -> tuple[object, ...]:
+    return copy.deepcopy((pager.chunks, pager.blocks.free(), pager.length, pager.epoch, pager.pins))
+
+
+class TestBlocks:
+    def test_hands_out_in_order(self) -> None:
+        blocks = Blocks(3, [2, 0, 1])
+        assert [blocks.take() for _ in range(3)] == [2, 0, 1]
+
+    def test_order_must_name_every_block_once(self) -> None:
+        with pytest.raises(AssertionError):
+            Blocks(3, [0, 0, 1])
+
+    def test_a_block_cannot_be_given_twice(self) -> None:
+        blocks = Blocks(3)
+        with pytest.raises(AssertionError):
+            blocks.give(1)
+
+    def test_only_the_free_set_decides_what_comes_next(self) -> None:
+        """Or a restored session would place its next chunk elsewhere than the one that was saved."""
+        used, restored = Blocks(6), Blocks(6)
+        for _ in range(5):
+            used.take()
+        for block in (3, 1, 2):
+            used.give(block)
+        for block in (0, 4):
+            restored.claim(block)
+        assert used.free() == restored.free()
+        assert [used.take() for _ in range(4)] == [restored.take() for _ in range(4)] == [1, 2, 3, 5]
+
+
+class TestLimits:
+    def test_a_pool_without_a_victim_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="at least 320 tokens"):
+            make(4)
+        assert make(5).blocks.count == 5
+
+    def test_a_pool_that_holds_the_whole_context_needs_no_victim(self) -> None:
+        pager = make(2, sinks=1, tail=4, bounded=False)
+        append(pager, 2 * CHUNK)
+        assert table(pager) == [0, 1]
+
+    @pytest.mark.parametrize("span", [(-1, 10), (-64, 64), (5, 5), (64, 64), (10, 3)])
+    @pytest.mark.parametrize("bounded", [True, False])
+    def test_an_empty_or_negative_pin_is_refused(self, span: tuple[int, int], bounded: bool) -> None:
+        pager = make(bounded=bounded)
+        with pytest.raises(ConfigError, match="pin"):
+            pager.pin_range(*span)
+        assert not pager.pins
+
+    def test_pins_are_half_open(self) -> None:
+        pager = make()
+        pager.pin_range(CHUNK, 2 * CHUNK)
+        assert pager.pins == {1}
+        pager.pin_range(0, CHUNK + 1)
+        assert pager.pins == {0, 1}
+
+    def test_too_many_pins_are_refused_as_a_whole(self) -> None:
+        pager = make()
+        pager.pin_range(0, 2 * CHUNK)
+        with pytest.raises(ConfigError, match="3 pins"):
+            pager.pin_range(4 * CHUNK, 6 * CHUNK)
+        assert pager.pins == {0, 1}
+
+
+class TestAppend:
+    def test_fresh_blocks_come_in_order(self) -> None:
+        pager = make()
+        moves = pager.reserve(0, 3 * CHUNK - 1)
+        assert moves.fresh == [(0, 0), (1, 1), (2, 2)]
+        assert not moves.evict
+        assert not moves.recall
+
+    def test_inside_a_chunk_nothing_moves(self) -> None:
+        pager = make()
+        append(pager, 10)
+        epoch = pager.epoch
+        assert pager.reserve(10, CHUNK - 10) is NO_MOVES
+        assert pager.epoch == epoch
+        assert not NO_MOVES
+
+    def test_the_least_recently_used_leaves_and_of_equals_the_oldest_text(self) -> None:
+        pager = make()
+        pager.reserve(0, 8 * CHUNK)  # one clock for all
+        for c in pager.commit(8 * CHUNK):
+            pager.saved(c)
+        moves = pager.reserve(8 * CHUNK, 1)
+        assert moves.evict == [(1, 1)]  # 0 is a sink
+        assert moves.fresh == [(8, 1)]
+
+    def test_the_head_and_the_tail_before_it_stay(self) -> None:
+        pager = make(5)
+        append(pager, 20 * CHUNK + 1)
+        assert pager.resident_chunks == (0, 17, 18, 19, 20)
+
+    def test_an_unsaved_chunk_cannot_leave(self) -> None:
+        pager = make()
+        pager.reserve(0, 8 * CHUNK)
+        pager.commit(8 * CHUNK)
+        before = state(pager)
+        with pytest.raises(PoolExhausted):
+            pager.reserve(8 * CHUNK, 1)
+        assert state(pager) == before
+
+    def test_a_span_longer_than_room_is_refused_and_changes_nothing(self) -> None:
+        pager = make()
+        append(pager, 20 * CHUNK + 5)
+        before = state(pager)
+        room = pager.room(pager.length)
+        assert room == 5 * CHUNK - 5  # 8 blocks less one sink and two of tail; the head is half used
+        with pytest.raises(PoolExhausted, match="can be evicted"):
+            pager.reserve(pager.length, room + 1)
+        assert state(pager) == before
+        pager.reserve(pager.length, room)
+        pager.check_integrity()
+
+    def test_room_counts_only_pins_that_exist(self) -> None:
+        pager = make()
+        pager.pin_range(5 * CHUNK, 8 * CHUNK)
+        assert pager.room(0) == 8 * CHUNK
+        pager.reserve(0, 8 * CHUNK)
+
+    def test_room_of_a_whole_context_pool_is_the_rest_of_it(self) -> None:
+        pager = make(bounded=False)
+        assert pager.room(100) == 8 * CHUNK - 100
+
+
+class TestRecall:
+    def test_a_pinned_chunk_comes_back_into_any_block(self) -> None:
+        pager = make(6)
+        append(pager, 10 * CHUNK + 1)
+        assert pager.chunks[1].block == ABSENT
+        pager.pin_range(CHUNK, CHUNK + 1)
+        moves = pager.reserve(pager.length, 1)
+        assert [c for c, _ in moves.recall] == [1]
+        assert moves.evict[0][1] == moves.recall[0][1]
+        assert pager.chunks[1].on_host
+
+    def test_a_truncated_tail_comes_back(self) -> None:
+        pager = make(6)
+        append(pager, 12 * CHUNK)
+        pager.truncate(5 * CHUNK + 7)
+        assert pager.chunks[5].block == ABSENT
+        moves = pager.reserve(pager.length, 1)
+        assert {3, 4, 5} <= set(pager.resident_chunks)
+        assert {c for c, _ in moves.recall} == {3, 4, 5}
+        assert not pager.chunks[5].on_host
+
+    def test_a_failed_recall_leaves_the_chunk_on_the_host(self) -> None:
+        pager = make(6)
+        append(pager, 12 * CHUNK)
+        pager.truncate(5 * CHUNK + 7)
+        epoch = pager.epoch
+        for c, _ in pager.reserve(pager.length, 1).recall:
+            pager.recall_failed(c)
+        pager.check_integrity()
+        assert pager.chunks[5].on_host
+        assert pager.epoch > epoch + 1  # the blocks have lost their chunks again
+        assert {c for c, _ in pager.reserve(pager.length, 1).recall} == {3, 4, 5}
+
+
+class TestTruncate:
+    def test_forgets_on_both_tiers(self) -> None:
+        pager = make(6)
+        append(pager, 12 * CHUNK)
+        moves = pager.truncate(5 * CHUNK)
+        assert sorted(moves.drop) == list(range(5, 12))
+        assert {c for c, _ in moves.evict} == {7, 8, 9, 10, 11}
+        pager.check_integrity()
+
+    def test_a_reopened_chunk_has_no_image(self) -> None:
+        pager = make()
+        append(pager, 3 * CHUNK)
+        pager.truncate(2 * CHUNK + 1)
+        assert not pager.chunks[2].on_host
+        pager.truncate(2 * CHUNK)
+        assert pager.chunks[1].on_host
+
+    def test_a_whole_context_pool_stays_in_order(self) -> None:
+        """Only the identity layout gives the same bits as an unpooled cache."""
+        pager = make(8, bounded=False)
+        append(pager, 7 * CHUNK + 3)
+        pager.truncate(2 * CHUNK + 3)
+        append(pager, 5 * CHUNK)
+        assert table(pager) == list(range(8))
+
+    def test_reset_forgets_everything_but_the_settings(self) -> None:
+        pager = make()
+        append(pager, 12 * CHUNK)
+        pager.pin_range(0, 1)
+        epoch = pager.epoch
+        pager.reset()
+        assert (pager.length, pager.chunks, pager.pins, len(pager.blocks)) == (0, [], set(), 8)
+        assert pager.epoch > epoch
+        append(pager, 4 * CHUNK)
+        assert table(pager) == [0, 1, 2, 3]
+
+
+class TestAdopt:
+    def test_places_are_taken_over(self) -> None:
+        pager = make()
+        pager.adopt(2 * CHUNK + 1, [ABSENT, 5, 2])
+        pager.check_integrity()
+        assert [chunk.on_host for chunk in pager.chunks] == [True, True, False]
+        assert pager.slot_of(CHUNK + 3) == 5 * CHUNK + 3
+        assert pager.slot_of(3) == ABSENT
+        moves = pager.reserve(pager.length, 1)
+        assert moves.recall == [(0, 0)]
+
+    def test_a_block_cannot_be_adopted_twice(self) -> None:
+        with pytest.raises(ValueError, match="list"):
+            make().adopt(2 * CHUNK, [3, 3])
+
+
+def test_integrity_is_checked() -> None:
+    """The check itself can fail."""
+    for harm in (
+        lambda p: setattr(p.chunks[1], "block", p.chunks[0].block),
+        lambda p: p.blocks.give(p.chunks[0].block),
+        lambda p: setattr(p.chunks[0], "block", ABSENT),
+        lambda p: p.blocks.take(),
+        lambda p: p.chunks.pop(),
+    ):
+        pager = make()
+        append(pager, 3 * CHUNK)
+        harm(pager)
+        with pytest.raises(AssertionError):
+            pager.check_integrity()

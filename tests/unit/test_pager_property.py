@@ -1,0 +1,229 @@
+"""The page table against a plain model of it, under random use."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvflash_ggml.config import CHUNK
+from kvflash_ggml.errors import ConfigError, PoolExhausted
+from kvflash_ggml.pool.blocks import Blocks
+from kvflash_ggml.pool.pager import ABSENT, Moves, Pager
+
+COUNT = 10
+
+
+class PagerMachine(RuleBasedStateMachine):
+    """The model: where each chunk is, what the host has, and when each was last used."""
+
+    @initialize(
+        sinks=st.integers(0, 3),
+        tail=st.integers(1, 4),
+        order=st.permutations(range(COUNT)),
+    )
+    def begin(self, sinks: int, tail: int, order: list[int]) -> None:
+        self.pager = Pager(Blocks(COUNT, order), sinks=sinks, tail=tail)
+        self.order = order
+        self.sinks, self.tail = sinks, tail
+        self.where: list[int | None] = []
+        self.host: set[int] = set()
+        self.use: dict[int, int] = {}
+        self.clock = 0
+        self.length = 0
+        self.pins: set[int] = set()
+        self.epoch = self.pager.epoch
+
+    # --- what may happen
+
+    @rule(data=st.data(), save=st.booleans())
+    def append(self, data: st.DataObject, save: bool) -> None:
+        """Whole life of a step: reserve, write, commit, and perhaps the copy to the host."""
+        count = data.draw(st.integers(1, max(1, self.pager.room(self.length))), "count")
+        moves = self._reserve(count)
+        if moves is None:
+            return
+        sealed = self.pager.commit(count)
+        assert list(sealed) == list(range(self.length // CHUNK, (self.length + count) // CHUNK))
+        self.length += count
+        if save:
+            self._save_all()
+
+    @rule()
+    def one_more(self) -> None:
+        if self._reserve(1) is not None:
+            self.pager.commit(1)
+            self.length += 1
+
+    @rule(count=st.integers(1, 3 * CHUNK))
+    def reserve_and_fail(self, count: int) -> None:
+        """The step itself fails: what was reserved is given back."""
+        if self._reserve(count) is not None:
+            self._truncate(self.length)
+
+    @rule(data=st.data())
+    def recall_and_fail(self, data: st.DataObject) -> None:
+        moves = self._reserve(1)
+        if moves is None:
+            return
+        for c, _ in moves.recall:
+            self.pager.recall_failed(c)
+            self.where[c] = None
+            self.host.add(c)
+        self._truncate(self.length)
+
+    @rule()
+    def save(self) -> None:
+        self._save_all()
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        self._truncate(data.draw(st.integers(0, self.length), "length"))
+
+    @precondition(lambda self: self.length < 200 * CHUNK)
+    @rule(lo=st.integers(0, 20 * CHUNK), size=st.integers(1, 3 * CHUNK))
+    def pin(self, lo: int, size: int) -> None:
+        wanted = self.pins | {pos // CHUNK for pos in range(lo, lo + size)}
+        if len(wanted) + self.sinks + self.tail + 2 > COUNT:
+            with pytest.raises(ConfigError):
+                self.pager.pin_range(lo, lo + size)
+        else:
+            self.pager.pin_range(lo, lo + size)
+            self.pins = wanted
+        assert self.pager.pins == self.pins
+
+    @rule()
+    def unpin(self) -> None:
+        self.pager.unpin_all()
+        self.pins = set()
+
+    @rule()
+    def reset(self) -> None:
+        self.pager.reset()
+        self._forget()
+        self._epoch_moved(True)
+
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        """A snapshot of any placement is loaded."""
+        length = data.draw(st.integers(0, 15 * CHUNK), "length")
+        places = data.draw(st.permutations([*range(COUNT), *[ABSENT] * 15]), "places")
+        places = places[: -(-length // CHUNK)]
+        self.pager.reset()
+        self._forget()
+        self.pager.adopt(length, places)
+        self.length = length
+        for c, block in enumerate(places):
+            self.where.append(None if block == ABSENT else block)
+            self.use[c] = self.clock
+            if block == ABSENT or c < length // CHUNK:
+                self.host.add(c)
+        self._epoch_moved(True)
+
+    # --- what must hold
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pager.check_integrity()
+        assert self.pager.length == self.length
+        assert [None if c.block == ABSENT else c.block for c in self.pager.chunks] == self.where
+        assert {c for c, chunk in enumerate(self.pager.chunks) if chunk.on_host} == self.host
+        taken = {block for block in self.where if block is not None}
+        assert self.pager.blocks.free() == set(range(COUNT)) - taken
+        assert self.pager.resident == len(taken)
+        for pos in {0, self.length // 2, self.length - 1} - {-1}:
+            if pos < self.length:
+                block = self.where[pos // CHUNK]
+                assert self.pager.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
+
+    @invariant()
+    def room_is_exact(self) -> None:
+        trial = copy.deepcopy(self.pager)
+        for c in range(self.length // CHUNK):
+            trial.chunks[c].on_host = True
+        room = trial.room(self.length)
+        assert room > CHUNK
+        more = copy.deepcopy(trial)
+        trial.reserve(self.length, room)
+        trial.check_integrity()
+        with pytest.raises(PoolExhausted):
+            more.reserve(self.length, room + 1)
+
+    # --- the model's own arithmetic
+
+    def _reserve(self, count: int) -> Moves | None:
+        first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
+        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= first - self.tail}
+        absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
+        taken = {block for block in self.where if block is not None}
+        able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]
+        short = len(absent) - (COUNT - len(taken))
+        before = copy.deepcopy((self.pager.chunks, self.pager.blocks.free(), self.pager.epoch))
+        if short > len(able):
+            with pytest.raises(PoolExhausted):
+                self.pager.reserve(self.length, count)
+            assert (self.pager.chunks, self.pager.blocks.free(), self.pager.epoch) == before
+            return None
+        victims = sorted(able, key=lambda c: (self.use[c], c))[: max(0, short)]
+        moves = self.pager.reserve(self.length, count)
+
+        assert [c for c, _ in moves.evict] == victims
+        assert not kept & set(victims), "a protected chunk was evicted"
+        assert not moves.drop
+        assert sorted(c for c, _ in moves.recall) == [c for c in absent if c in self.host]
+        assert sorted(c for c, _ in moves.fresh) == [c for c in absent if c not in self.host]
+        for c, block in moves.evict:
+            assert self.where[c] == block
+            self.where[c] = None
+            taken.remove(block)
+        self.where.extend([None] * (last + 1 - len(self.where)))
+        free = [block for block in self.order if block not in taken]
+        places = dict(moves.recall + moves.fresh)
+        assert [places[c] for c in absent] == free[: len(absent)], "blocks are not handed out in order"
+        for c in absent:
+            self.where[c] = places[c]
+        self._touch([*absent, *range(first, last + 1)], moved=bool(absent or victims))
+        self.host -= set(range(first, last + 1))
+        self._epoch_moved(bool(absent or victims))
+        return moves
+
+    def _touch(self, chunks: list[int], *, moved: bool) -> None:
+        self.clock += 1
+        for c in chunks:
+            self.use[c] = self.clock
+
+    def _truncate(self, length: int) -> None:
+        keep = -(-length // CHUNK)
+        moves = self.pager.truncate(length)
+        gone = range(keep, len(self.where))
+        assert sorted(moves.drop) == list(gone)
+        assert sorted(moves.evict) == [(c, self.where[c]) for c in gone if self.where[c] is not None]
+        assert not moves.recall
+        assert not moves.fresh
+        del self.where[keep:]
+        self.host -= set(gone)
+        if length % CHUNK and self.where[keep - 1] is not None:
+            self.host.discard(keep - 1)
+        self.length = length
+        if moves.evict:
+            self._epoch_moved(True)
+        self.epoch = self.pager.epoch
+
+    def _save_all(self) -> None:
+        for c in range(self.length // CHUNK):
+            if c not in self.host:
+                self.pager.saved(c)
+                self.host.add(c)
+
+    def _forget(self) -> None:
+        self.where, self.host, self.use = [], set(), {}
+        self.length, self.pins = 0, set()
+
+    def _epoch_moved(self, moved: bool) -> None:
+        assert (self.pager.epoch != self.epoch) == moved
+        self.epoch = self.pager.epoch
+
+
+TestPager = PagerMachine.TestCase
