@@ -58,6 +58,9 @@ std::string model_refusal(const llama_model & model) {
     if (llm_arch_is_recurrent(model.arch)) {
         return "it is purely recurrent: its memory does not grow, so there is nothing to page";
     }
+    if (model.arch == LLM_ARCH_LLAMA_EMBED) {
+        return "it is an embedding model: it reads nothing from a KV cache";
+    }
     if (model.arch == LLM_ARCH_GROK) {
         return "llama.cpp runs it without flash attention, which a pool needs";
     }
