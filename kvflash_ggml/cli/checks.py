@@ -19,6 +19,7 @@ from .report import computes_on, package_version
 Status = Literal["ok", "warning", "error"]
 
 _ENVIRONMENT = ("KVFLASH_", "GGML_", "LLAMA_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_OURS = "LLAMA_CPP_LIB_PATH"  # the package sets it for itself, which is no news
 _SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
@@ -153,7 +154,7 @@ def _environment() -> list[Check]:
     found = {
         name: "(set)" if _SECRET.search(name) else value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_ENVIRONMENT)
+        if name.startswith(_ENVIRONMENT) and not (name == _OURS and value == _folder())
     }
     wheels = sorted(
         f"{name} {d.version}"
@@ -211,6 +212,13 @@ def _info() -> dict[str, Any]:
         return library.build_info()
     except LibraryError:
         return {}
+
+
+def _folder() -> str:
+    try:
+        return str(library.library_folder())
+    except LibraryError:
+        return ""
 
 
 def _driver() -> str:

@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+PROBE = "kvflash_ggml.cli.probe"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
@@ -19,12 +21,10 @@ class Child:
     failure: str
 
 
-def run_child(model: str | None, *, timeout: float) -> Child:
+def run_child(model: str | None, *, timeout: float, module: str = PROBE) -> Child:
+    """Call `main(model)` of `module` in a new process and collect what it says."""
     # The same modules as here: with -m or -c alone a source folder in the way would win.
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from kvflash_ggml.cli.probe import main; main({model!r})"
-    )
+    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main; main({model!r})"
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout, check=False)

@@ -158,13 +158,9 @@ def run_probe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, timeout: float = 30
 ) -> Child:
     """A real child process, whose probe is `body`."""
-    folder = tmp_path / "kvflash_ggml" / "cli"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").touch()
-    (folder / "__init__.py").touch()
-    (folder / "probe.py").write_text(f"def main(model):\n    {body}\n")
+    (tmp_path / "stub_probe.py").write_text(f"def main(model):\n    {body}\n")
     monkeypatch.setattr(child.sys, "path", [str(tmp_path), *child.sys.path])
-    return child.run_child(None, timeout=timeout)
+    return child.run_child(None, timeout=timeout, module="stub_probe")
 
 
 def test_the_child_s_answers_are_collected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
