@@ -19,7 +19,10 @@ assert lib.KVF_BLOCK == CHUNK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One pooled layer. Offsets and rows are bytes in a page image of CHUNK rows; `has_v` is false if V is a view of K."""
+    """One pooled layer. Offsets and rows are bytes in a page image of CHUNK rows; `has_v` is false if V is a view of K.
+
+    scale: what attention multiplies q*k with; 0 unless queries are captured.
+    """
 
     il: int
     n_head: int
@@ -31,6 +34,7 @@ class Layer:
     k_row: int
     v_offset: int
     v_row: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,14 +223,60 @@ class Engine:
             raise MemoryError(f"no memory for a copy of {size} bytes")
         return seconds
 
-    # --- captured queries
+    # --- scoring on the host
 
-    def queries(self, layer: int) -> npt.NDArray[np.float32]:
-        """Newest query rows of a pooled layer, [query_rows, n_head, head_k]; position p is in row p % query_rows."""
-        shape = self.layers[layer]
-        out = np.empty((self.info.query_rows, shape.n_head, shape.head_k), np.float32)
-        assert lib.kvf_query_read(self._engine, layer, ffi.from_buffer("float[]", out)) == 0
+    @property
+    def query_shapes(self) -> list[tuple[int, int, int]]:
+        """Per pooled layer (query_rows, n_head, head_k): the shapes of the captured queries."""
+        return [(self.info.query_rows, layer.n_head, layer.head_k) for layer in self.layers]
+
+    def read_queries(self, out: npt.NDArray[np.float32]) -> int:
+        """Copy the newest queries of all layers to `out` (flat), behind the compute submitted so far. Returns the ticket.
+
+        The query of position p is row p % query_rows of each layer.
+        """
+        ticket = int(lib.kvf_query_read(self._engine, ffi.from_buffer("float[]", out, require_writable=True)))
+        assert ticket > 0, "queries are captured only where the pool was made with query_rows"
+        return ticket
+
+    def bounds_size(self, group: int) -> int:
+        """Bytes that the bounds of one chunk take, for groups of so many rows."""
+        return int(lib.kvf_bounds_size(self._engine, group))
+
+    def bounds(self, group: int, image: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` (shape [bounds_size]) with the bounds of the keys in a page image."""
+        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
+        assert lib.kvf_bounds(self._engine, group, ffi.cast("uint8_t *", image), data) == 0
+
+    def score_bounds(
+        self, group: int, bounds: npt.NDArray[np.uint8], rows: int, queries: npt.NDArray[np.float32], threads: int
+    ) -> npt.NDArray[np.float32]:
+        """Upper bounds of q*k per chunk, unscaled; shape [columns, n] for bounds of shape [n, bounds_size].
+
+        queries: flat, per layer [rows, n_head, head_k]; columns run over layers, rows and heads in that order.
+        """
+        out = self._columns(rows, len(bounds))
+        code = lib.kvf_bounds_score(
+            self._engine, group, len(bounds), ffi.from_buffer("uint8_t[]", bounds), rows,
+            ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
+        )  # fmt: skip
+        assert code == 0
         return out
+
+    def score_keys(
+        self, images: Sequence[int], rows: int, queries: npt.NDArray[np.float32], threads: int
+    ) -> npt.NDArray[np.float32]:
+        """Log of the attention mass per page image, before normalisation; shape [columns, n]."""
+        out = self._columns(rows, len(images))
+        code = lib.kvf_keys_score(
+            self._engine, len(images), ffi.new("uint64_t[]", images), rows,
+            ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
+        )  # fmt: skip
+        assert code == 0
+        return out
+
+    def _columns(self, rows: int, n: int) -> npt.NDArray[np.float32]:
+        return np.empty((rows * sum(layer.n_head for layer in self.layers), n), np.float32)
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
@@ -272,6 +322,7 @@ class Engine:
                 k_row=x.k_row,
                 v_offset=x.v_offset,
                 v_row=x.v_row,
+                scale=x.scale,
             )
             for x in raw
         )

@@ -53,6 +53,7 @@ typedef struct kvf_layer {
     int64_t k_row;         // bytes of one K row (all heads)
     int64_t v_offset;
     int64_t v_row;
+    float   scale;         // attention scores are scale*q*k; known once a graph with query capture has been built
 } kvf_layer;
 
 // One step: tokens, the slots they take, and who may see whom. All arrays belong to the caller.
@@ -115,8 +116,22 @@ double   kvf_plain_copy(kvf_engine * engine, int64_t size, int to_device);
 void *   kvf_host_alloc(kvf_engine * engine, int64_t size);
 void     kvf_host_free(kvf_engine * engine, void * data);
 
-// Rows are [n_head * head_k] floats; the row of position p is row p % query_rows.
-int      kvf_query_read(kvf_engine * engine, int32_t layer, float * out);
+// The newest queries of all layers, behind the compute submitted so far: a ticket. Per layer [query_rows][n_head][head_k]
+// floats; the row of position p is row p % query_rows. The next step does not overwrite them before they are read.
+uint64_t kvf_query_read(kvf_engine * engine, float * out);
+
+// Scoring of chunks on the host. Queries are per layer [rows][n_head][head_k] floats in the basis of the cached keys, results
+// per layer [rows][n_head][n]. These touch no device and may run on any thread beside a decode.
+//
+// Bounds: for each group of `group` rows of a page image and each KV head, the largest and the negated smallest key values.
+int64_t  kvf_bounds_size(const kvf_engine * engine, int32_t group);
+int      kvf_bounds(const kvf_engine * engine, int32_t group, const uint8_t * image, uint8_t * out);
+// The largest score that any key of a chunk can reach, from its bounds.
+int      kvf_bounds_score(const kvf_engine * engine, int32_t group, int32_t n, const uint8_t * bounds,
+                          int32_t rows, const float * queries, float * out, int32_t n_threads);
+// The logarithm of the attention mass of a chunk (before normalisation), from its keys.
+int      kvf_keys_score(const kvf_engine * engine, int32_t n, const uint64_t * image,
+                        int32_t rows, const float * queries, float * out, int32_t n_threads);
 // [/cdef]
 
 #ifdef __cplusplus

@@ -249,6 +249,10 @@ int kvf_get_layers(const kvf_engine * engine, kvf_layer * out, int32_t n) {
         return KVF_E_ARGUMENT;
     }
     std::copy(engine->layers.begin(), engine->layers.end(), out);
+    for (int32_t i = 0; i < n; ++i) {
+        const auto query = engine->pool.queries.find(out[i].il);
+        out[i].scale = query == engine->pool.queries.end() ? 0.0f : query->second.scale;
+    }
     return 0;
 }
 
@@ -256,8 +260,8 @@ int kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     if (!plan_ok(*engine, *plan)) {
         return KVF_E_ARGUMENT;
     }
-    kvf_compute_waits(*engine, std::max(plan->wait, engine->last_page_in));
-    engine->last_page_in = 0;
+    kvf_compute_waits(*engine, std::max(plan->wait, engine->compute_barrier));
+    engine->compute_barrier = 0;
 
     llama_batch batch {};
     batch.n_tokens = plan->n_tokens;
@@ -359,17 +363,4 @@ int64_t kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size) {
 int kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size) {
     const auto n = llama_state_seq_set_data_ext(&engine->ctx, data, size, SEQ, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     return n == (size_t) size ? 0 : KVF_E_STATE;
-}
-
-int kvf_query_read(kvf_engine * engine, int32_t layer, float * out) {
-    if (layer < 0 || layer >= engine->info.n_layers) {
-        return KVF_E_ARGUMENT;
-    }
-    const auto it = engine->pool.queries.find(engine->layers[layer].il);
-    if (it == engine->pool.queries.end()) {
-        return KVF_E_ARGUMENT;
-    }
-    llama_synchronize(&engine->ctx);
-    ggml_backend_tensor_get(it->second.rows, out, 0, ggml_nbytes(it->second.rows));
-    return 0;
 }

@@ -51,7 +51,7 @@ struct kvf_engine {
     kvf_info                info {};
 
     uint64_t last_ticket  = 0;
-    uint64_t last_page_in = 0;  // the next compute waits for it
+    uint64_t compute_barrier = 0;  // the next compute waits for this transfer
     uint64_t decode_ns    = 0;
 
     std::vector<int32_t>        n_seq_id;  // batch fields that never change

@@ -19,4 +19,4 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
 
 // Appends to the graph the copy of the newest query rows of layer il. Does nothing unless capture was asked for.
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
-                       ggml_tensor * q_cur, int il);
+                       ggml_tensor * q_cur, float kq_scale, int il);

@@ -44,7 +44,7 @@ private:
 };
 
 // The persistent tensor of a layer is made when the first graph is built, that is, while the context reserves its memory.
-ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, ggml_backend_buffer_type_t buft) {
+ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, float scale, ggml_backend_buffer_type_t buft) {
     auto it = pool.queries.find(il);
     if (it == pool.queries.end()) {
         ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
@@ -54,7 +54,7 @@ ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, ggml_backend_bu
             throw std::runtime_error("failed to allocate the query rows");
         }
         ggml_backend_buffer_clear(buffer.get(), 0);
-        it = pool.queries.emplace(il, kvf_query { std::move(ctx), std::move(buffer), rows }).first;
+        it = pool.queries.emplace(il, kvf_query { std::move(ctx), std::move(buffer), rows, scale }).first;
     }
     return it->second.rows;
 }
@@ -112,7 +112,7 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
 }
 
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
-                       ggml_tensor * q_cur, int il) {
+                       ggml_tensor * q_cur, float kq_scale, int il) {
     if (pool.query_rows == 0) {
         return;
     }
@@ -132,6 +132,6 @@ void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * c
 
     auto * newest = ggml_view_3d(ctx, q_cur, q_cur->ne[0], q_cur->ne[1], m, q_cur->nb[1], q_cur->nb[2],
                                  (q_cur->ne[2] - m)*q_cur->nb[2]);
-    auto * ring   = query_rows(pool, il, width, ggml_backend_buffer_get_type(layer->k->buffer));
+    auto * ring   = query_rows(pool, il, width, kq_scale, ggml_backend_buffer_get_type(layer->k->buffer));
     ggml_build_forward_expand(gf, ggml_set_rows(ctx, ring, ggml_cont_2d(ctx, newest, width, m), pool.query_index));
 }

@@ -19,6 +19,7 @@ struct kvf_query {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
     ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows], the row of position p is p % query_rows
+    float                   scale;
 };
 
 struct kvf_pool {

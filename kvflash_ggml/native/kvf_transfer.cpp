@@ -85,9 +85,8 @@ void copy_span(const kvf_device & device, const kvf_device::span & s, const run 
     }
 }
 
-uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
-    const auto runs   = find_runs(n, block, image);
-    const auto ticket = ++engine.last_ticket;
+// The copy streams continue after the compute submitted so far.
+void begin_transfer(kvf_engine & engine) {
     for (auto & device : engine.devices) {
         if (device.copy) {
             ggml_backend_event_record(device.compute_mark.get(), device.compute);
@@ -95,19 +94,33 @@ uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const u
         } else {
             llama_synchronize(&engine.ctx);
         }
-        if (dir == direction::in && device.stage && n > 1) {
-            kvf_staging_page_in(device, n, block, image);
-        } else {
-            for (const auto & r : runs) {
-                for (const auto & s : device.spans) {
-                    copy_span(device, s, r, dir);
-                }
-            }
-        }
+    }
+}
+
+void end_transfer(kvf_engine & engine, uint64_t ticket) {
+    for (auto & device : engine.devices) {
         if (device.copy) {
             ggml_backend_event_record(device.done[ticket % kvf_device::N_EVENTS].get(), device.copy.get());
         }
     }
+}
+
+uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
+    const auto runs   = find_runs(n, block, image);
+    const auto ticket = ++engine.last_ticket;
+    begin_transfer(engine);
+    for (auto & device : engine.devices) {
+        if (dir == direction::in && device.stage) {
+            kvf_staging_page_in(device, n, block, image);
+            continue;
+        }
+        for (const auto & r : runs) {
+            for (const auto & s : device.spans) {
+                copy_span(device, s, r, dir);
+            }
+        }
+    }
+    end_transfer(engine, ticket);
     return ticket;
 }
 
@@ -165,8 +178,29 @@ uint64_t kvf_page_in(kvf_engine * engine, int32_t n, const int32_t * block, cons
     if (!blocks_ok(*engine, n, block, image)) {
         return 0;
     }
-    engine->last_page_in = transfer(*engine, n, block, image, direction::in);
-    return engine->last_page_in;
+    engine->compute_barrier = transfer(*engine, n, block, image, direction::in);
+    return engine->compute_barrier;
+}
+
+uint64_t kvf_query_read(kvf_engine * engine, float * out) {
+    const auto ticket = ++engine->last_ticket;
+    begin_transfer(*engine);
+    for (const auto & layer : engine->layers) {
+        const auto query = engine->pool.queries.find(layer.il);
+        if (query == engine->pool.queries.end()) {
+            return 0;
+        }
+        auto * rows = query->second.rows;
+        if (auto * copy = device_of(*engine, rows).copy.get()) {
+            ggml_backend_tensor_get_async(copy, rows, out, 0, ggml_nbytes(rows));
+        } else {
+            ggml_backend_tensor_get(rows, out, 0, ggml_nbytes(rows));
+        }
+        out += ggml_nelements(rows);
+    }
+    end_transfer(*engine, ticket);
+    engine->compute_barrier = ticket;
+    return ticket;
 }
 
 void kvf_wait(kvf_engine * engine, uint64_t ticket) {

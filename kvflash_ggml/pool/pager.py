@@ -6,14 +6,19 @@ nothing. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from ..config import CHUNK
 from ..errors import ConfigError, PoolExhausted
 from .blocks import Blocks
 
 ABSENT = -1
+Scores = npt.NDArray[np.floating]
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class Pager:
         self.tail = tail
         self.bounded = bounded
         self.pins: set[int] = set()
+        self.scores: Scores | None = None  # per chunk, of the running request; newer chunks count as best
         self.chunks: list[Chunk] = []
         self.length = 0
         self.epoch = 0
@@ -116,13 +122,18 @@ class Pager:
     def unpin_all(self) -> None:
         self.pins = set()
 
-    def reserve(self, start: int, count: int) -> Moves:
-        """Make room for positions [start, start + count), and bring back whatever must be resident beside them."""
+    def reserve(self, start: int, count: int, *, reselect: bool = False) -> Moves:
+        """Make room for positions [start, start + count), and bring back whatever must be resident beside them.
+
+        reselect: also rebuild the rest of the resident set, so that it holds the chunks with the best scores.
+        """
         assert start == self.length and count > 0
         first, last = start // CHUNK, (start + count - 1) // CHUNK
-        if self._settled and first == last and start % CHUNK:
+        if self._settled and not reselect and first == last and start % CHUNK:
             return NO_MOVES
         kept = self.protected(first, last)
+        if reselect and self.scores is not None:
+            kept |= self._best(kept)
         missing = sorted(c for c in kept if c >= len(self.chunks) or self.chunks[c].block == ABSENT)
         victims = self._victims(len(missing) - len(self.blocks), kept)
 
@@ -200,11 +211,23 @@ class Pager:
         self.blocks.reset()
         self.chunks.clear()
         self.pins.clear()
+        self.scores = None
         self.length = 0
         self.epoch += 1
 
+    def _score(self, c: int) -> float:
+        return float(self.scores[c]) if self.scores is not None and c < len(self.scores) else math.inf
+
+    def _best(self, kept: set[int]) -> set[int]:
+        """The chunks with the best scores, as many as fit beside `kept`; of equals, the newest text stays."""
+        room = self.blocks.count - len(kept)
+        able = [c for c in range(self.length // CHUNK) if c not in kept]
+        stuck = [c for c in able if self.chunks[c].block != ABSENT and not self.chunks[c].on_host]
+        able.sort(key=lambda c: (c not in stuck, -self._score(c), -c))
+        return set(able[: max(0, room)])
+
     def _victims(self, count: int, kept: set[int]) -> list[int]:
-        """The `count` least recently used chunks outside `kept`; of equals, the oldest text goes first.
+        """The `count` chunks outside `kept` with the lowest scores, or least recently used without scores or of equals.
 
         Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
         """
@@ -218,7 +241,7 @@ class Pager:
                 f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.blocks.count}: "
                 f"append fewer tokens at once, pin less, or use a larger pool"
             )
-        return sorted(able, key=lambda c: (self.chunks[c].last_use, c))[:count]
+        return sorted(able, key=lambda c: (self._score(c), self.chunks[c].last_use, c))[:count]
 
     def _release(self, chunk: Chunk) -> None:
         self.blocks.give(chunk.block)

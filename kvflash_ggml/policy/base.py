@@ -1,0 +1,108 @@
+"""What a policy is: something that scores the sealed chunks of a text against what is being read or written now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyShape:
+    """One pooled layer as a policy sees it. scale: attention scores are scale*q*k."""
+
+    n_head: int
+    n_head_kv: int
+    head: int
+    scale: float
+
+
+class Keys(Protocol):
+    """The keys of sealed chunks, as the host holds them. Columns run over layers, query rows and heads, in that order."""
+
+    shapes: Sequence[KeyShape]
+
+    def read(self, chunk: int) -> list[Floats]:
+        """The keys of one chunk, dequantised: per layer [CHUNK, n_head_kv, head]."""
+        ...
+
+    def bounds_size(self, group: int) -> int:
+        """Bytes of the bounds of one chunk, for groups of so many rows."""
+        ...
+
+    def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` with the bounds of a chunk's keys."""
+        ...
+
+    def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
+        """The largest scale*q*k any key within the bounds can reach, [columns, n] for bounds [n, bounds_size]."""
+        ...
+
+    def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
+        """Log of the attention mass of each chunk, before normalisation, [columns, len(chunks)]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One look at the text. tokens: all of them. queries: flat, per layer [rows, n_head, head]. kept: chunks that stay anyway."""
+
+    tokens: npt.NDArray[np.int32]
+    n_chunks: int
+    rows: int
+    queries: Floats
+    kept: frozenset[int]
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A policy. All calls come from one thread, in the order of the text.
+
+    name: as the user wrote it. query_rows: newest query rows it wants per layer, 0 if it looks at tokens only.
+    """
+
+    name: str
+    query_rows: int
+
+    def open(self, keys: Keys, n_chunks: int) -> None:
+        """Start an empty text of at most `n_chunks` chunks."""
+        ...
+
+    def seal(self, chunk: int) -> None:
+        """The keys of a chunk are final and can be read."""
+        ...
+
+    def cut(self, n_chunks: int) -> None:
+        """Chunks from `n_chunks` on are gone."""
+        ...
+
+    def score(self, look: Look) -> Floats | None:
+        """One score per chunk [n_chunks], higher is more relevant; None to leave the resident set as it is."""
+        ...
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the statistics take for a whole context."""
+        ...
+
+    def close(self) -> None:
+        """Free what `open` has taken."""
+        ...
+
+
+REGISTRY: dict[str, Callable[[], Scorer]] = {}
+
+
+def register(name: str) -> Callable[[Callable[[], Scorer]], Callable[[], Scorer]]:
+    """Class decorator: make a scorer known by name. A scorer with settings registers a function of no arguments."""
+
+    def add(factory: Callable[[], Scorer]) -> Callable[[], Scorer]:
+        REGISTRY[name] = factory
+        return factory
+
+    return add

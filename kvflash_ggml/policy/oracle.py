@@ -1,0 +1,29 @@
+"""The attention mass itself, from every key: what the best policy would know. Too slow for anything but comparisons."""
+
+from __future__ import annotations
+
+from .base import Floats, Keys, Look, register
+from .combine import softmax_max
+
+
+@register("oracle")
+class OracleScorer:
+    """Scores are logs of the largest share of attention in any layer, head and row."""
+
+    name = "oracle"
+    query_rows = 8
+    index_bytes = 0
+
+    def open(self, keys: Keys, n_chunks: int) -> None:
+        self._keys = keys
+
+    def seal(self, chunk: int) -> None: ...
+
+    def cut(self, n_chunks: int) -> None: ...
+
+    def score(self, look: Look) -> Floats | None:
+        if look.n_chunks == 0:
+            return None
+        return softmax_max(self._keys.score_keys(range(look.n_chunks), look))
+
+    def close(self) -> None: ...
