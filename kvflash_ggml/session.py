@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from .checkpoints import Checkpoints
 from .config import CHUNK, KVFlashConfig
-from .errors import ConfigError, ContextFull, StateError
+from .errors import ConfigError, ContextFull, HostMemoryError, StateError
 from .pool.blocks import Blocks
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
 from .pool.store import HostStore
+from .reselect import Reselector
 
 if TYPE_CHECKING:
     from .native.engine import Engine
+    from .policy.base import Scorer
+
+logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
 Progress = Callable[[int, int], None]
 AfterStep = Callable[[int, int], None]
+
+REPLAY = 64
+"""Tokens at the end of a prompt that are taken for its question."""
 
 
 class Session:
     """Everything between the tokens and the engine.
 
     engine: on a context with a pool. n_ctx: logical limit. n_batch, n_ubatch: how stock llama.cpp would split a prompt;
-    kept, so that a pool that holds the whole context computes the same bits. block_order: placement, for tests.
+    kept, so that a pool that holds the whole context computes the same bits. scorer: who stays resident, None for pure
+    recency. block_order: placement, for tests.
     """
 
     def __init__(
@@ -38,6 +48,7 @@ class Session:
         n_ctx: int,
         n_batch: int,
         n_ubatch: int,
+        scorer: Scorer | None = None,
         block_order: Sequence[int] | None = None,
     ) -> None:
         info = engine.info
@@ -63,9 +74,10 @@ class Session:
         self.page_outs = 0
         self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
         self._wait = 0  # the transfer that frees the blocks the next step writes to
-        self._has_state = info.recurrent or info.n_swa > 0
-        self._checkpoints: dict[int, bytes] = {}
-        self._checkpoint_step = max(8192, n_ctx // max(1, config.checkpoints))
+        self._checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self._reselector: Reselector | None = None
+        if self.bounded and scorer is not None:
+            self._reselector = Reselector(engine, self.store, scorer, tau=config.tau, n_chunks=-(-n_ctx // CHUNK))
 
     @property
     def tokens(self) -> Int32s:
@@ -93,26 +105,41 @@ class Session:
                 f"Requested tokens ({self.length + len(tokens)}) exceed context window of {self.n_ctx}"
                 f" (the pool holds {self.engine.info.n_slots} of them at a time)"
             )
+        if len(tokens) == 1:
+            self._generate_step(tokens, output_all=output_all, after=after)
+            return
+        self._forget_scores()
         done, total = 0, len(tokens)
+        last = total - self._replay_size(total)
         while done < total:
             batch_end = min(total, (done // self.n_batch + 1) * self.n_batch)
-            count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length))
-            if self._has_state and total > 1:
-                self._maybe_checkpoint(last=done + count == total)
+            step_end = last if done < last < batch_end else batch_end
+            count = min(self.n_ubatch, step_end - done, self.pager.room(self.length))
+            self._checkpoints.before_step(self.length, last=done + count == total)
             start = self.length
-            self._step(tokens[done : done + count], output_all=output_all, output_last=done + count == batch_end)
+            reselect = self._use_look()
+            self._step(
+                tokens[done : done + count],
+                output_all=output_all,
+                output_last=done + count == batch_end,
+                reselect=reselect,
+            )
             done += count
+            if self._reselector is not None:
+                self._look()
             if after is not None:
                 after(start, count)
             if progress is not None:
                 progress(done, total)
+        if last < total:
+            self._replay(tokens[last:], output_all=output_all, after=after)
 
-    def _step(self, tokens: Int32s, *, output_all: bool, output_last: bool) -> None:
+    def _step(self, tokens: Int32s, *, output_all: bool, output_last: bool, reselect: bool = False) -> None:
         engine, start, n = self.engine, self.length, len(tokens)
         if self._unsaved:
             self._save()
         try:
-            self._apply(self.pager.reserve(start, n))
+            self._apply(self.pager.reserve(start, n, reselect=reselect))
             slots = self._slots(start, n)
             self.mask.fill(start, slots)
             engine.token[:n] = tokens
@@ -130,6 +157,58 @@ class Session:
         if sealed and self.bounded:
             self._unsaved.extend(sealed)
             self._save()
+
+    # --- relevance
+
+    def _generate_step(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
+        """One token of generation: the fast path."""
+        start, chooser = self.length, self._reselector
+        reselect = chooser is not None and chooser.ready and self._use_look(only_if_worth=True)
+        self._step(tokens, output_all=output_all, output_last=True, reselect=reselect)
+        if chooser is not None and chooser.tick():
+            self._look()
+        if after is not None:
+            after(start, 1)
+
+    def _replay_size(self, total: int) -> int:
+        """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
+        pageable = self._reselector is not None and self.length + total > self.engine.info.n_slots
+        return min(REPLAY, total) if pageable else 0
+
+    def _replay(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
+        """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it."""
+        start = self.length - len(tokens)
+        if not self._use_look() or not self.pager.would_recall(start):
+            return
+        scores = self.pager.scores
+        left = self.truncate(start)
+        assert left == start, "a checkpoint is taken before the last step of a prompt"
+        self.pager.scores = scores
+        self._step(tokens, output_all=output_all, output_last=True, reselect=True)
+        if after is not None:
+            after(start, len(tokens))
+
+    def _look(self) -> None:
+        assert self._reselector is not None
+        head = max(0, self.length - 1) // CHUNK
+        self._reselector.look(self.tokens, self.length // CHUNK, frozenset(self.pager.protected(head, head)))
+
+    def _use_look(self, *, only_if_worth: bool = False) -> bool:
+        """Take over the scores of the last look. True if the resident set should be rebuilt from them."""
+        scores = self._reselector.take() if self._reselector is not None else None
+        if scores is None:
+            return False
+        self.pager.scores = scores
+        if only_if_worth:
+            assert self._reselector is not None
+            return self._reselector.worth(scores, *self.pager.unprotected())
+        return True
+
+    def _forget_scores(self) -> None:
+        """A new request: nothing that was scored for the last one may steer it."""
+        self.pager.scores = None
+        if self._reselector is not None:
+            self._reselector.forget()
 
     def _slots(self, start: int, n: int) -> Int32s:
         slots = self.engine.slot[:n]
@@ -163,42 +242,45 @@ class Session:
 
     def _save(self) -> None:
         """Copy the chunks sealed since the last time to the host, behind the compute."""
-        chunks = self._unsaved
-        for chunk in chunks:
+        for chunk in self._unsaved:
             self.store.drop(chunk)  # an image from before a truncation
-        images = self.store.allocate(chunks)
-        ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
-        self.page_outs += len(chunks)
-        for chunk in chunks:
-            self.store.written(chunk, ticket)
-            self.pager.saved(chunk)
-        self._unsaved = []
+        for chunks in self.store.fitting(self._unsaved):
+            images = self.store.allocate(chunks)
+            ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
+            self.page_outs += len(chunks)
+            for chunk in chunks:
+                self.store.written(chunk, ticket)
+                self.pager.saved(chunk)
+            self._unsaved = self._unsaved[len(chunks) :]
+            if self._reselector is not None:
+                self._reselector.sealed(chunks)
 
     def _recall(self, pages: list[tuple[int, int]]) -> None:
         try:
             self._fill(pages)
         except BaseException:
-            for chunk, _ in pages:
+            for chunk, block in pages:
+                self.engine.clear_cells(block * CHUNK, CHUNK)
+                self.mask.clear(block)
                 self.pager.recall_failed(chunk)
             raise
         self.page_ins += len(pages)
 
     def _fill(self, pages: list[tuple[int, int]]) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
-        if not pages:
-            return
-        images = [self.store.fetch(chunk) for chunk, _ in pages]
-        ticket = self.engine.page_in([block for _, block in pages], images)
-        for chunk, block in pages:
-            self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
-            lo = chunk * CHUNK
-            self.engine.set_cells(block * CHUNK, lo, self.ids[lo : min(lo + CHUNK, self.length)])
-            self.mask.place(block, chunk)
+        for group in self.store.fitting(pages):
+            images = [self.store.fetch(chunk) for chunk, _ in group]
+            ticket = self.engine.page_in([block for _, block in group], images)
+            for chunk, block in group:
+                self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
+                lo = chunk * CHUNK
+                self.engine.set_cells(block * CHUNK, lo, self.ids[lo : min(lo + CHUNK, self.length)])
+                self.mask.place(block, chunk)
 
     def _undo_step(self) -> None:
         """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
         if not self.engine.truncate(self.length):
-            self.length = self._restore_checkpoint(self.length)
+            self.length = self._checkpoints.restore(self.length)
         self._apply(self.pager.truncate(self.length))
         self.mask.rewind()
 
@@ -213,11 +295,12 @@ class Session:
         if length >= self.length:
             return self.length
         if not self._window_reaches(length) or not self.engine.truncate(length):
-            length = self._restore_checkpoint(length)
+            length = self._checkpoints.restore(length)
         self._apply(self.pager.truncate(length))
         self.length = length
         self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
-        self._forget_checkpoints(after=length)
+        self._checkpoints.forget(after=length)
+        self._cut_scores(length)
         self.mask.rewind()
         return length
 
@@ -240,7 +323,8 @@ class Session:
         self.mask.reset()
         self.length = 0
         self._unsaved.clear()
-        self._checkpoints.clear()
+        self._checkpoints.forget(after=0)
+        self._cut_scores(0)
         self._pin()
 
     # --- save and restore
@@ -254,25 +338,41 @@ class Session:
 
     def restore(self, tokens: Int32s, pages: Sequence[bytes], blocks: Sequence[int], state: bytes) -> None:
         """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and other state."""
+        before = self.engine.get_state()
+        try:
+            self.engine.set_state(state)
+        except StateError:
+            self.engine.set_state(before)
+            raise
         self.reset()
         self.length = len(tokens)
         self.ids[: self.length] = tokens
         try:
             self.pager.adopt(self.length, blocks)
-            for address, page in zip(self.store.allocate(range(len(pages))), pages, strict=True):
+            for c, page in enumerate(pages):
+                (address,) = self.store.allocate([c])
                 self.engine.view(address, len(page))[:] = page
             self._fill([(c, block) for c, block in enumerate(blocks) if block != ABSENT])
             for c, chunk in enumerate(self.pager.chunks):
                 if not chunk.on_host:
                     self.store.drop(c)
             self.engine.set_state(state)
+            if self._reselector is not None:
+                self._reselector.sealed(range(self.length // CHUNK))
         except BaseException:
             self.reset()
             raise
 
+    def _cut_scores(self, length: int) -> None:
+        self.pager.scores = None
+        if self._reselector is not None:
+            self._reselector.cut(length // CHUNK)
+
     def _read_block(self, block: int) -> bytes:
         size = self.engine.info.page_bytes
         image = self.engine.alloc(size)
+        if not image:
+            raise HostMemoryError(f"could not get {size} bytes of host memory to copy a chunk: free memory")
         try:
             self.engine.wait(self.engine.page_out([block], [image]))
             return bytes(self.engine.view(image, size))
@@ -281,6 +381,8 @@ class Session:
 
     def close(self) -> None:
         self.engine.synchronize()
+        if self._reselector is not None:
+            self._reselector.close()
         self.store.close()
         self.engine.close()
 
@@ -292,33 +394,7 @@ class Session:
         for lo, hi in self.config.pins:
             self.pager.pin_range(lo, hi)
 
-    # --- checkpoints of what is not pooled
-
     def _window_reaches(self, length: int) -> bool:
         """Do the sliding-window layers still hold the window that a token at `length` looks at?"""
         window = self.engine.info.n_swa
         return window == 0 or length == 0 or self.engine.window_start <= max(0, length - window)
-
-    def _maybe_checkpoint(self, *, last: bool) -> None:
-        """Checkpoints are taken between steps only: splitting a step for one would change its rounding."""
-        newest = max(self._checkpoints, default=0)
-        if self.config.checkpoints == 0 or self.length == newest:
-            return
-        if last or self.length - newest >= self._checkpoint_step:
-            if len(self._checkpoints) >= self.config.checkpoints:
-                del self._checkpoints[min(self._checkpoints)]
-            self._checkpoints[self.length] = self.engine.get_state()
-
-    def _forget_checkpoints(self, *, after: int) -> None:
-        self._checkpoints = {pos: data for pos, data in self._checkpoints.items() if pos <= after}
-
-    def _restore_checkpoint(self, length: int) -> int:
-        self._forget_checkpoints(after=length)
-        pos = max(self._checkpoints, default=0)
-        if pos == 0:
-            self.engine.clear()
-            return 0
-        self.engine.set_state(self._checkpoints[pos])
-        if not self.engine.truncate(pos):
-            raise StateError(f"llama.cpp could not return to the checkpoint at {pos}")
-        return pos

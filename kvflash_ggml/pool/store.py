@@ -6,16 +6,21 @@ waited longest go to an unlinked file in the spill folder, or `HostMemoryError` 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from threading import RLock
+from typing import Protocol, TypeVar
 
 from ..errors import HostMemoryError
 
 SLAB_BYTES = 64 << 20
+
+T = TypeVar("T")
 
 
 class HostMemory(Protocol):
@@ -39,16 +44,16 @@ class HostStore:
         self.spill_folder = spill
         self._memory = memory
         self._slabs: list[int] = []
-        self._slab_pages = max(1, SLAB_BYTES // page_bytes)
-        if limit is not None:
-            self._slab_pages = max(1, min(self._slab_pages, limit // page_bytes))
+        self._most = None if limit is None else limit // page_bytes
+        self._made = 0  # pages in the slabs
         self._free: list[int] = []
         self._pages: OrderedDict[int, int] = OrderedDict()  # chunk -> address, the longest-waiting first
         self._tickets: dict[int, int] = {}  # chunk -> transfer that fills the page
         self._spilled: dict[int, int] = {}  # chunk -> place in the file
         self._spill_free: list[int] = []
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
+        self.lock = RLock()  # pages are read by a scoring thread too
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
 
@@ -74,19 +79,26 @@ class HostStore:
         """The transfer after which the chunk's image is whole; 0 if it has been for long."""
         return self._tickets.get(chunk, 0)
 
+    def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
+        """The pages in groups whose images fit in memory at the same time."""
+        size = max(1, len(pages) if self._most is None else min(len(pages), self._most))
+        for at in range(0, len(pages), size):
+            yield pages[at : at + size]
+
     # --- changes
 
     def allocate(self, chunks: Sequence[int]) -> list[int]:
         """Addresses for new images of the chunks: all of them, or HostMemoryError and none."""
         done: list[int] = []
-        try:
-            for chunk in chunks:
-                assert chunk not in self, f"chunk {chunk} has an image"
-                done.append(self._page())
-        except HostMemoryError:
-            self._free.extend(reversed(done))
-            raise
-        self._pages.update(zip(chunks, done, strict=True))
+        with self.lock:
+            try:
+                for chunk in chunks:
+                    assert chunk not in self, f"chunk {chunk} has an image"
+                    done.append(self._page())
+            except HostMemoryError:
+                self._free.extend(reversed(done))
+                raise
+            self._pages.update(zip(chunks, done, strict=True))
         return done
 
     def written(self, chunk: int, ticket: int) -> None:
@@ -97,7 +109,11 @@ class HostStore:
         """The address of the image, read back from the spill file if it was there."""
         if chunk in self._spilled:
             address = self._page()
-            self._read_spilled(chunk, address)
+            try:
+                self._read_spilled(chunk, address)
+            except BaseException:
+                self._free.append(address)
+                raise
             self._pages[chunk] = address
         self._pages.move_to_end(chunk)
         return self._pages[chunk]
@@ -124,7 +140,8 @@ class HostStore:
         self.clear()
         self._ahead.shutdown()
         if self._next is not None:
-            self._slabs.append(self._next.result())
+            with contextlib.suppress(HostMemoryError):
+                self._slabs.append(self._next.result())
             self._next = None
         for address in self._slabs:
             self._memory.free(address)
@@ -138,20 +155,19 @@ class HostStore:
 
     def _page(self) -> int:
         if not self._free:
-            if self._may_grow():
-                self._add_slab(self._next.result() if self._next else self._new_slab())
-                self._next = self._ahead.submit(self._new_slab) if self._may_grow() else None
+            if self._slab_pages() > 0:
+                self._add_slab()
             else:
                 self._spill_oldest()
         return self._free.pop()
 
-    def _may_grow(self) -> bool:
-        if self.limit is None:
-            return True
-        return (len(self._slabs) + 1) * self._slab_pages * self.page_bytes <= self.limit
+    def _slab_pages(self) -> int:
+        """Pages of the next slab; 0 if the ceiling allows none."""
+        pages = max(1, SLAB_BYTES // self.page_bytes)
+        return pages if self._most is None else min(pages, self._most - self._made)
 
-    def _new_slab(self) -> int:
-        size = self._slab_pages * self.page_bytes
+    def _new_slab(self, pages: int) -> int:
+        size = pages * self.page_bytes
         address = self._memory.alloc(size)
         if not address:
             raise HostMemoryError(
@@ -160,10 +176,20 @@ class HostStore:
             )
         return address
 
-    def _add_slab(self, address: int) -> None:
+    def _add_slab(self) -> None:
+        count = self._slab_pages()
+        try:
+            address = self._next.result() if self._next else self._new_slab(count)
+        except HostMemoryError:
+            self._next = None  # what was refused now may be had later
+            raise
+        self._next = None
         self._slabs.append(address)
-        pages = range(address, address + self._slab_pages * self.page_bytes, self.page_bytes)
+        self._made += count
+        pages = range(address, address + count * self.page_bytes, self.page_bytes)
         self._free.extend(reversed(pages))  # neighbours in the text become neighbours in memory
+        if self._slab_pages() > 0:
+            self._next = self._ahead.submit(self._new_slab, self._slab_pages())
 
     # --- spill
 
@@ -175,25 +201,34 @@ class HostStore:
             )
         chunk, address = next(iter(self._pages.items()))
         self._memory.wait(self._tickets.pop(chunk, 0))
-        if self._file is None:
-            # without a name, so that nothing is left behind however the process ends
-            self._file = tempfile.TemporaryFile(dir=self.spill_folder)  # noqa: SIM115
-        place = self._spill_free.pop() if self._spill_free else len(self._spilled)
+        place = self._spill_free[-1] if self._spill_free else len(self._spilled)
+        data = self._memory.view(address, self.page_bytes)
         try:
+            if self._file is None:
+                # without a name, so that nothing is left behind however the process ends; without a buffer, so that a
+                # full disk shows here and not at some later call
+                self._file = tempfile.TemporaryFile(buffering=0, dir=self.spill_folder)  # noqa: SIM115
             self._file.seek(place * self.page_bytes)
-            self._file.write(self._memory.view(address, self.page_bytes))
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as err:
             raise HostMemoryError(f"could not write a chunk to {self.spill_folder}: {err}") from err
+        if self._spill_free:
+            self._spill_free.pop()
         del self._pages[chunk]
         self._spilled[chunk] = place
         self._free.append(address)
 
     def _read_spilled(self, chunk: int, address: int) -> None:
         assert self._file is not None
-        place = self._spilled[chunk]
-        self._file.seek(place * self.page_bytes)
-        read = self._file.readinto(self._memory.view(address, self.page_bytes))  # type: ignore[attr-defined]
-        if read != self.page_bytes:
-            self._free.append(address)
-            raise HostMemoryError(f"the spill file in {self.spill_folder} was cut short at chunk {chunk}")
+        data = self._memory.view(address, self.page_bytes)
+        try:
+            self._file.seek(self._spilled[chunk] * self.page_bytes)
+            while data:
+                read = self._file.readinto(data)
+                if not read:
+                    raise OSError("the spill file was cut short")
+                data = data[read:]
+        except OSError as err:
+            raise HostMemoryError(f"could not read chunk {chunk} back from {self.spill_folder}: {err}") from err
         self._spill_free.append(self._spilled.pop(chunk))
