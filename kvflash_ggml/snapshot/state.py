@@ -1,8 +1,8 @@
 """A session as bytes: enough to continue in this or another process, with the same blocks in the same places.
 
-Layout: magic, length of the header, header (JSON), then the sections it lists, each with its size and checksum: token ids,
-what is not pooled (recurrent state, sliding windows), and one page image per chunk. Everything is checked before the session
-is touched.
+Layout: magic, length and checksum of the header, header (JSON), then the sections it lists, each with its size and
+checksum: token ids, what is not pooled (recurrent state, sliding windows), and one page image per chunk. Everything is
+checked before the session is touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..pool.pager import ABSENT
 from ..session import Session
 
 MAGIC = b"KVFSTAT1"
-_PREFIX = struct.Struct("<8sI")
+_PREFIX = struct.Struct("<8sII")
 
 
 def dump(session: Session) -> bytes:
@@ -34,7 +34,7 @@ def dump(session: Session) -> bytes:
         "sections": [[len(data), zlib.crc32(data)] for data in sections],
     }
     text = json.dumps(header).encode()
-    return b"".join([_PREFIX.pack(MAGIC, len(text)), text, *sections])
+    return b"".join([_PREFIX.pack(MAGIC, len(text), zlib.crc32(text)), text, *sections])
 
 
 def load(session: Session, data: bytes) -> None:
@@ -81,10 +81,12 @@ def _fingerprint(session: Session) -> dict[str, Any]:
 def _read_header(data: bytes) -> tuple[dict[str, Any], memoryview]:
     if len(data) < _PREFIX.size:
         raise StateError(f"a state of {len(data)} bytes is too short")
-    magic, size = _PREFIX.unpack_from(data)
+    magic, size, checksum = _PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise StateError(f"this is not a state of a paged session (it begins with {magic!r})")
     view = memoryview(data)[_PREFIX.size :]
+    if zlib.crc32(view[:size]) != checksum:
+        raise StateError("the header of the state is damaged")
     try:
         header = json.loads(bytes(view[:size]))
         if not all(isinstance(header[key], kind) for key, kind in _HEADER.items()):
@@ -98,17 +100,21 @@ _HEADER = {"fingerprint": dict, "blocks": list, "sections": list}
 
 
 def _read_sections(sizes: list[Any], body: memoryview) -> list[bytes]:
-    at, sections = 0, []
+    at = 0
+    sections: list[bytes] = []
     for entry in sizes:
         try:
             size, checksum = entry
-            end = at + size
-            assert size >= 0 and end <= len(body)
-        except (TypeError, ValueError, AssertionError) as err:
-            raise StateError(f"section {len(sections)} of the state does not fit in its {len(body)} bytes") from err
+        except (TypeError, ValueError) as err:
+            raise StateError(f"section {len(sections)} of the state has no size and checksum") from err
+        if type(size) is not int or not 0 <= size <= len(body) - at:
+            raise StateError(f"section {len(sections)} of the state does not fit in its {len(body)} bytes")
+        end = at + size
         section = bytes(body[at:end])
         if zlib.crc32(section) != checksum:
             raise StateError(f"section {len(sections)} of the state is damaged")
         sections.append(section)
         at = end
+    if at != len(body):
+        raise StateError(f"the state has {len(body) - at} bytes that belong to nothing")
     return sections

@@ -1,4 +1,4 @@
-"""Helpers of the unit tests are importable by name; property tests run long enough to find, short enough to be run."""
+"""Helpers of the unit tests are importable by name; property tests are short unless asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ settings.register_profile(
     "kvflash", deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=_SLOW
 )
 settings.register_profile(
-    "kvflash-long", deadline=None, max_examples=1500, stateful_step_count=60, suppress_health_check=_SLOW
+    "kvflash-long",
+    deadline=None,
+    max_examples=1500,
+    stateful_step_count=60,
+    suppress_health_check=_SLOW,
 )
 if "--hypothesis-profile" not in " ".join(sys.argv):
     settings.load_profile("kvflash")
