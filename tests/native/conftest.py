@@ -1,0 +1,158 @@
+"""Models, text and helpers shared by the tests that run the native library."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from harness import MODELS, TEXT, Bare, dequantise, write_iswa
+
+from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.native import library
+
+
+@pytest.fixture(scope="session")
+def loaded() -> None:
+    """llama_cpp can be imported from here on."""
+    library.load()
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, Path]:
+    """The trained models: dense, hybrid (recurrent state beside attention), small and dense."""
+    return {
+        "dense": MODELS / "recall-qwen3-q8_0.gguf",
+        "hybrid": MODELS / "recall-qwen35-q8_0.gguf",
+        "small": MODELS / "scorer-qwen3-q8_0.gguf",
+    }
+
+
+@pytest.fixture(scope="session")
+def model(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Path of a model by kind.
+
+    "iswa" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
+    """
+    made = dict(models)
+
+    def find(kind: str) -> Path:
+        if kind not in made:
+            path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
+            {"iswa": write_iswa, "f32": dequantise}[kind](models["dense"], path)
+            made[kind] = path
+        return made[kind]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tokens(models: dict[str, Path]) -> npt.NDArray[np.int32]:
+    """About 40,000 tokens of real text. All models of the tests share one tokenizer."""
+    from kvflash_ggml import Llama
+
+    llm = Llama(str(models["dense"]), vocab_only=True, verbose=False)
+    data = TEXT.read_bytes()[:150_000].decode("utf-8", "ignore").encode()
+    ids = np.array(llm.tokenize(data), np.int32)
+    llm.close()
+    assert len(ids) > 33_000
+    return ids
+
+
+@pytest.fixture
+def llama(model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
+    """Makes our Llama; closed after the test."""
+    from kvflash_ggml import Llama
+
+    yield from _maker(Llama, model)
+
+
+@pytest.fixture
+def stock(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
+    """Makes upstream's own Llama on the same library; closed after the test."""
+    from llama_cpp.llama import Llama
+
+    yield from _maker(Llama, model)
+
+
+def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
+    with ExitStack() as stack:
+
+        def make(kind: str = "dense", **kwargs: Any) -> Any:
+            # one thread: the models are so small that threads cost more than they give
+            threads = {"n_threads": 1, "n_threads_batch": 1}
+            split = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 256}
+            llm = cls(
+                str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs)
+            )
+            stack.callback(llm.close)
+            return llm
+
+        yield make
+    gc.collect()
+
+
+@pytest.fixture
+def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., Bare]]:
+    """Makes a Session on a context of its own: KV type, flash attention and placement are free."""
+    import llama_cpp
+    from llama_cpp import _internals as internals
+
+    from kvflash_ggml.native import engine as native
+    from kvflash_ggml.session import Session
+
+    with ExitStack() as stack:
+
+        def make(
+            kind: str = "dense",
+            *,
+            pool: int,
+            n_ctx: int = 1024,
+            n_ubatch: int = 256,
+            type_kv: int = 1,
+            flash: bool = True,
+            query_rows: int = 0,
+            block_order: Sequence[int] | None = None,
+            **config: Any,
+        ) -> Bare:
+            params = llama_cpp.llama_model_default_params()
+            loaded = internals.LlamaModel(path_model=str(model(kind)), params=params, verbose=False)
+            stack.callback(loaded.close)
+            cparams = llama_cpp.llama_context_default_params()
+            cparams.n_ctx = n_ctx
+            cparams.n_batch = cparams.n_ubatch = n_ubatch
+            cparams.n_threads = cparams.n_threads_batch = 1
+            cparams.type_k = cparams.type_v = type_kv
+            cparams.swa_full = False
+            cparams.flash_attn_type = (
+                llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+                if flash
+                else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            )
+            native.set_pool(pool, query_rows)
+            try:
+                ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
+            finally:
+                native.set_pool(0)
+            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
+            session = Session(
+                engine,
+                KVFlashConfig(pool=pool, **config),
+                n_ctx=ctx.n_ctx(),
+                n_batch=n_ubatch,
+                n_ubatch=n_ubatch,
+                block_order=block_order,
+            )
+            stack.callback(session.close)
+            return Bare(session, loaded.n_vocab(), ctx)
+
+        yield make
+    gc.collect()

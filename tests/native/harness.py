@@ -1,0 +1,148 @@
+"""What the tests of the native library share: models made here, logits, comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+TESTS = Path(__file__).resolve().parent.parent
+MODELS = TESTS / "models"
+TEXT = TESTS / "text" / "stdlib-docs.txt"
+CHUNK = 64
+KV_TYPES = {"f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
+
+Logits = npt.NDArray[np.float32]
+
+
+def row(llm: Any, back: int = 1) -> Logits:
+    """A copy of the logits of the token `back` before the end of what was evaluated last."""
+    pointer = llm._ctx.get_logits_ith(-back)
+    return np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),)).copy()
+
+
+def walk(llm: Any, prompt: Sequence[int], rest: Sequence[int]) -> Logits:
+    """Logits after the prompt, and after each other token in turn: [1 + len(rest), n_vocab]."""
+    llm.eval(list(map(int, prompt)))
+    rows = [row(llm)]
+    for token in rest:
+        llm.eval([int(token)])
+        rows.append(row(llm))
+    return np.stack(rows)
+
+
+def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def agreement(a: Logits, b: Logits) -> float:
+    """Share of rows whose largest logit is at the same token."""
+    return float((a.argmax(1) == b.argmax(1)).mean())
+
+
+# --- a session without a Llama
+
+
+@dataclass
+class Bare:
+    """A context and a session on it, without the checks and the choices of Llama."""
+
+    session: Any
+    n_vocab: int
+    _ctx: Any
+
+    def walk(self, prompt: npt.NDArray[np.int32], rest: Sequence[int] = ()) -> Logits:
+        self.session.extend(prompt)
+        rows = [self.row()]
+        for token in rest:
+            self.session.extend(np.array([token], np.int32))
+            rows.append(self.row())
+        return np.stack(rows)
+
+    def row(self) -> Logits:
+        pointer = self._ctx.get_logits_ith(-1)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,)).copy()
+
+
+# --- models that are made here
+
+
+def dequantise(source: Path, target: Path) -> None:
+    """The same model with every tensor in F32."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: key != "general.file_type")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(data, np.float32))
+    _finish(writer)
+
+
+def write_iswa(source: Path, target: Path) -> None:
+    """A small gemma3 with random weights: layers 3 and 6 see all, the others a window of 128."""
+    width, heads, head, hidden, layers = 128, 2, 64, 256, 6
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "gemma3")
+    _copy_fields(reader, writer, lambda key: key.startswith("tokenizer."))
+    writer.add_context_length(32768)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(128)
+    writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
+
+    rng = np.random.default_rng(3)
+    n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
+
+    def matrix(name: str, rows: int, columns: int, scale: float = 1.0) -> None:
+        data = rng.standard_normal((rows, columns), np.float32) * np.float32(scale / columns**0.5)
+        writer.add_tensor(f"{name}.weight", data.astype(np.float16))
+
+    def vector(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(f"{name}.weight", np.full(size, value, np.float32))
+
+    matrix("token_embd", n_vocab, width)
+    vector("output_norm", width, 4.0)
+    for i in range(layers):
+        matrix(f"blk.{i}.attn_q", heads * head, width)
+        matrix(f"blk.{i}.attn_k", head, width)
+        matrix(f"blk.{i}.attn_v", head, width)
+        matrix(f"blk.{i}.attn_output", width, heads * head)
+        matrix(f"blk.{i}.ffn_gate", hidden, width)
+        matrix(f"blk.{i}.ffn_up", hidden, width)
+        matrix(f"blk.{i}.ffn_down", width, hidden)
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            vector(f"blk.{i}.{name}", width)
+        # large enough that some keys win clearly: otherwise every mask gives almost the same mean
+        vector(f"blk.{i}.attn_q_norm", head, 1.5)
+        vector(f"blk.{i}.attn_k_norm", head, 1.5)
+    _finish(writer)
+
+
+def _copy_fields(
+    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, wanted: Callable[[str], bool]
+) -> None:
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture" or not wanted(key):
+            continue
+        subtype = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), field.types[0], sub_type=subtype)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,185 @@
+"""One test per patch, named in its header: each fails if that patch is taken away."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import CHUNK, same_bits
+
+
+def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
+    """0001: the attention cache has the pool's cells, and n_ctx stays the logical context."""
+    one = bare(pool=512, n_ctx=4096)
+    info = one.session.engine.info
+    assert (info.n_slots, one._ctx.n_ctx()) == (512, 4096)
+    rows = info.device_bytes // info.n_slots
+    assert info.device_bytes == 512 * rows == 8 * info.page_bytes
+    assert sum(layer.k_row + layer.v_row for layer in one.session.engine.layers) == rows
+
+    # layers with a sliding window are not pooled
+    swa = bare("iswa", pool=512, n_ctx=4096).session.engine
+    assert swa.info.n_slots == 512
+    assert [layer.il for layer in swa.layers] == [2, 5]
+
+    # the request is for one context only
+    assert stock(n_ctx=2048)._ctx.n_ctx() == 2048
+    assert llama(n_ctx=2048).kvflash is None
+
+
+def test_slot_plan(bare: Any, tokens: Any) -> None:
+    """0002: tokens go to the planned cells, in whatever order, over several steps."""
+    order = [5, 2, 7, 0, 6, 1, 3, 4]
+    one = bare(pool=512, n_ctx=512, n_ubatch=96, block_order=order)
+    engine = one.session.engine
+    one.session.extend(tokens[:333])
+    expected = np.full(512, -1)
+    for pos in range(333):
+        expected[order[pos // CHUNK] * CHUNK + pos % CHUNK] = pos
+    assert engine.cells(0, 512).tolist() == expected.tolist()
+
+    engine.clear_cells(0, 512)
+    assert (engine.cells(0, 512) == -1).all()
+    engine.set_cells(128, 64, tokens[64:100])
+    assert engine.cells(128, 36).tolist() == list(range(64, 100))
+
+
+def test_no_plan_no_slot(bare: Any, tokens: Any) -> None:
+    """0002: decoding behind the session's back gets the answer for a full cache."""
+    from llama_cpp import _internals as internals
+
+    one = bare(pool=512, n_ctx=512)
+    one.session.extend(tokens[:70])
+    batch = internals.LlamaBatch(n_tokens=1, embd=0, n_seq_max=1, verbose=False)
+    batch.set_batch([1], 70, True)
+    with pytest.raises(RuntimeError, match="llama_decode returned 1"):
+        one._ctx.decode(batch)
+    batch.close()
+    assert one.session.engine.cells(0, 128).max() == 69
+    one.session.extend(tokens[70:75])
+    assert one.session.length == 75
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
+    """0003: a token sees the slots that its mask row opens, and no others."""
+    seen, hidden, shown = (bare(kind, pool=512, n_ctx=512) for _ in range(3))
+    for one in (seen, hidden, shown):
+        one.session.extend(tokens[:256])
+    fill = hidden.session.mask.fill
+
+    def hide(start: int, slots: Any) -> Any:
+        rows = fill(start, slots)
+        rows[:, 64:128] = -np.inf
+        return rows
+
+    hidden.session.mask.fill = hide
+    first, second, third = (one.walk(tokens[256:257]) for one in (seen, hidden, shown))
+    assert same_bits(first, third)
+    assert np.abs(first - second).max() > 1e-3
+
+    # bytes that no row opens do not matter: other contents of the hidden block give the same logits
+    other = bare(kind, pool=512, n_ctx=512)
+    other.session.extend(tokens[:256])
+    other.session.mask.fill, other_fill = None, other.session.mask.fill
+
+    def hide_other(start: int, slots: Any) -> Any:
+        rows = other_fill(start, slots)
+        rows[:, 64:128] = -np.inf
+        return rows
+
+    other.session.mask.fill = hide_other
+    engine = other.session.engine
+    image = engine.alloc(engine.info.page_bytes)
+    engine.view(image, engine.info.page_bytes)[:] = other.session._read_block(0)
+    engine.wait(engine.page_in([1], [image]))
+    assert same_bits(second, other.walk(tokens[256:257]))
+
+
+@pytest.mark.parametrize("kind", ["dense", "iswa"])
+def test_mask_plan_without_flash_attention(kind: str, bare: Any, tokens: Any) -> None:
+    """0003: mask rows are F32 then."""
+    seen, hidden = (bare(kind, pool=512, n_ctx=512, flash=False, n_ubatch=96) for _ in range(2))
+    assert seen.session.engine.info.mask_f32
+    for one in (seen, hidden):
+        one.session.extend(tokens[:256])
+    fill = hidden.session.mask.fill
+
+    def hide(start: int, slots: Any) -> Any:
+        rows = fill(start, slots)
+        rows[:, :200] = -np.inf
+        return rows
+
+    hidden.session.mask.fill = hide
+    assert np.abs(seen.walk(tokens[256:257]) - hidden.walk(tokens[256:257])).max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "kv"), [("dense", 1), ("hybrid", 1), ("iswa", 1), ("dense", 8)])
+def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any) -> None:
+    """0004: the newest query rows of every pooled layer are kept, and nothing else changes."""
+    rows, n = 32, 320
+    one = bare(kind, pool=512, n_ctx=512, n_ubatch=96, query_rows=rows, type_kv=kv)
+    plain = bare(kind, pool=512, n_ctx=512, n_ubatch=96, type_kv=kv)
+    one.session.extend(tokens[:n])
+    plain.session.extend(tokens[:n])
+    engine = one.session.engine
+    assert engine.info.query_rows == rows
+    assert same_bits(one.row(), plain.row()), "capture changes nothing else"
+
+    for layer, queries in zip(engine.layers, read_queries(engine), strict=True):
+        assert queries.shape == (rows, layer.n_head, layer.head_k)
+        assert np.isfinite(queries).all()
+        assert np.abs(queries).reshape(rows, -1).max(1).min() > 0, "every row was written"
+
+    # row p % rows belongs to position p: one token more replaces one row
+    before = read_queries(engine)
+    one.session.extend(tokens[n : n + 1])
+    for old, new in zip(before, read_queries(engine), strict=True):
+        changed = (old != new).any(axis=(1, 2))
+        assert np.flatnonzero(changed).tolist() == [n % rows]
+
+
+def test_query_basis(bare: Any, tokens: Any) -> None:
+    """0004: queries share the basis of the keys: rotated (Q8_0) or not (F16), scores agree."""
+    n, rows = 320, 16
+    scores = []
+    for kv in (1, 8):
+        one = bare(pool=512, n_ctx=512, query_rows=rows, type_kv=kv)
+        one.session.extend(tokens[:n])
+        engine = one.session.engine
+        layer = engine.layers[0]
+        keys = np.concatenate(
+            [decode_keys(one.session, block, layer, kv) for block in range(n // CHUNK)]
+        )
+        queries = read_queries(engine)[0]
+        group = layer.n_head // layer.n_head_kv
+        keys = keys.reshape(n, layer.n_head_kv, layer.head_k).repeat(group, axis=1)
+        scores.append(np.einsum("qhd,khd->hqk", queries, keys))
+    assert np.corrcoef(scores[0].ravel(), scores[1].ravel())[0, 1] > 0.999
+
+
+def read_queries(engine: Any) -> list[Any]:
+    """The captured rows per layer, each [query_rows, n_head, head_k]."""
+    shapes = engine.query_shapes
+    flat = np.empty(sum(math.prod(shape) for shape in shapes), np.float32)
+    engine.wait(engine.read_queries(flat))
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [
+        part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)
+    ]
+
+
+def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:
+    import gguf
+
+    page = np.frombuffer(session._read_block(block), np.uint8)
+    raw = page[layer.k_offset : layer.k_offset + CHUNK * layer.k_row].reshape(CHUNK, layer.k_row)
+    return gguf.quants.dequantize(
+        raw.view(np.float16) if kv == 1 else raw, gguf.GGMLQuantizationType(kv)
+    )
+
+
+def test_query_capture_is_off_by_default(bare: Any) -> None:
+    assert bare(pool=512, n_ctx=512).session.engine.info.query_rows == 0
