@@ -1,0 +1,96 @@
+"""A setting that cannot work is refused where it is made, by name."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from kvflash_ggml.config import KVFlashConfig, round_up
+from kvflash_ggml.errors import ConfigError, KVFlashError
+
+WRONG = [
+    ("pool", 0),
+    ("pool", -256),
+    ("pool", 1.5),
+    ("pool", "512"),
+    ("pool", "Auto"),
+    ("pool", None),
+    ("pool", True),
+    ("tau", 0),
+    ("tau", -1),
+    ("tau", 64.0),
+    ("tau", "64"),
+    ("sinks", -1),
+    ("sinks", True),
+    ("sinks", 1.0),
+    ("tail", 0),
+    ("tail", None),
+    ("checkpoints", -1),
+    ("checkpoints", 0.5),
+    ("pins", ((5, 5),)),
+    ("pins", ((5, 4),)),
+    ("pins", ((-1, 4),)),
+    ("pins", ((1, 2, 3),)),
+    ("pins", ((1,),)),
+    ("pins", ((1.0, 2),)),
+    ("pins", (("a", "b"),)),
+    ("pins", (("a", "b"),)),
+    ("host_limit", -1),
+    ("host_limit", 1e9),
+    ("host_limit", "1G"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda x: repr(x))
+def test_refused_by_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KVFlashConfig(**{name: value})
+    assert isinstance(caught.value, KVFlashError)
+    assert isinstance(caught.value, ValueError)
+    text = str(caught.value)
+    assert name.removesuffix("s") in text
+    assert repr(value[0] if name == "pins" else value) in text
+
+
+@pytest.mark.xfail(raises=TypeError, reason="a pin that is no pair is not refused as such")
+def test_a_pin_that_is_no_pair() -> None:
+    with pytest.raises(ConfigError, match="pin"):
+        KVFlashConfig(pins=(5,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pool": "auto"},
+        {"pool": 1},
+        {"tau": 1},
+        {"sinks": 0},
+        {"tail": 1},
+        {"checkpoints": 0},
+        {"pins": ((0, 1), (100, 200))},
+        {"host_limit": 0},
+    ],
+)
+def test_accepted(fields: dict[str, Any]) -> None:
+    config = KVFlashConfig(**fields)
+    for name, value in fields.items():
+        assert getattr(config, name) == value
+
+
+def test_is_frozen_and_by_keyword() -> None:
+    with pytest.raises(FrozenInstanceError):
+        KVFlashConfig().pool = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        KVFlashConfig(512)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        KVFlashConfig(pools=512)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "want"), [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512)]
+)
+def test_round_up(value: int, step: int, want: int) -> None:
+    assert round_up(value, step) == want

@@ -1,0 +1,157 @@
+"""Masks against the rule itself, one pair of slot and query at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflash_ggml.config import CHUNK
+from kvflash_ggml.pool.masks import FREE, AlibiMask, SlotMask
+
+BLOCKS = 5
+SLOTS = BLOCKS * CHUNK
+KINDS = [(SlotMask, False), (SlotMask, True), (AlibiMask, False), (AlibiMask, True)]
+
+
+class World:
+    """A mask, and which chunk the test has put into which block."""
+
+    def __init__(self, kind: type[SlotMask], f32: bool, max_rows: int = 200) -> None:
+        self.mask = kind(SLOTS, max_rows, f32=f32)
+        self.alibi = kind is AlibiMask
+        self.chunks: dict[int, int] = {}  # chunk -> block
+
+    def place(self, block: int, chunk: int) -> None:
+        self.chunks[chunk] = block
+        self.mask.place(block, chunk)
+
+    def clear(self, block: int) -> None:
+        self.chunks = {c: b for c, b in self.chunks.items() if b != block}
+        self.mask.clear(block)
+
+    def slots(self, start: int, count: int) -> np.ndarray[Any, Any]:
+        return np.array(
+            [self.chunks[p // CHUNK] * CHUNK + p % CHUNK for p in range(start, start + count)],
+            np.int32,
+        )
+
+    def fill(self, start: int, count: int) -> None:
+        """Fill and compare every value with the rule."""
+        rows = self.mask.fill(start, self.slots(start, count))
+        want = np.full((count, SLOTS), -np.inf, self.mask.rows.dtype)
+        for i in range(count):
+            for chunk, block in self.chunks.items():
+                for offset in range(CHUNK):
+                    distance = start + i - (chunk * CHUNK + offset)
+                    if distance >= 0:
+                        want[i, block * CHUNK + offset] = -distance if self.alibi else 0
+        np.testing.assert_array_equal(rows, want)
+        assert np.shares_memory(rows, self.mask.rows)
+        assert rows.dtype == self.mask.rows.dtype
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0].__name__}-{'f32' if kind[1] else 'f16'}")
+def world(request: pytest.FixtureRequest) -> World:
+    return World(*request.param)
+
+
+def test_raw_values(world: World) -> None:
+    world.place(0, 0)
+    rows = world.mask.fill(0, world.slots(0, 2))
+    bits = rows.view(np.uint32 if rows.dtype == np.float32 else np.uint16)
+    closed = 0xFF800000 if rows.dtype == np.float32 else 0xFC00
+    assert bits[0, 0] == bits[1, 1] & 0x7FFF == 0
+    assert bits[0, 1] == bits[0, 64] == bits[1, 2] == closed
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 1), (0, 200), (63, 2), (10, 54), (60, 140), (64, 64)]
+)
+def test_a_prompt_over_scattered_blocks(world: World, start: int, count: int) -> None:
+    for chunk, block in enumerate((3, 0, 4, 1)):
+        world.place(block, chunk)
+    world.fill(start, count)
+
+
+def test_token_after_token(world: World) -> None:
+    world.place(2, 0)
+    for pos in range(CHUNK):
+        world.fill(pos, 1)
+    world.place(0, 1)
+    for pos in range(CHUNK, CHUNK + 10):
+        world.fill(pos, 1)
+
+
+CHANGES = {
+    "evicted": lambda w: w.clear(1),
+    "recalled": lambda w: w.place(4, 7),
+    "replaced": lambda w: (w.clear(1), w.place(1, 9)),
+    "cut back": lambda w: w.mask.rewind(),
+    "many rows": lambda w: w.fill(150, 20),
+    "one row elsewhere": lambda w: w.fill(140, 1),
+    "nothing": lambda w: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("start", [150, 171, 140, 151])
+def test_one_token_after_every_kind_of_change(world: World, change: str, start: int) -> None:
+    """The fast path of decoding may only be taken when nothing has moved."""
+    for chunk, block in enumerate((3, 1, 0)):
+        world.place(block, chunk)
+    world.fill(149, 1)
+    world.fill(150, 1)
+    CHANGES[change](world)
+    world.fill(start, 1)
+    world.fill(start + 1, 1)
+
+
+def test_rows_of_rejected_drafts_are_hidden(world: World) -> None:
+    world.place(0, 0)
+    world.fill(0, 10)
+    world.mask.rewind()  # six drafts were refused
+    world.fill(4, 1)
+    assert np.isneginf(world.mask.rows[0, 5:10]).all()
+
+
+def test_reset(world: World) -> None:
+    world.place(0, 0)
+    world.fill(0, 1)
+    world.mask.reset()
+    world.chunks.clear()
+    assert (world.mask.slot_pos == FREE).all()
+    world.place(3, 0)
+    world.fill(0, 1)
+    world.fill(1, 1)
+
+
+@given(st.data(), st.sampled_from(KINDS))
+def test_random_use(data: st.DataObject, kind: tuple[type[SlotMask], bool]) -> None:
+    world = World(*kind, max_rows=20)
+    head = data.draw(st.integers(0, 6), "first chunk")
+    pos = head * CHUNK + data.draw(st.integers(0, CHUNK - 1), "offset")
+    world.place(data.draw(st.integers(0, BLOCKS - 1), "block"), head)
+    for _ in range(8):
+        match data.draw(st.sampled_from(["one", "one", "many", "move", "cut"])):
+            case "one" | "many" as kind_of_step:
+                count = 1 if kind_of_step == "one" else data.draw(st.integers(2, 20), "count")
+                for chunk in range(pos // CHUNK, (pos + count - 1) // CHUNK + 1):
+                    if chunk not in world.chunks:
+                        free = [b for b in range(BLOCKS) if b not in world.chunks.values()]
+                        if not free:
+                            world.clear(world.chunks[min(world.chunks)])
+                            free = [b for b in range(BLOCKS) if b not in world.chunks.values()]
+                        world.place(free[0], chunk)
+                world.fill(pos, count)
+                pos += count
+            case "move":
+                others = [c for c in world.chunks if c != pos // CHUNK]
+                if others:
+                    world.clear(world.chunks[others[0]])
+            case _:
+                pos = max(pos - data.draw(st.integers(0, 5), "back"), pos // CHUNK * CHUNK)
+                world.mask.rewind()
