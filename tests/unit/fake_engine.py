@@ -1,7 +1,8 @@
-"""An engine without a device: a pool of numpy bytes that behaves as badly as the native one is allowed to.
+"""An engine without a device: a pool of numpy bytes, as nasty as the native one may be.
 
-Transfers are queued. They happen when somebody waits for them, and otherwise as late (`lazy`), as early, or as randomly
-as the contract of the native seam permits, so that a missing wait shows as wrong bytes.
+Transfers are queued. They happen when somebody waits for them, and otherwise as late (`lazy`), as
+early, or as randomly as the contract of the native seam permits, so that a missing wait shows as
+wrong bytes.
 """
 
 from __future__ import annotations
@@ -95,16 +96,18 @@ class Transfer:
 
 @dataclass
 class Faults:
-    """step: steps until one fails, with what. late: it fails after the compute. spoil: recurrent state is lost too."""
+    """step: steps until one fails. late: after its compute. spoil: recurrent state is lost."""
 
     step: int | None = None
-    error: Callable[[], BaseException] = field(default=lambda: DecodeError("llama_decode returned 2"))
+    error: Callable[[], BaseException] = field(
+        default=lambda: DecodeError("llama_decode returned 2")
+    )
     late: bool = False
     spoil: bool = False
 
 
 class FakeEngine(FakeHost):
-    """`truth[pos]` is the row that was computed for a position; what the pool and the images hold is checked with it."""
+    """`truth[pos]` is the row that was computed for a position."""
 
     def __init__(
         self,
@@ -139,7 +142,8 @@ class FakeEngine(FakeHost):
         self._ticket = 0
         self._last_page_in = 0
         self._serial = 0
-        self._state: list[int] | None = []  # tokens that the recurrent state or the window has seen; None: lost
+        # tokens that the recurrent state or the window has seen; None: lost
+        self._state: list[int] | None = []
         self._window_first = 0
 
     # --- steps
@@ -153,7 +157,9 @@ class FakeEngine(FakeHost):
         start = len(self.truth)
         slots = self.slot[:count]
         assert 0 < count <= self._max_tokens
-        assert self.pos[:count].tolist() == list(range(start, start + count)), "positions have a gap"
+        assert self.pos[:count].tolist() == list(range(start, start + count)), (
+            "positions have a gap"
+        )
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
@@ -161,7 +167,7 @@ class FakeEngine(FakeHost):
         self._check_state(start)
         fault = self._fault()
         if fault is not None and not self.faults.late:
-            if self.faults.spoil:
+            if self.faults.spoil and self.info.recurrent:
                 self._state = None
             raise fault
         self._run_up_to(max(wait, self._last_page_in))
@@ -176,7 +182,9 @@ class FakeEngine(FakeHost):
             self.tokens.append(token)
             if self._state is not None:
                 self._state.append(token)
-        self._window_first = max(self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens)
+        self._window_first = max(
+            self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens
+        )
         if fault is not None:
             raise fault
         self.steps.append(count)
@@ -254,7 +262,7 @@ class FakeEngine(FakeHost):
                     rows[:] = data
 
     def settled(self) -> tuple[Bytes, Callable[[int], bytes]]:
-        """(pool, reader of images) as they will be when every queued transfer is done. Changes nothing."""
+        """(pool, reader of images) as they will be once the queue is empty. Changes nothing."""
         pool, images = self.pool.copy(), {}
         for transfer in self._queue:
             for block, image in transfer.pairs:
@@ -328,5 +336,6 @@ class FakeEngine(FakeHost):
         self.truth[:], self.tokens[:] = truth, tokens
 
     def close(self) -> None:
-        assert not self.closed and not self._queue
+        assert not self.closed
+        assert not self._queue
         self.closed = True

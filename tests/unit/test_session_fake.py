@@ -1,0 +1,632 @@
+"""A session on an engine of numpy bytes: every byte is where the page table says."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import io
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from fake_engine import PAGE_BYTES, FakeEngine, Faults
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvflash_ggml.config import CHUNK, KVFlashConfig
+from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, StateError
+from kvflash_ggml.pool import store as store_module
+from kvflash_ggml.pool.masks import FREE
+from kvflash_ggml.pool.pager import ABSENT
+from kvflash_ggml.session import Session
+from kvflash_ggml.snapshot import state as snapshot
+
+ROOT = Path(__file__).parents[2]
+
+
+class FaultyFile(io.FileIO):
+    """A spill file on a disk that can be full, break, or lose its end."""
+
+    trouble: str | None = None
+
+    def write(self, data: Any) -> int:
+        if FaultyFile.trouble == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if FaultyFile.trouble == "half" and len(data) > 1:
+            FaultyFile.trouble = "full"
+            return super().write(memoryview(data)[: len(data) // 2])
+        return super().write(data)
+
+    def readinto(self, data: Any) -> int:
+        if FaultyFile.trouble == "short":
+            return super().readinto(memoryview(data)[: len(data) // 2]) and 0
+        if FaultyFile.trouble == "broken":
+            raise OSError(errno.EIO, "Input/output error")
+        return super().readinto(data)
+
+
+@contextlib.contextmanager
+def small_slabs(pages: int = 3) -> Iterator[None]:
+    """Slabs of a few pages, and spill files that can fail."""
+
+    def spill_file(*_: Any, dir: Any = None, **__: Any) -> FaultyFile:
+        fd, name = tempfile.mkstemp(dir=dir)
+        Path(name).unlink()
+        return FaultyFile(fd, "r+b")
+
+    with (
+        mock.patch.object(store_module, "SLAB_BYTES", pages * PAGE_BYTES),
+        mock.patch.object(store_module.tempfile, "TemporaryFile", spill_file),
+    ):
+        FaultyFile.trouble = None
+        yield
+        FaultyFile.trouble = None
+
+
+def stored(session: Session, image: Any, chunk: int) -> bytes:
+    store = session.store
+    if chunk in store._pages:
+        return image(store._pages[chunk])
+    assert store._file is not None
+    return os.pread(store._file.fileno(), PAGE_BYTES, store._spilled[chunk] * PAGE_BYTES)
+
+
+def settle_ahead(session: Session) -> None:
+    """Let the slab that is being made ahead arrive, so that a refusal hits a known call."""
+    if session.store._next is not None:
+        concurrent.futures.wait([session.store._next])
+
+
+def check(session: Session, tokens: list[int]) -> None:
+    """Everything that must be true between two calls."""
+    engine, pager = session.engine, session.pager
+    assert isinstance(engine, FakeEngine)
+    pager.check_integrity()
+    assert session.length == pager.length == len(tokens) == len(engine.truth)
+    assert session.tokens.tolist() == tokens == engine.tokens
+    assert len(pager.chunks) == -(-len(tokens) // CHUNK)
+
+    pool, image = engine.settled()
+    cells = np.full(engine.info.n_slots, -1, np.int32)
+    places = np.full(engine.info.n_slots, FREE, np.int32)
+    for c, chunk in enumerate(pager.chunks):
+        lo, hi = c * CHUNK, min((c + 1) * CHUNK, len(tokens))
+        rows = b"".join(engine.truth[lo:hi])
+        if chunk.block != ABSENT:
+            base = chunk.block * CHUNK
+            assert pool[base : base + hi - lo].tobytes() == rows, f"block of chunk {c}"
+            assert engine.cell_token[base : base + hi - lo].tolist() == tokens[lo:hi]
+            cells[base : base + hi - lo] = np.arange(lo, hi)
+            places[base : base + CHUNK] = np.arange(lo, lo + CHUNK)
+        if chunk.on_host:
+            assert stored(session, image, c)[: len(rows)] == rows, f"image of chunk {c}"
+        elif session.bounded and hi - lo == CHUNK:
+            assert c in session._unsaved, f"chunk {c} can never leave"
+    np.testing.assert_array_equal(engine.cell_pos, cells)
+    np.testing.assert_array_equal(session.mask.slot_pos, places)
+
+    store = session.store
+    assert set(store) <= set(range(len(pager.chunks)))
+    assert len(store._pages) + len(store._free) == store_pages(session)
+    assert sorted([*store._spilled.values(), *store._spill_free]) == list(
+        range(len(store._spilled) + len(store._spill_free))
+    )
+    if store.limit is not None:
+        assert store.host_bytes <= store.limit
+
+
+def store_pages(session: Session) -> int:
+    ahead = session.store._next
+    settle_ahead(session)
+    unused = {ahead.result()} if ahead is not None and not ahead.exception() else set()
+    size = sum(len(slab) for base, slab in session.engine.slabs.items() if base not in unused)
+    assert session.store.limit is None or session.engine.allocated <= session.store.limit
+    return size // PAGE_BYTES
+
+
+def check_protected(session: Session) -> None:
+    """After a step: sinks, pins, tail and head are on the device."""
+    head = (session.length - 1) // CHUNK
+    for c in session.pager.protected(head, head):
+        assert session.pager.chunks[c].block != ABSENT, f"chunk {c} is protected"
+
+
+def make(
+    n_slots: int = 512,
+    *,
+    n_ctx: int = 2048,
+    n_batch: int = 128,
+    n_ubatch: int = 64,
+    order: list[int] | None = None,
+    timing: Any = "lazy",
+    config: dict[str, Any] | None = None,
+    **info: Any,
+) -> Session:
+    engine = FakeEngine(n_slots, n_ubatch, timing=timing, **info)
+    settings = KVFlashConfig(pool=n_slots, **{"tail": 2, **(config or {})})
+    return Session(
+        engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order
+    )
+
+
+def close(session: Session) -> None:
+    session.close()
+    assert session.engine.closed
+    assert not session.engine.slabs, "host memory was not given back"
+    assert session.store._file is None
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    made: list[Session] = []
+
+    def build(*args: Any, **kwargs: Any) -> Session:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    with small_slabs():
+        yield build
+        for session in made:
+            close(session)
+
+
+def ints(*tokens: int) -> np.ndarray[Any, Any]:
+    return np.array(tokens, np.int32)
+
+
+def some(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 1000, count, dtype=np.int32)
+
+
+# --- random use
+
+
+@dataclass
+class Saved:
+    data: bytes
+    truth: list[bytes] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    KINDS: tuple[dict[str, Any], ...] = ({}, {"alibi": True}, {"mask_f32": True})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(small_slabs())
+        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.session: Session | None = None
+
+    @initialize(
+        blocks=st.integers(6, 12),
+        n_ctx=st.sampled_from([512, 1300, 2048]),
+        n_ubatch=st.sampled_from([32, 64, 100, 300]),
+        n_batch=st.sampled_from([100, 256, 512]),
+        sinks=st.integers(0, 2),
+        tail=st.integers(1, 2),
+        pins=st.sampled_from([(), ((130, 140),), ((700, 704),)]),
+        kind=st.integers(0, 2),
+        timing=st.sampled_from(["lazy", "eager", "random"]),
+        limit=st.sampled_from([None, 1, 2, 4, 7]),
+        checkpoints=st.integers(0, 3),
+        seed=st.integers(0, 99),
+    )
+    def begin(self, **choice: Any) -> None:
+        blocks, seed = choice["blocks"], choice["seed"]
+        self.random = random.Random(seed)
+        order = list(range(blocks))
+        self.random.shuffle(order)
+        limit = choice["limit"]
+        config = {name: choice[name] for name in ("sinks", "tail", "pins", "checkpoints")}
+        if blocks - config["sinks"] - config["tail"] - 2 < 1:
+            config["pins"] = ()
+        if limit is not None:
+            config |= {"host_limit": limit * PAGE_BYTES, "spill": self.folder}
+
+        def build(timing: str) -> Session:
+            session = make(
+                blocks * CHUNK,
+                n_ctx=choice["n_ctx"],
+                n_batch=choice["n_batch"],
+                n_ubatch=min(choice["n_ubatch"], choice["n_batch"]),
+                order=order,
+                timing=timing,
+                config=config,
+                **self.KINDS[choice["kind"]],
+            )
+            session._checkpoints._step = 200
+            return session
+
+        self.build = build
+        self.session = build(choice["timing"])
+        self.tokens: list[int] = []
+        self.saved: Saved | None = None
+
+    def text(self, count: int) -> np.ndarray[Any, Any]:
+        count = max(1, min(count, self.session.n_ctx - len(self.tokens)))
+        return np.array([self.random.randrange(1000) for _ in range(count)], np.int32)
+
+    def full(self) -> bool:
+        return len(self.tokens) >= self.session.n_ctx
+
+    def settle(self, new: list[int], before: int | None = None) -> None:
+        """The session may hold less than what was asked, but a prefix of it."""
+        left = self.session.length
+        assert left <= len(new)
+        self.tokens = new[:left]
+        check(self.session, self.tokens)
+
+    # --- what may happen
+
+    @rule(count=st.integers(1, 400), output_all=st.booleans())
+    def extend(self, count: int, output_all: bool) -> None:
+        if self.full():
+            with pytest.raises(ContextFull):
+                self.session.extend(ints(1))
+            return
+        new = self.text(count)
+        calls: list[tuple[int, int]] = []
+        self.session.extend(
+            new, output_all=output_all, progress=lambda done, total: calls.append((done, total))
+        )
+        if len(new) > 1:
+            assert calls[-1] == (len(new), len(new))
+        self.tokens += new.tolist()
+        check(self.session, self.tokens)
+        check_protected(self.session)
+
+    @rule(count=st.integers(1, 80))
+    def decode(self, count: int) -> None:
+        for _ in range(count):
+            if not self.full():
+                new = self.text(1)
+                self.session.extend(new)
+                self.tokens += new.tolist()
+        check(self.session, self.tokens)
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.tokens)), "length")
+        sure = self.session.can_truncate(length)
+        left = self.session.truncate(length)
+        assert left <= length
+        assert left == length or not sure
+        assert left == self.session.length
+        self.settle(self.tokens[:left])
+
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.tokens)), "length")
+        self.session.rewind(length)
+        assert self.session.length == length
+        self.settle(self.tokens[:length])
+
+    @rule()
+    def reset(self) -> None:
+        self.session.reset()
+        assert self.session.length == 0
+        self.settle([])
+
+    @rule(at=st.integers(0, 1500))
+    def pin(self, at: int) -> None:
+        with contextlib.suppress(ConfigError):
+            self.session.pin_range(at, at + 70)
+        check(self.session, self.tokens)
+
+    # --- what may go wrong
+
+    @rule(
+        count=st.integers(1, 400),
+        step=st.integers(0, 4),
+        late=st.booleans(),
+        spoil=st.booleans(),
+        ctrl_c=st.booleans(),
+    )
+    def fail_a_step(self, count: int, step: int, late: bool, spoil: bool, ctrl_c: bool) -> None:
+        if self.full():
+            return
+        new, before = self.text(count), len(self.tokens)
+        error = KeyboardInterrupt if ctrl_c else DecodeError
+        self.session.engine.faults = Faults(step, lambda: error("on purpose"), late, spoil)
+        try:
+            self.session.extend(new)
+        except error:
+            assert self.session.engine.info.recurrent or self.session.length >= before
+        else:
+            assert self.session.length == before + len(new)
+        self.session.engine.faults = Faults()
+        self.settle(self.tokens + new.tolist())
+
+    @rule(count=st.integers(1, 400), at=st.integers(1, 5))
+    def interrupt(self, count: int, at: int) -> None:
+        if self.full():
+            return
+        new, before, steps = self.text(count), len(self.tokens), []
+
+        def progress(done: int, total: int) -> None:
+            steps.append(done)
+            if len(steps) == at:
+                raise KeyboardInterrupt
+
+        try:
+            self.session.extend(new, progress=progress)
+        except KeyboardInterrupt:
+            assert self.session.length == before + steps[-1]
+        self.settle(self.tokens + new.tolist())
+
+    @rule(
+        count=st.integers(1, 400),
+        trouble=st.sampled_from(["alloc", "full", "half", "short", "broken"]),
+    )
+    def host_trouble(self, count: int, trouble: str) -> None:
+        if self.full():
+            return
+        new, before = self.text(count), len(self.tokens)
+        settle_ahead(self.session)
+        self.session.engine.refuse_alloc = trouble == "alloc"
+        FaultyFile.trouble = trouble
+        with contextlib.suppress(HostMemoryError):
+            self.session.extend(new)
+        settle_ahead(self.session)
+        self.session.engine.refuse_alloc = False
+        FaultyFile.trouble = None
+        assert self.session.engine.info.recurrent or self.session.length >= before
+        self.settle(self.tokens + new.tolist())
+
+    # --- save and load
+
+    @rule()
+    def dump(self) -> None:
+        engine = self.session.engine
+        data = snapshot.dump(self.session)
+        self.saved = Saved(
+            data,
+            list(engine.truth),
+            list(self.tokens),
+            [chunk.block for chunk in self.session.pager.chunks],
+        )
+        check(self.session, self.tokens)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(fresh=st.booleans(), timing=st.sampled_from(["lazy", "eager", "random"]))
+    def load(self, fresh: bool, timing: str) -> None:
+        if fresh:
+            close(self.session)
+            self.session = self.build(timing)
+        snapshot.load(self.session, self.saved.data)
+        self.session.engine.adopt(self.saved.truth, self.saved.tokens)
+        assert [chunk.block for chunk in self.session.pager.chunks] == self.saved.blocks
+        self.settle(list(self.saved.tokens))
+        assert len(self.tokens) == len(self.saved.tokens)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(harm=st.integers(0, 1 << 30))
+    def load_damaged(self, harm: int) -> None:
+        data = bytearray(self.saved.data)
+        data[harm % len(data)] ^= 1 << harm % 8
+        with pytest.raises(StateError):
+            snapshot.load(self.session, bytes(data))
+        check(self.session, self.tokens)
+
+    def teardown(self) -> None:
+        try:
+            if self.session is not None:
+                close(self.session)
+                assert not list(self.folder.iterdir()), "something is left in the spill folder"
+        finally:
+            self.stack.close()
+
+
+class StatefulMemoryMachine(SessionMachine):
+    """The same for memories that cannot go back everywhere."""
+
+    KINDS = ({"recurrent": True}, {"n_swa": 100}, {"n_swa": 40, "mask_f32": True})
+
+
+TestSession = SessionMachine.TestCase
+TestStatefulSession = StatefulMemoryMachine.TestCase
+
+
+# --- one thing at a time
+
+
+def test_importing_the_session_loads_nothing_native() -> None:
+    code = (
+        "import sys, kvflash_ggml.session, kvflash_ggml.snapshot.state\n"
+        "names = ['llama_cpp', 'kvflash_ggml.native._kvf', 'kvflash_ggml.native.engine']\n"
+        "bad = [name for name in names if name in sys.modules]\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_small_context_takes_any_protections(world: Any) -> None:
+    session = world(256, n_ctx=256, config={"sinks": 1, "tail": 4, "pins": ((0, 256),)})
+    tokens = some(256)
+    session.extend(tokens)
+    check(session, tokens.tolist())
+    assert session.page_outs == 0
+
+
+@pytest.mark.parametrize(("n_batch", "n_ubatch"), [(128, 64), (100, 30), (512, 512), (100, 64)])
+def test_a_whole_context_pool_splits_and_places_as_stock_does(
+    world: Any, n_batch: int, n_ubatch: int
+) -> None:
+    session = world(
+        1024,
+        n_ctx=1024,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        config={"tail": 4, "pins": ((900, 910),)},
+    )
+    rng = random.Random(n_batch)
+    for _ in range(30):
+        session.truncate(rng.randrange(session.length + 1))
+        count = rng.randrange(1, 1025 - session.length)
+        del session.engine.steps[:]
+        session.extend(some(count))
+        stock = [
+            min(n_ubatch, end - at)
+            for start in range(0, count, n_batch)
+            for end in [min(count, start + n_batch)]
+            for at in range(start, end, n_ubatch)
+        ]
+        assert session.engine.steps == stock
+        assert [chunk.block for chunk in session.pager.chunks] == list(
+            range(len(session.pager.chunks))
+        )
+
+
+def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
+    session = world()
+    session.extend(some(200))
+    assert [sum(flags) for flags in session.engine.outputs] == [0, 1, 0, 1]
+    assert all(flags[-1] for flags in session.engine.outputs[1::2])
+    session.extend(some(3), output_all=True)
+    assert session.engine.outputs[-1] == [1, 1, 1]
+    session.extend(some(1))
+    assert session.engine.outputs[-1] == [1]
+
+
+def test_a_sealed_chunk_is_copied_once(world: Any) -> None:
+    session = world()
+    session.extend(some(2000))
+    assert session.page_outs == 2000 // CHUNK
+    assert session.page_ins == 0
+
+
+def test_too_many_tokens_change_nothing(world: Any) -> None:
+    session = world()
+    session.extend(some(100))
+    with pytest.raises(ContextFull, match=r"2049.*2048.*512"):
+        session.extend(some(1949))
+    check(session, some(100).tolist())
+
+
+def test_a_recall_of_more_chunks_than_host_memory_holds(world: Any, tmp_path: Path) -> None:
+    """Images on their way to the device must not be spilled over before they were read."""
+    session = world(config={"tail": 4, "host_limit": PAGE_BYTES, "spill": tmp_path})
+    tokens = some(1900)
+    session.extend(tokens)
+    session.truncate(800)
+    session.extend(some(1, 1))
+    check(session, [*tokens[:800].tolist(), *some(1, 1).tolist()])
+    assert session.page_ins >= 5
+
+
+def test_a_step_that_seals_more_chunks_than_host_memory_holds(world: Any, tmp_path: Path) -> None:
+    session = world(
+        n_batch=512, n_ubatch=512, config={"host_limit": 2 * PAGE_BYTES, "spill": tmp_path}
+    )
+    tokens = some(1900)
+    session.extend(tokens)
+    check(session, tokens.tolist())
+
+
+def test_a_state_is_restored_under_a_ceiling(world: Any, tmp_path: Path) -> None:
+    config = {"host_limit": 2 * PAGE_BYTES, "spill": tmp_path}
+    session, other = world(config=config), world(config=config)
+    tokens = some(1900)
+    session.extend(tokens)
+    snapshot.load(other, snapshot.dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    check(other, tokens.tolist())
+
+
+def test_without_a_spill_folder_the_ceiling_is_an_error_and_the_text_stays(world: Any) -> None:
+    session = world(config={"host_limit": 5 * PAGE_BYTES})
+    tokens = some(1000)
+    with pytest.raises(HostMemoryError, match="host_limit"):
+        session.extend(tokens)
+    kept = session.length
+    assert kept >= 5 * CHUNK
+    check(session, tokens[:kept].tolist())
+    with pytest.raises(HostMemoryError):
+        session.extend(some(100))
+    check(session, tokens[:kept].tolist())
+    session.truncate(3 * CHUNK)
+    session.extend(some(CHUNK, 1))
+    check(session, [*tokens[: 3 * CHUNK].tolist(), *some(CHUNK, 1).tolist()])
+
+
+def test_memory_that_was_refused_once_is_asked_for_again(world: Any) -> None:
+    session = world()
+    session.engine.refuse_alloc = True
+    with pytest.raises(HostMemoryError, match="could not get"):
+        session.extend(some(500))
+    kept = session.length
+    session.engine.refuse_alloc = False
+    session.extend(some(600)[kept:])
+    assert session.length == 600
+
+
+def test_a_restored_session_goes_on_as_the_saved_one(world: Any) -> None:
+    """Same blocks at every later step, so the same bits."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        session, other = world(), world()
+        for _ in range(rng.randrange(1, 6)):
+            session.extend(some(rng.randrange(1, 500), rng.randrange(99)))
+            session.truncate(rng.randrange(session.length + 1))
+        snapshot.load(other, snapshot.dump(session))
+        other.engine.adopt(session.engine.truth, session.engine.tokens)
+        start = len(session.engine.rows)
+        for _ in range(6):
+            tokens = some(rng.randrange(1, 200), rng.randrange(99))
+            cut = rng.randrange(session.length + 1) if rng.random() < 0.5 else session.length
+            for each in (session, other):
+                each.truncate(cut)
+                each.extend(tokens)
+            assert [c.block for c in session.pager.chunks] == [c.block for c in other.pager.chunks]
+        assert session.engine.rows[start:] == other.engine.rows
+
+
+def test_a_checkpoint_that_cannot_be_restored_empties_the_session(world: Any) -> None:
+    session = world(recurrent=True)
+    session.extend(some(400))
+    session.extend(some(100, 1))
+    assert session._checkpoints._states
+    with mock.patch.object(session.engine, "set_state", side_effect=StateError("no")):
+        assert session.truncate(450) == 0
+    check(session, session.tokens.tolist())
+    session.extend(some(100))
+
+
+def test_a_foreign_recurrent_state_changes_nothing(world: Any) -> None:
+    session, other = world(recurrent=True), world(recurrent=True)
+    session.extend(some(300))
+    other.extend(some(200, 1))
+    with mock.patch.object(session.engine, "get_state", return_value=b"some other shape"):
+        data = snapshot.dump(session)
+    with pytest.raises(StateError, match="recurrent"):
+        snapshot.load(other, data)
+    check(other, some(200, 1).tolist())
+    other.extend(some(100))
+    check(other, [*some(200, 1).tolist(), *some(100).tolist()])
+
+
+def test_config_pins_survive_a_reset(world: Any) -> None:
+    session = world(config={"pins": ((64, 65),)})
+    session.extend(some(1000))
+    session.reset()
+    session.extend(some(1000))
+    assert session.pager.chunks[1].block != ABSENT
+
+
+def test_a_transposed_v_is_refused_only_where_it_would_be_paged() -> None:
+    with small_slabs():
+        with pytest.raises(ConfigError, match="flash attention"):
+            make(v_trans=True)
+        close(make(512, n_ctx=512, v_trans=True))
