@@ -48,9 +48,9 @@ class Toolchain:
             args += ["-G", self.generator]
         if self.make_program:
             args.append(f"-DCMAKE_MAKE_PROGRAM={self.make_program}")
+        args.append("-DGGML_CCACHE=OFF")  # ggml would wrap the compiler a second time
         if shutil.which("ccache"):
             args += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER=ccache" for lang in ("C", "CXX", "CUDA")]
-            args.append("-DGGML_CCACHE=OFF")  # ggml would wrap the compiler a second time
         return args + [f"-D{name}={value}" for name, value in sorted(self.defines.items())]
 
     def identity(self) -> list[str]:
