@@ -167,7 +167,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._catch_up(self._session)
         data = np.asarray(tokens, np.int32)
         progress = self.kvflash_progress if len(data) > 1 else None
-        self._session.extend(data, output_all=self._logits_all, after=self._after_step, progress=progress)
+        try:
+            self._session.extend(data, output_all=self._logits_all, after=self._after_step, progress=progress)
+        except BaseException:
+            self._requires_eval = True  # the last step that was done may have kept no logits
+            raise
 
     def _catch_up(self, session: Session) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
@@ -188,7 +192,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def _grow_scores(self, rows: int) -> None:
         if rows > len(self.scores):
             grown = np.empty((min(self._n_ctx, max(rows, 2 * len(self.scores))), self._n_vocab), np.single)
-            grown[: self.n_tokens] = self.scores[: self.n_tokens]
+            grown[: len(self.scores)] = self.scores
             self.scores = grown
 
     def reset(self) -> None:
