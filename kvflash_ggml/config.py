@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .policy.base import Scorer
 
 CHUNK = 64
 """Tokens per chunk, and slots per block. The native code is built for this number."""
@@ -20,8 +23,10 @@ class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
 
     pool: slots on the device, or "auto" to size it from free device memory.
-    policy: who stays resident. "lru" keeps the most recently used chunks.
-    tau: tokens between two reselections, for policies that reselect.
+    policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest queries
+        attend to, "lru" what was used last.
+    tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
+        call computes the same bits however fast the machine is.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     pins: half-open token ranges (lo, hi) that are never evicted.
@@ -31,8 +36,8 @@ class KVFlashConfig:
     """
 
     pool: int | Literal["auto"] = "auto"
-    policy: str = "lru"
-    tau: int = 64
+    policy: str | Scorer = "qk"
+    tau: int | None = None
     sinks: int = 1
     tail: int = 4
     pins: tuple[tuple[int, int], ...] = ()
@@ -43,12 +48,19 @@ class KVFlashConfig:
     def __post_init__(self) -> None:
         if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
             raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
-        for name, least in (("tau", 1), ("sinks", 0), ("tail", 1), ("checkpoints", 0)):
+        if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):
+            raise ConfigError(f"tau must be a whole number of at least 1, or None to adapt, not {self.tau!r}")
+        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
             value = getattr(self, name)
             if not _is_int(value) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
         for span in self.pins:
-            if len(span) != 2 or not all(_is_int(x) for x in span) or not 0 <= span[0] < span[1]:
+            if (
+                not isinstance(span, (tuple, list))
+                or len(span) != 2
+                or not all(_is_int(x) for x in span)
+                or not 0 <= span[0] < span[1]
+            ):
                 raise ConfigError(f"a pin is (lo, hi) with 0 <= lo < hi, not {span!r}")
         if self.host_limit is not None and (not _is_int(self.host_limit) or self.host_limit < 0):
             raise ConfigError(f"host_limit must be a number of bytes, not {self.host_limit!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import logging
@@ -14,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
 from llama_cpp.llama_chat_format import Llava15ChatHandler
+from llama_cpp.llama_grammar import LlamaGrammar
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
+from . import policy
 from .config import KVFlashConfig
 from .context import PagedContext
 from .errors import ConfigError, ContextFull
 from .native import engine as native
 from .native import library
+from .policy.base import Scorer
 from .pool.sizing import PoolSize, resolve
 from .session import Progress, Session
 from .snapshot import state as session_state
@@ -51,7 +56,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         model_path: str,
         *,
         kvflash: KVFlash = None,
-        kvflash_policy: str | None = None,
+        kvflash_policy: str | Scorer | None = None,
         kvflash_tau: int | None = None,
         kvflash_pins: Sequence[tuple[int, int]] | None = None,
         kvflash_spill: str | Path | None = None,
@@ -59,6 +64,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         kvflash_progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
+        self._stack = contextlib.ExitStack()  # upstream's close() needs it even when nothing has been opened
         unknown = set(kwargs) - UPSTREAM_KEYWORDS - STRAY_KEYWORDS
         if unknown:
             raise TypeError(f"Llama() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
@@ -75,7 +81,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self.kvflash_progress = kvflash_progress
         if self._config is not None:
             self._config = _check_feature_use(self._config, kwargs)
+        self._scorer: Scorer | None = None
         if self._config is not None:
+            self._scorer = policy.resolve(self._config.policy)
             kwargs["flash_attn"] = True
             kwargs.setdefault("swa_full", False)
         library.ensure_gpu_offload(kwargs.get("n_gpu_layers", 0))
@@ -102,12 +110,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     @tokenizer_.setter
     def tokenizer_(self, tokenizer: Any) -> None:
         # upstream sets this between loading the model and making the context: the moment to size the pool
-        if isinstance(tokenizer, llama_cpp.LlamaTokenizer):
+        if isinstance(tokenizer, LlamaTokenizer):
             tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos)
         self._tokenizer = tokenizer
         if self._config is not None:
             self._size = self._size_pool(self._config)
-            native.set_pool(self._size.slots)
+            rows = self._scorer.query_rows if self._scorer is not None else 0
+            native.set_pool(self._size.slots, rows if self._size.slots < self._size.n_ctx else 0)
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         model = ctypes.cast(self._model.model, ctypes.c_void_p).value
@@ -128,7 +137,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
         self._session = Session(
-            engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch
+            engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
         )
         self._stack.callback(self._session.close)
         self._ctx = PagedContext(self._ctx, self._session)
@@ -227,7 +236,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         penalize_nl: bool = True,
         logits_processor: llama_cpp.LogitsProcessorList | None = None,
         stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
-        grammar: llama_cpp.LlamaGrammar | None = None,
+        grammar: LlamaGrammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
         self._sampler = self._init_sampler(

@@ -84,6 +84,18 @@ class Session:
         """The tokens whose KV is in the pool or on the host, shape [length]."""
         return self.ids[: self.length]
 
+    @property
+    def policy(self) -> str:
+        """The name of the policy at work."""
+        if not self.bounded:
+            return "none needed"
+        return "lru" if self._reselector is None else self._reselector.scorer.name
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the policy's statistics take for a whole context."""
+        return 0 if self._reselector is None else self._reselector.scorer.index_bytes
+
     # --- extend
 
     def extend(

@@ -82,7 +82,8 @@ class PoolView:
 
     @property
     def policy(self) -> str:
-        return self._session.config.policy
+        """Who stays resident; "none needed" if the pool holds the whole context."""
+        return self._session.policy
 
     @property
     def epoch(self) -> int:
@@ -114,6 +115,10 @@ class PoolView:
         return (
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
-            f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}, "
+            f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}{self._index()}, "
             f"{info.n_layers} layers pooled"
         )
+
+    def _index(self) -> str:
+        size = self._session.index_bytes
+        return f" ({size / 2**20:.1f} MiB of statistics)" if size else ""

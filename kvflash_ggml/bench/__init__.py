@@ -11,7 +11,7 @@ import click
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Whole numbers with an optional K suffix (1,024), separated by commas."""
 
     name = "numbers"

@@ -107,7 +107,10 @@ def ratios(points: list[Point]) -> list[dict[str, Any]]:
     out = []
     for p in points:
         base = first.setdefault(p.arm, p)
-        row = asdict(p) | {"decode_vs_first": p.decode_tps / base.decode_tps, "prefill_vs_first": p.prefill_tps / base.prefill_tps}
+        row = asdict(p) | {
+            "decode_vs_first": p.decode_tps / base.decode_tps,
+            "prefill_vs_first": p.prefill_tps / base.prefill_tps,
+        }
         if p.depth in full:
             row["decode_vs_full"] = p.decode_tps / full[p.depth].decode_tps
             row["prefill_vs_full"] = p.prefill_tps / full[p.depth].prefill_tps

@@ -120,8 +120,7 @@ def needle_task(
     """
     if not 0 <= n_distractors <= MAX_DISTRACTORS:
         raise ConfigError(
-            f"n_distractors is {n_distractors}; ask for 0 to {MAX_DISTRACTORS}, "
-            "so that no two names share a word"
+            f"n_distractors is {n_distractors}; ask for 0 to {MAX_DISTRACTORS}, so that no two names share a word"
         )
     rng = random.Random(seed)
     words = rng.sample(WORDS, 2 * n_distractors + 2)
@@ -200,9 +199,7 @@ class _Filler:
             excess -= self.count(units.pop(0))
         head = "".join(units[:2])
         want = self.count(head) - excess
-        cuts = sorted(
-            (head[i:] for i in range(len(head) or 1)), key=lambda cut: abs(self.count(cut) - want)
-        )
+        cuts = sorted((head[i:] for i in range(len(head) or 1)), key=lambda cut: abs(self.count(cut) - want))
         return cuts, units[2:]
 
 
@@ -215,9 +212,7 @@ def _fit(filler: _Filler, needles: Sequence[tuple[float, Needle]], *, n_tokens: 
         room = n_tokens - sum(filler.count(needle.sentence + "\n") for _, needle in needles)
         for _ in range(ROUNDS):
             if room < 0:
-                raise ConfigError(
-                    f"{n_tokens} tokens cannot hold {len(needles)} facts; ask for more"
-                )
+                raise ConfigError(f"{n_tokens} tokens cannot hold {len(needles)} facts; ask for more")
             cuts, rest = filler.take(room, skip=place * STRIDE)
             document = _interleave([cuts[0], *rest], needles, count=filler.count)
             excess = filler.length(document) - n_tokens
@@ -231,9 +226,7 @@ def _fit(filler: _Filler, needles: Sequence[tuple[float, Needle]], *, n_tokens: 
     raise ConfigError(f"no document of exactly {n_tokens} tokens found; try another length")
 
 
-def _interleave(
-    units: list[str], needles: Sequence[tuple[float, Needle]], *, count: Callable[[str], int]
-) -> str:
+def _interleave(units: list[str], needles: Sequence[tuple[float, Needle]], *, count: Callable[[str], int]) -> str:
     """The document: each needle before the line that begins nearest after its depth."""
     starts = list(accumulate((count(unit) for unit in units), initial=0))
     lines = [[unit] for unit in units] + [[]]

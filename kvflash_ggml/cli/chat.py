@@ -40,15 +40,11 @@ _QUOTES = '"""'
 class Chat:
     """One conversation. Answers go to stdout, everything else to stderr."""
 
-    def __init__(
-        self, llm: Any, *, sampling: SamplingOptions, output: OutputOptions, system: str | None
-    ) -> None:
+    def __init__(self, llm: Any, *, sampling: SamplingOptions, output: OutputOptions, system: str | None) -> None:
         self._llm = llm
         self._sampling = sampling
         self._output = output
-        self._opening: list[Message] = (
-            [] if system is None else [{"role": "system", "content": system}]
-        )
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
         self._seed = first_seed(sampling.seed)
         self._documents: list[str] = []

@@ -129,9 +129,7 @@ def _devices(child: Child) -> Check:
     if found is None:
         return Check(name="devices", status="warning", detail="not looked at")
     lines = [
-        f"{d['name']}: {d['description']}, "
-        f"{d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free"
-        for d in found
+        f"{d['name']}: {d['description']}, {d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free" for d in found
     ]
     status: Status = "ok"
     remedy = ""
@@ -164,11 +162,7 @@ def _environment() -> list[Check]:
     detail = "\n".join(f"{k}={v}" for k, v in found.items()) or "nothing set"
     checks = [Check(name="environment", status="ok", detail=detail, data={"variables": found})]
     if wheels:
-        checks.append(
-            Check(
-                name="CUDA wheels", status="ok", detail="\n".join(wheels), data={"wheels": wheels}
-            )
-        )
+        checks.append(Check(name="CUDA wheels", status="ok", detail="\n".join(wheels), data={"wheels": wheels}))
     return checks
 
 
@@ -202,9 +196,7 @@ def _decode(child: Child, model: str | None) -> Check:
     if result["paged"]:
         lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
     detail = "\n".join(lines)
-    return Check(
-        name="decode", status=status, detail=detail, remedy=remedy, data={"decode": result}
-    )
+    return Check(name="decode", status=status, detail=detail, remedy=remedy, data={"decode": result})
 
 
 def _info() -> dict[str, Any]:

@@ -37,9 +37,7 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
-def open_model(
-    path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: bool
-) -> Iterator[Any]:
+def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: bool) -> Iterator[Any]:
     """The loaded model, closed at the end.
 
     Raises:
@@ -103,9 +101,7 @@ def log_to_stderr(output: OutputOptions) -> None:
     logger = logging.getLogger("kvflash_ggml")
     logger.handlers[:] = [_StderrHandler()]
     logger.propagate = False
-    logger.setLevel(
-        logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
-    )
+    logger.setLevel(logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
 
 
 class _StderrHandler(logging.Handler):

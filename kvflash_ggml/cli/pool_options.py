@@ -9,6 +9,7 @@ from typing import Literal
 import click
 
 from ..config import KVFlashConfig
+from ..policy import names
 from .sections import collected, option
 from .types import Pin, Pool, Size
 
@@ -21,7 +22,7 @@ class PoolOptions:
 
     kvflash: int | Literal["auto", "off"]
     kvflash_policy: str
-    kvflash_tau: int
+    kvflash_tau: int | None
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
@@ -55,20 +56,19 @@ pool_options = collected(
     ),
     _pool(
         "--kvflash-policy",
-        default="lru",
+        type=click.Choice(names()),
+        default="qk",
         show_default=True,
         envvar="KVFLASH_POLICY",
         metavar="NAME",
-        help="Who stays resident.",
+        help=f"Who stays resident: {', '.join(names())}.",
     ),
     _pool(
         "--kvflash-tau",
         type=click.IntRange(min=1),
-        default=64,
-        show_default=True,
         envvar="KVFLASH_TAU",
         metavar="N",
-        help="Tokens between two reselections.",
+        help="Tokens between two reselections while generating.  [default: adapts to what scoring costs]",
     ),
     _pool(
         "--kvflash-pin",

@@ -23,15 +23,11 @@ def model_and_words(option: str | None, arguments: Sequence[str]) -> tuple[str, 
     if path is None:
         raise click.UsageError("which model? Give the path of a .gguf file, or -m PATH.")
     if len(given) > 1:
-        raise click.UsageError(
-            f"one prompt is expected, not {len(given)}: put it in quotes. Got: {' '.join(given)!r}"
-        )
+        raise click.UsageError(f"one prompt is expected, not {len(given)}: put it in quotes. Got: {' '.join(given)!r}")
     return path, given[0] if given else None
 
 
-def read_prompt(
-    words: str | None, prompt: str | None, file: Path | None, *, use_stdin: bool
-) -> str | None:
+def read_prompt(words: str | None, prompt: str | None, file: Path | None, *, use_stdin: bool) -> str | None:
     """File or piped text first, then the prompt: a document, then a question. None: no text.
 
     words: the argument. A pipe is read for it, or when nothing else was given, or for `-f -`;

@@ -79,9 +79,7 @@ def counters(stats: Any) -> dict[str, Any] | None:
     return None if stats is None else {name: getattr(stats, name) for name in _COUNTERS}
 
 
-def document(
-    answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any
-) -> dict[str, Any]:
+def document(answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any) -> dict[str, Any]:
     """The result of one run, for machines. Times are seconds."""
     return {
         "model": model,

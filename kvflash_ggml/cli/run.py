@@ -116,9 +116,7 @@ def run(
             request = _messages(system, text) if templated else text
             answer = _answer(llm, request, sampling, output)
             if output.as_json:
-                result = document(
-                    answer, model=path, n_ctx=llm.n_ctx(), load_s=load_s, stats=llm.kvflash
-                )
+                result = document(answer, model=path, n_ctx=llm.n_ctx(), load_s=load_s, stats=llm.kvflash)
                 click.echo(json.dumps(result, ensure_ascii=False))
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))
@@ -126,9 +124,7 @@ def run(
         raise KeyboardInterrupt
 
 
-def _answer(
-    llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions
-) -> Answer:
+def _answer(llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:
     streaming = output.stream and not output.as_json
     answer = ask(
         llm,
@@ -143,9 +139,7 @@ def _answer(
     return answer
 
 
-def _use_template(
-    llm: Any, conversation: bool | None, *, chatting: bool, system: str | None
-) -> bool:
+def _use_template(llm: Any, conversation: bool | None, *, chatting: bool, system: str | None) -> bool:
     if conversation is False:
         return False
     if has_chat_template(llm):

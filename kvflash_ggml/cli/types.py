@@ -48,9 +48,7 @@ class Layers(_Type):
 
     name = "n|auto|all"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | Literal["auto"]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
         text = str(value).strip().lower()
         if text == "auto":
             return "auto"
@@ -66,9 +64,7 @@ class Size(_Type):
 
     name = "size"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _SIZE.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{value!r} is not a size: write bytes, or 512M, 8G", param, ctx)
@@ -80,16 +76,12 @@ class Pin(_Type):
 
     name = "lo:hi"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
         lo, _, hi = str(value).partition(":")
         if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
-            self.fail(
-                f"{value!r} is not a range: write LO:HI with LO < HI, as in 0:512", param, ctx
-            )
+            self.fail(f"{value!r} is not a range: write LO:HI with LO < HI, as in 0:512", param, ctx)
         return int(lo), int(hi)
 
 
@@ -98,9 +90,7 @@ class TokenLimit(_Type):
 
     name = "n"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         text = str(value).strip()
         if text == "-1" or (text.isdecimal() and int(text) > 0):
             return int(text)

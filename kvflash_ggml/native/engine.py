@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -224,6 +225,15 @@ class Engine:
         return seconds
 
     # --- scoring on the host
+
+    def keys(self, page: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.float32]]:
+        """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
+        kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
+        parts = []
+        for x in self.layers:
+            rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
+            parts.append(gguf.quants.dequantize(rows, kind).reshape(CHUNK, x.n_head_kv, x.head_k))
+        return parts
 
     @property
     def query_shapes(self) -> list[tuple[int, int, int]]:

@@ -95,8 +95,8 @@ std::vector<kvf_layer> describe_layers(const llama_model & model, const llama_kv
         kvf_layer d {};
         d.il        = l.il;
         d.n_head    = model.hparams.n_head(l.il);
-        d.n_head_kv = model.hparams.n_head_kv(l.il);
         d.head_k    = model.hparams.n_embd_head_k(l.il);
+        d.n_head_kv = l.k->ne[0]/d.head_k;  // a latent (MLA) cache holds one
         d.head_v    = model.hparams.n_embd_head_v(l.il);
         d.has_v     = l.v != nullptr;
         d.k_offset  = page_bytes;

@@ -6,6 +6,7 @@ what went wrong and what to type.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -47,8 +48,9 @@ def load() -> None:
 
 def announce() -> None:
     """Tell a llama_cpp imported later where our library is; silent, `load` reports problems."""
-    if "llama_cpp" not in sys.modules and (_package_root() / "lib").is_dir():
-        _point_llama_cpp_at(library_folder())
+    if "llama_cpp" not in sys.modules:
+        with contextlib.suppress(LibraryError):
+            _point_llama_cpp_at(library_folder())
 
 
 @functools.cache
@@ -91,8 +93,7 @@ def build_info() -> dict[str, Any]:
     path = _package_root() / "_build_info.json"
     if not path.is_file():
         raise LibraryError(
-            f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; "
-            f"otherwise: {REINSTALL}"
+            f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; otherwise: {REINSTALL}"
         )
     info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return info
@@ -127,9 +128,7 @@ def ensure_gpu_offload(n_gpu_layers: int) -> None:
     if env.allow_cpu():
         logger.warning("%s Running on the CPU, as KVFLASH_ALLOW_CPU=1 says.", text)
         return
-    raise LibraryError(
-        f"{text} {cure}, or run on the CPU on purpose: n_gpu_layers=0 or KVFLASH_ALLOW_CPU=1."
-    )
+    raise LibraryError(f"{text} {cure}, or run on the CPU on purpose: n_gpu_layers=0 or KVFLASH_ALLOW_CPU=1.")
 
 
 def _package_root() -> Path:
@@ -149,11 +148,7 @@ def _refuse_other_version() -> None:
     module = sys.modules.get("llama_cpp")
     found = getattr(module, "__version__", found)
     if found != pin:
-        have = (
-            f"llama-cpp-python {found} is installed"
-            if found
-            else "llama-cpp-python is not installed"
-        )
+        have = f"llama-cpp-python {found} is installed" if found else "llama-cpp-python is not installed"
         raise LibraryError(
             f"{have}, but this build of kvflash_ggml needs exactly {pin}. Install it with:\n"
             f'  CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}'
@@ -201,11 +196,7 @@ def _open_from_wheels(name: str) -> bool:
                 ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
                 nested = _MISSING_OBJECT.search(str(error))
-                if (
-                    nested is None
-                    or nested.group(1) == name
-                    or not _open_from_wheels(nested.group(1))
-                ):
+                if nested is None or nested.group(1) == name or not _open_from_wheels(nested.group(1)):
                     continue
                 ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
             return True
@@ -217,10 +208,7 @@ def _explain(path: Path, error: OSError) -> str:
     missing = _MISSING_OBJECT.search(str(error))
     name = missing.group(1) if missing else ""
     if name.startswith("libcuda.so"):
-        return (
-            f"{text} {name} comes with the NVIDIA driver, and there is none here: install it, "
-            "or use a CPU build."
-        )
+        return f"{text} {name} comes with the NVIDIA driver, and there is none here: install it, or use a CPU build."
     if name.startswith(("libcudart", "libcublas")):
         return (
             f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "
@@ -242,9 +230,7 @@ def _import(name: str, libllama: Path) -> ModuleType:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if isinstance(error, LibraryError):
             raise
-        raise LibraryError(
-            f"{name} cannot be used with {libllama}: {error}. Build it again: {REINSTALL}"
-        ) from error
+        raise LibraryError(f"{name} cannot be used with {libllama}: {error}. Build it again: {REINSTALL}") from error
 
 
 def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:

@@ -23,7 +23,13 @@ class QKScorer:
     name = "qk"
 
     def __init__(
-        self, *, group: int = 32, shortlist: float = 0.05, least: int = 32, combine: str = "softmax", query_rows: int = 8
+        self,
+        *,
+        group: int = 32,
+        shortlist: float = 0.05,
+        least: int = 32,
+        combine: str = "softmax",
+        query_rows: int = 8,
     ) -> None:
         self.query_rows = query_rows
         self._group = group

@@ -95,6 +95,19 @@ class Pager:
         window = range(max(0, first - self.tail), last + 1)
         return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
 
+    def unprotected(self) -> tuple[list[int], list[int]]:
+        """Sealed chunks that reselection may move: (resident, evicted)."""
+        head = max(0, self.length - 1) // CHUNK
+        kept = self.protected(head, head)
+        able = [c for c in range(self.length // CHUNK) if c not in kept]
+        resident = [c for c in able if self.chunks[c].block != ABSENT]
+        return resident, [c for c in able if self.chunks[c].block == ABSENT]
+
+    def would_recall(self, start: int) -> bool:
+        """Would reselection bring anything back, for the tokens from `start` on?"""
+        kept = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
+        return any(self.chunks[c].block == ABSENT for c in self._best(kept))
+
     def room(self, start: int) -> int:
         """How many tokens can be appended at `start` in one span without evicting the span itself."""
         if not self.bounded:
@@ -233,9 +246,7 @@ class Pager:
         """
         if count <= 0:
             return []
-        able = [
-            c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and chunk.on_host and c not in kept
-        ]
+        able = [c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and chunk.on_host and c not in kept]
         if len(able) < count:
             raise PoolExhausted(
                 f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.blocks.count}: "

@@ -15,9 +15,10 @@ COMPUTE_RESERVE = 3 << 29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """slots: the pool. why: the arithmetic, for the banner."""
+    """slots: the pool. n_ctx: the context it serves. why: the arithmetic, for the banner."""
 
     slots: int
+    n_ctx: int
     why: str
 
 
@@ -42,4 +43,4 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, free_bytes: int, slot_bytes: i
     if slots >= ceiling:
         slots = ceiling
         why = f"{why}, which is the whole context"
-    return PoolSize(slots=slots, why=why)
+    return PoolSize(slots=slots, n_ctx=ceiling, why=why)

@@ -107,29 +107,32 @@ class HostStore:
 
     def fetch(self, chunk: int) -> int:
         """The address of the image, read back from the spill file if it was there."""
-        if chunk in self._spilled:
-            address = self._page()
-            try:
-                self._read_spilled(chunk, address)
-            except BaseException:
-                self._free.append(address)
-                raise
-            self._pages[chunk] = address
-        self._pages.move_to_end(chunk)
-        return self._pages[chunk]
+        with self.lock:
+            if chunk in self._spilled:
+                address = self._page()
+                try:
+                    self._read_spilled(chunk, address)
+                except BaseException:
+                    self._free.append(address)
+                    raise
+                self._pages[chunk] = address
+            self._pages.move_to_end(chunk)
+            return self._pages[chunk]
 
     def bytes_of(self, chunk: int) -> bytes:
         """A copy of the image, once its transfer is done."""
-        self._memory.wait(self.ticket(chunk))
-        return bytes(self._memory.view(self.fetch(chunk), self.page_bytes))
+        with self.lock:
+            self._memory.wait(self.ticket(chunk))
+            return bytes(self._memory.view(self.fetch(chunk), self.page_bytes))
 
     def drop(self, chunk: int) -> None:
         """Forget the image, if there is one."""
-        if chunk in self._pages:
-            self._memory.wait(self._tickets.pop(chunk, 0))
-            self._free.append(self._pages.pop(chunk))
-        elif chunk in self._spilled:
-            self._spill_free.append(self._spilled.pop(chunk))
+        with self.lock:
+            if chunk in self._pages:
+                self._memory.wait(self._tickets.pop(chunk, 0))
+                self._free.append(self._pages.pop(chunk))
+            elif chunk in self._spilled:
+                self._spill_free.append(self._spilled.pop(chunk))
 
     def clear(self) -> None:
         for chunk in list(self):

@@ -259,6 +259,7 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
     assert cli(*line.split()).exit_code == 0
     assert cli.settings["kvflash"] == KVFlashConfig(
         pool=4096,
+        policy="lru",
         tau=32,
         pins=((0, 512), (600, 700)),
         host_limit=8 << 30,

@@ -1,0 +1,220 @@
+"""When to look at the text, and what to do with what is seen: the clock and the worker between a scorer and a session.
+
+Scoring runs on a worker thread while the device decodes. A look is taken at one step and used a fixed number of steps later,
+so that, with a fixed tau, what is computed never depends on how fast a thread was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .policy.base import Floats, KeyShape, Look, Scorer
+
+if TYPE_CHECKING:
+    from .native.engine import Engine
+    from .pool.store import HostStore
+
+LOOKS_PER_TAU = 4
+"""A look between two reselections moves pages only if an evicted chunk is clearly better than a resident one."""
+
+CLEARLY = 1.0
+"""By how much, in the units of the scores (natural logarithms of attention for the default policy)."""
+
+LAG = 16
+"""Steps between a look and its use, on devices that compute beside the host."""
+
+OVERHEAD = 0.02
+"""Share of the decode time that looking may take when tau adapts."""
+
+TAU = 64
+MOST_TAU = 4096
+
+
+class HostKeys:
+    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
+
+    def __init__(self, engine: Engine, store: HostStore) -> None:
+        self._engine = engine
+        self._store = store
+        self._threads = min(4, os.cpu_count() or 1)
+        self.shapes: Sequence[KeyShape] = [
+            KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
+        ]
+
+    def read(self, chunk: int) -> list[Floats]:
+        with self._store.lock:
+            page = np.frombuffer(self._store.bytes_of(chunk), np.uint8)
+        return self._engine.keys(page)
+
+    def bounds_size(self, group: int) -> int:
+        return self._engine.bounds_size(group)
+
+    def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
+        with self._store.lock:
+            self._engine.wait(self._store.ticket(chunk))
+            self._engine.bounds(group, self._store.fetch(chunk), out)
+
+    def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
+        scores = self._engine.score_bounds(group, bounds, look.rows, look.queries, self._threads)
+        scores *= np.repeat([s.scale for s in self.shapes], [look.rows * s.n_head for s in self.shapes])[:, None]
+        return scores
+
+    def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
+        parts = []
+        with self._store.lock:
+            for group in self._store.fitting(chunks):
+                images = [self._store.fetch(chunk) for chunk in group]
+                parts.append(self._engine.score_keys(images, look.rows, look.queries, self._threads))
+        return np.concatenate(parts, axis=1)
+
+
+class Reselector:
+    """Feeds a scorer and decides when its scores are asked for.
+
+    tau: tokens between two reselections while generating, or None to adapt to what a look costs.
+    """
+
+    def __init__(self, engine: Engine, store: HostStore, scorer: Scorer, *, tau: int | None, n_chunks: int) -> None:
+        self.scorer = scorer
+        self.looks = 0
+        self.seconds = 0.0  # spent scoring
+        self._engine = engine
+        self._fixed_tau = tau
+        self.tau = tau or TAU
+        self._keys = HostKeys(engine, store)
+        self._worker = ThreadPoolExecutor(1, "kvflash-score") if engine.info.asynchronous else None
+        self._lag = LAG if self._worker else 0
+        self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
+        self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
+        self._pending: Future[Floats | None] | None = None
+        self._due = 0
+        self._since_look = 0
+        self._since_reselect = 0
+        self._step_seconds = 0.0
+        self._last_step = 0.0
+        scorer.open(self._keys, n_chunks)
+
+    # --- what happens to the text
+
+    def sealed(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self._run(self.scorer.seal, chunk)
+
+    def cut(self, n_chunks: int) -> None:
+        self.forget()
+        self._run(self.scorer.cut, n_chunks)
+
+    def forget(self) -> None:
+        """Drop a look that has not been used: it belongs to a text that is gone."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+        self._since_look = self._since_reselect = 0
+        self._last_step = 0.0
+
+    # --- looks
+
+    def look(
+        self, tokens: npt.NDArray[np.int32], n_chunks: int, kept: frozenset[int], *, rows: int | None = None
+    ) -> None:
+        """Score the chunks against the newest `rows` queries (all that are kept by default), beside the compute."""
+        self.looks += 1
+        wanted = min(rows or self.scorer.query_rows, self.scorer.query_rows, len(tokens))
+        ticket = self._engine.read_queries(self._flat) if self.scorer.query_rows else 0
+        newest = np.arange(len(tokens) - wanted, len(tokens))
+        self._pending = self._run(self._score, ticket, tokens.copy(), n_chunks, kept, newest)
+
+    def take(self) -> Floats | None:
+        """The scores of the last look, waiting for them if need be; None if there are none."""
+        if self._pending is None:
+            return None
+        scores, self._pending = self._pending.result(), None
+        return scores
+
+    def tick(self) -> bool:
+        """One token has been generated: is it time to look?"""
+        now = time.perf_counter()
+        if self._last_step:
+            self._step_seconds += 0.1 * (now - self._last_step - self._step_seconds)
+        self._last_step = now
+        self._since_look += 1
+        self._since_reselect += 1
+        if self._pending is not None:
+            self._due -= 1
+            return False
+        if self._since_look < max(1, self.tau // LOOKS_PER_TAU):
+            return False
+        self._since_look = 0
+        self._due = self._lag
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Is it time to use the last look?"""
+        return self._pending is not None and self._due <= 0
+
+    def worth(self, scores: Floats, resident: Sequence[int], evicted: Sequence[int]) -> bool:
+        """Should pages move? At tau they do; before, only for a chunk that is clearly better than the worst resident."""
+        if self._since_reselect < self.tau:
+            inside = [c for c in resident if c < len(scores)]
+            outside = [c for c in evicted if c < len(scores)]
+            if not inside or not outside or scores[outside].max() - scores[inside].min() < CLEARLY:
+                return False
+        self._since_reselect = 0
+        return True
+
+    def close(self) -> None:
+        self.forget()
+        if self._worker is not None:
+            self._worker.shutdown()
+        self.scorer.close()
+
+    def _score(
+        self,
+        ticket: int,
+        tokens: npt.NDArray[np.int32],
+        n_chunks: int,
+        kept: frozenset[int],
+        newest: npt.NDArray[np.intp],
+    ) -> Floats | None:
+        self._engine.wait(ticket)
+        began = time.perf_counter()
+        look = Look(tokens=tokens, n_chunks=n_chunks, rows=len(newest), queries=self._rows(newest), kept=kept)
+        scores = self.scorer.score(look)
+        self._adapt(time.perf_counter() - began)
+        return scores
+
+    def _rows(self, positions: npt.NDArray[np.intp]) -> Floats:
+        """The queries of these positions, out of the ring of each layer, flat."""
+        parts, at = [], 0
+        for ring in self._ring:
+            layer = self._flat[at : at + ring.size].reshape(ring.shape)
+            parts.append(layer[positions % max(1, len(layer))].reshape(-1))
+            at += ring.size
+        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+
+    def _adapt(self, seconds: float) -> None:
+        """Double or halve tau until looking takes about its share of the decode time."""
+        self.seconds += seconds
+        if self._fixed_tau is not None or not self._step_seconds:
+            return
+        share = seconds * LOOKS_PER_TAU / (self.tau * self._step_seconds)
+        if share > OVERHEAD and self.tau < MOST_TAU:
+            self.tau *= 2
+        elif share < OVERHEAD / 4 and self.tau > TAU:
+            self.tau //= 2
+
+    def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
+        """On the worker, or at once where the device computes on the caller's thread."""
+        if self._worker is not None:
+            return self._worker.submit(work, *args)
+        future: Future[object] = Future()
+        future.set_result(work(*args))
+        return future
