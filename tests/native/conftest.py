@@ -35,9 +35,7 @@ def models() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def model(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
     "iswa" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
@@ -90,9 +88,10 @@ def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any
             # one thread: the models are so small that threads cost more than they give
             threads = {"n_threads": 1, "n_threads_batch": 1}
             split = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 256}
-            llm = cls(
-                str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs)
-            )
+            # what leaves the pool is foreseeable only without scores
+            if isinstance(kwargs.get("kvflash"), int):
+                kwargs = {"kvflash_policy": "lru"} | kwargs
+            llm = cls(str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs))
             stack.callback(llm.close)
             return llm
 
@@ -133,9 +132,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             cparams.type_k = cparams.type_v = type_kv
             cparams.swa_full = False
             cparams.flash_attn_type = (
-                llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-                if flash
-                else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+                llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
             native.set_pool(pool, query_rows)
             try:

@@ -63,18 +63,14 @@ def test_off_gives_logprobs_as_stock(llama: Any, stock: Any, tokens: Any) -> Non
     answers = []
     for make in (llama, stock):
         llm = make("dense", logits_all=True)
-        answer = llm.create_completion(
-            tokens[:200].tolist(), max_tokens=8, temperature=0.0, logprobs=3
-        )
+        answer = llm.create_completion(tokens[:200].tolist(), max_tokens=8, temperature=0.0, logprobs=3)
         answers.append(answer["choices"][0])
     assert answers[0] == answers[1]
 
 
 def test_off_embeds_as_stock(llama: Any, stock: Any) -> None:
     texts = ["one short text", "another, a little longer than the first", "x"]
-    vectors = [
-        make("dense", embedding=True, pooling_type=1).embed(texts) for make in (llama, stock)
-    ]
+    vectors = [make("dense", embedding=True, pooling_type=1).embed(texts) for make in (llama, stock)]
     assert len(vectors[0]) == 3
     assert vectors[0] == vectors[1]
 
@@ -92,9 +88,7 @@ def test_whole_context_is_stock(kind: str, kv: int, llama: Any, stock: Any, toke
     assert ours.kvflash.page_outs == ours.kvflash.page_ins == 0
 
 
-@pytest.mark.parametrize(
-    ("n_batch", "n_ubatch"), [(200, 96), (300, 128), (512, 512), (64, 64), (100, 7)]
-)
+@pytest.mark.parametrize(("n_batch", "n_ubatch"), [(200, 96), (300, 128), (512, 512), (64, 64), (100, 7)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_context_splits_as_stock(
     kind: str, n_batch: int, n_ubatch: int, llama: Any, stock: Any, tokens: Any
@@ -131,9 +125,7 @@ def test_whole_context_after_truncation(kind: str, llama: Any, stock: Any, token
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_context_reuses_a_prefix_as_stock(
-    kind: str, llama: Any, stock: Any, tokens: Any
-) -> None:
+def test_whole_context_reuses_a_prefix_as_stock(kind: str, llama: Any, stock: Any, tokens: Any) -> None:
     base = tokens[:420].tolist()
     prompts = [base, base[:390] + tokens[2000:2040].tolist(), base, base[:100]]
     runs = []
@@ -142,9 +134,7 @@ def test_whole_context_reuses_a_prefix_as_stock(
         for prompt in prompts:
             run.append((take(llm.generate(prompt, temp=0.0), 20), hash(row(llm).tobytes())))
         runs.append(run)
-    if (
-        kind == "hybrid"
-    ):  # we go back to a checkpoint where upstream evaluates the whole prompt: rounding differs
+    if kind == "hybrid":  # we go back to a checkpoint where upstream evaluates the whole prompt: rounding differs
         assert [tokens for tokens, _ in runs[0]] == [tokens for tokens, _ in runs[1]]
     else:
         assert runs[0] == runs[1]
@@ -154,9 +144,7 @@ def test_whole_context_samples_as_stock(llama: Any, stock: Any, tokens: Any) -> 
     runs = []
     for llm in (llama("dense", kvflash=1024), stock("dense", **stock_like("dense", 1))):
         llm.set_seed(3)
-        runs.append(
-            take(llm.generate(tokens[:300].tolist(), temp=1.2, top_k=80, repeat_penalty=1.2), 64)
-        )
+        runs.append(take(llm.generate(tokens[:300].tolist(), temp=1.2, top_k=80, repeat_penalty=1.2), 64))
     assert runs[0] == runs[1]
 
 
@@ -177,11 +165,7 @@ def test_pages_come_back_bit_for_bit(kind: str, kv: int, bare: Any, tokens: Any)
     before = read_blocks(session, blocks)
     assert before == read_blocks(still.session, blocks)
     assert len(set(before)) == 8
-    assert all(
-        any(layer_bytes(session, page, i))
-        for page in before
-        for i in range(len(session.engine.layers))
-    )
+    assert all(any(layer_bytes(session, page, i)) for page in before for i in range(len(session.engine.layers)))
 
     turned = before[3:] + before[:3]
     write_blocks(session, blocks, turned)
@@ -229,9 +213,7 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
 
 @pytest.mark.parametrize("kv", ALL_TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_evicted_and_recalled_is_as_if_never_gone(
-    kind: str, kv: int, bare: Any, tokens: Any
-) -> None:
+def test_evicted_and_recalled_is_as_if_never_gone(kind: str, kv: int, bare: Any, tokens: Any) -> None:
     """All sealed chunks leave and come back to the same slots: the same bits follow."""
     prompt, rest = tokens[:600], tokens[600:632]
     moved = bare(kind, pool=768, n_ctx=2048, type_kv=kv)
@@ -273,12 +255,8 @@ def test_shuffled_blocks_f32(bare: Any, tokens: Any) -> None:
     assert np.abs(straight - mixed).max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv", "least"), [("f32", 1, 0.995), ("f32", 8, 0.97), ("iswa", 1, 0.99)]
-)
-def test_shuffled_blocks_with_flash_attention(
-    kind: str, kv: int, least: float, bare: Any, tokens: Any
-) -> None:
+@pytest.mark.parametrize(("kind", "kv", "least"), [("f32", 1, 0.995), ("f32", 8, 0.97), ("iswa", 1, 0.99)])
+def test_shuffled_blocks_with_flash_attention(kind: str, kv: int, least: float, bare: Any, tokens: Any) -> None:
     prompt, rest = tokens[:40], tokens[40:640]
     straight = bare(kind, pool=1024, type_kv=kv).walk(prompt, rest)
     mixed = bare(kind, pool=1024, type_kv=kv, block_order=shuffled(16)).walk(prompt, rest)
@@ -287,9 +265,7 @@ def test_shuffled_blocks_with_flash_attention(
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_shuffled_blocks_with_quantised_weights(
-    kind: str, bare: Any, stock: Any, tokens: Any
-) -> None:
+def test_shuffled_blocks_with_quantised_weights(kind: str, bare: Any, stock: Any, tokens: Any) -> None:
     """Quantised weights amplify any other order of summation, so stock's own noise is the floor."""
     prompt, rest = tokens[:40], tokens[40:640]
     straight = bare(kind, pool=1024).walk(prompt, rest)
@@ -316,9 +292,7 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
 
     ours._session._apply = spy
     pieces = [tokens[i : i + n_ubatch] for i in range(0, 1800, n_ubatch)]
-    pieces += [
-        tokens[i : i + 1] for i in range(len(pieces) * n_ubatch, len(pieces) * n_ubatch + 150)
-    ]
+    pieces += [tokens[i : i + 1] for i in range(len(pieces) * n_ubatch, len(pieces) * n_ubatch + 150)]
     rows: tuple[list[Any], list[Any]] = ([], [])
     moments = 0
     for piece in pieces:
@@ -334,9 +308,7 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     assert moments > 5
     assert ours.kvflash.resident < ours.kvflash.chunks
     a, b = np.stack(rows[0]), np.stack(rows[1])
-    assert (
-        np.abs(a - b).max() < 0.05
-    )  # half-precision keys and values; a wrong mask costs whole units
+    assert np.abs(a - b).max() < 0.05  # half-precision keys and values; a wrong mask costs whole units
     ties = a.max(1) - np.take_along_axis(a, b.argmax(1)[:, None], 1)[:, 0]
     assert ties.max() < 0.05
     assert agreement(a, b) >= 0.98
@@ -344,24 +316,20 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     whole = stock("f32", n_ctx=4096, n_batch=n_ubatch, n_ubatch=n_ubatch, flash_attn=True)
     for piece in pieces:
         whole.eval(piece.tolist())
-    assert np.abs(row(whole) - b[-1]).max() > 0.05, (
-        "eviction made no difference, so nothing was tested"
-    )
+    assert np.abs(row(whole) - b[-1]).max() > 0.05, "eviction made no difference, so nothing was tested"
 
 
 # --- rung 7: determinism
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize(("kind", "policy"), [("dense", "qk"), ("hybrid", "qk"), ("dense", "lru")])
 def test_two_processes_give_the_same_bytes(
-    kind: str, models: dict[str, Path], tokens: Any, tmp_path: Path
+    kind: str, policy: str, models: dict[str, Path], tokens: Any, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "tokens.npy", tokens[:1500])
-    command = [sys.executable, "-c", WALK, str(models[kind]), str(tmp_path / "tokens.npy")]
-    runs = [
-        subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)
-    ]
-    assert len(runs[0].split()) == 2 + 60
+    command = [sys.executable, "-c", WALK, str(models[kind]), str(tmp_path / "tokens.npy"), policy]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    assert len(runs[0].split()) == 3 + 90
     assert runs[0] == runs[1]
 
 
@@ -370,14 +338,15 @@ import hashlib, sys
 import numpy as np
 from kvflash_ggml import Llama
 tokens = np.load(sys.argv[2]).tolist()
-llm = Llama(sys.argv[1], n_ctx=4096, n_batch=256, kvflash=512, seed=4, verbose=False)
+settings = {"kvflash": 512, "kvflash_policy": sys.argv[3], "kvflash_tau": 32}
+llm = Llama(sys.argv[1], n_ctx=4096, n_batch=256, seed=4, verbose=False, n_threads_batch=1, **settings)
 out = []
 for token in llm.generate(tokens, temp=1.1, top_p=0.99):
     out.append(token)
-    if len(out) == 60:
+    if len(out) == 90:
         break
 row = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
-print(hashlib.sha256(row.tobytes()).hexdigest(), llm.kvflash.page_outs, *out)
+print(hashlib.sha256(row.tobytes()).hexdigest(), llm.kvflash.page_ins, llm.kvflash.page_outs, *out)
 """
 
 

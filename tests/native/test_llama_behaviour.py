@@ -1,0 +1,655 @@
+"""`Llama` with a pool behaves as upstream's does, wherever the pool is not the point."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import CHUNK, agreement, row, same_bits, walk
+
+from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.errors import (
+    ConfigError,
+    ContextFull,
+    DecodeError,
+    KVFlashError,
+    StateError,
+)
+
+GREEDY = {"temp": 0.0}
+
+
+def take(generator: Any, n: int) -> list[int]:
+    out = list(islice(generator, n))
+    generator.close()
+    return out
+
+
+# --- sizes of the context
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize("n_ctx", [32, 100, 300, 0])
+def test_any_context_length(kind: str, n_ctx: int, llama: Any, stock: Any, tokens: Any) -> None:
+    split = {"n_ctx": n_ctx, "n_batch": 512, "n_ubatch": 512}
+    ours = llama(kind, kvflash=512, **split)
+    assert ours.n_ctx() == ours.kvflash.n_ctx == len(ours.input_ids) == max(256, ours.n_ctx())
+    theirs = stock(kind, flash_attn=True, **(split | {"n_ctx": n_ctx or 4096}))
+    prompt = tokens[:20].tolist()
+    assert take(ours.generate(prompt, **GREEDY), 10) == take(theirs.generate(prompt, **GREEDY), 10)
+
+
+def test_a_small_context_can_be_filled(llama: Any, tokens: Any) -> None:
+    llm = llama(n_ctx=32, kvflash=KVFlashConfig(pool=64, pins=((0, 200),)))
+    llm.eval(tokens[: llm.n_ctx()].tolist())
+    assert llm.n_tokens == llm.kvflash.length == 256
+    with pytest.raises(ContextFull):
+        llm.eval([1])
+
+
+def test_context_full_says_so_like_upstream(llama: Any, tokens: Any) -> None:
+    llm = llama(n_ctx=1024, kvflash=512)
+    pattern = r"Requested tokens \(1025\) exceed context window of 1024"
+    with pytest.raises(ValueError, match=pattern) as caught:
+        llm.eval(tokens[:1025].tolist())
+    assert isinstance(caught.value, ContextFull)
+    assert llm.n_tokens == 0
+    with pytest.raises(ValueError, match=pattern):
+        llm.create_completion(tokens[:1025].tolist())
+    llm.eval(tokens[:1000].tolist())
+    with pytest.raises(ContextFull, match=pattern):
+        llm.eval(tokens[:25].tolist())
+    assert llm.n_tokens == 1000
+
+
+def test_max_tokens_end_at_the_context(llama: Any, tokens: Any) -> None:
+    llm = llama(n_ctx=1024, kvflash=512)
+    answer = llm.create_completion(
+        tokens[:1000].tolist(), max_tokens=None, temperature=0.0, logit_bias={llm.token_eos(): -1e9}
+    )
+    assert answer["usage"]["total_tokens"] == 1024
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+# --- generation
+
+
+@pytest.mark.parametrize("pool", [None, 1024, 512])
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_draft_model_changes_nothing(kind: str, pool: int | None, llama: Any, tokens: Any) -> None:
+    """With a prompt longer than n_batch, and with drafts that are mostly wrong."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    prompt = np.tile(tokens[:150], 5).tolist() + tokens[:40].tolist()
+    size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": pool}
+    plain = take(llama(kind, **size).generate(prompt, **GREEDY), 40)
+    drafted = llama(kind, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), **size)
+    scored = llama(kind, logits_all=True, **size)
+    tokens_out = take(drafted.generate(prompt, **GREEDY), 40)
+    assert tokens_out[: first_tie(scored, prompt, plain)] == plain[: first_tie(scored, prompt, plain)]
+    if pool is not None:
+        drafted._session.pager.check_integrity()
+
+
+def first_tie(llm: Any, prompt: list[int], answer: list[int]) -> int:
+    """How many greedy tokens are beyond doubt: batches of other sizes round differently."""
+    llm.reset()
+    llm.eval(prompt)
+    for i, token in enumerate(answer):
+        top = np.sort(row(llm))[-2:]
+        if top[1] - top[0] < 0.3:
+            return i
+        llm.eval([token])
+    return len(answer)
+
+
+def test_prefix_is_not_evaluated_twice(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    prompt = tokens[:300].tolist()
+    take(llm.generate(prompt, **GREEDY), 5)
+    done: list[int] = []
+    llm.kvflash_progress = lambda at, of: done.append(of)
+    take(llm.generate([*prompt, *tokens[700:710].tolist()], **GREEDY), 1)
+    assert done == [10]
+
+
+def test_generate_accepts_what_is_sent(llama: Any, stock: Any, tokens: Any) -> None:
+    runs = []
+    for llm in (llama(kvflash=1024, logits_all=True), stock(flash_attn=True, logits_all=True)):
+        generator = llm.generate(tokens[:50].tolist(), **GREEDY)
+        first = next(generator)
+        rest = [generator.send(tokens[100:104].tolist()), next(generator)]
+        runs.append((first, rest, llm.input_ids[: llm.n_tokens].tolist()))
+        generator.close()
+    assert runs[0] == runs[1]
+
+
+def test_processor_and_bias_both_act(llama: Any, tokens: Any) -> None:
+    from llama_cpp import LogitsProcessorList
+
+    llm = llama(kvflash=512)
+    seen: list[int] = []
+
+    def forbid(ids: Any, scores: Any) -> Any:
+        seen.append(len(ids))
+        scores = scores.copy()
+        scores[1234] = -np.inf
+        return scores
+
+    answer = llm.create_completion(
+        tokens[:40].tolist(),
+        max_tokens=4,
+        temperature=0.0,
+        logits_processor=LogitsProcessorList([forbid]),
+        logit_bias={1234: 1e4, 321: 1e3},
+    )
+    assert seen == [40, 41, 42, 43]
+    assert answer["choices"][0]["text"].encode() == llm.detokenize([321] * 4)
+
+
+def test_streaming_stop_strings_and_echo(llama: Any, stock: Any, tokens: Any) -> None:
+    answers = []
+    for llm in (llama(kvflash=1024), stock(flash_attn=True)):
+        prompt = llm.detokenize(tokens[:200].tolist()).decode("utf-8", "ignore")
+        settings = {"max_tokens": 48, "temperature": 0.0, "seed": 1}
+        whole = llm.create_completion(prompt, **settings)["choices"][0]
+        assert len(whole["text"]) > 20
+        stop = whole["text"][12:15]
+        stopped = llm.create_completion(prompt, stop=[stop], **settings)["choices"][0]
+        assert stopped["finish_reason"] == "stop"
+        assert stop not in stopped["text"]
+        pieces = llm.create_completion(prompt, stream=True, stop=[stop], **settings)
+        streamed = "".join(piece["choices"][0]["text"] for piece in pieces)
+        assert streamed == stopped["text"]
+        echoed = llm.create_completion(prompt, echo=True, **settings)["choices"][0]["text"]
+        assert echoed == prompt + whole["text"]
+        answers.append((whole["text"], stopped["text"]))
+    assert answers[0] == answers[1]
+
+
+def test_chat(llama: Any, stock: Any) -> None:
+    messages = [{"role": "user", "content": "The code for harbor is 5830174. What is the code for harbor?"}]
+    texts = []
+    for llm in (llama(kvflash=1024), stock(flash_attn=True)):
+        answer = llm.create_chat_completion(messages, temperature=0.0, max_tokens=24)
+        texts.append(answer["choices"][0]["message"]["content"])
+        pieces = llm.create_chat_completion(messages, temperature=0.0, max_tokens=24, stream=True)
+        deltas = [piece["choices"][0]["delta"].get("content", "") for piece in pieces]
+        assert "".join(deltas) == texts[-1]
+    assert texts[0] == texts[1]
+    assert texts[0]
+
+
+def test_grammar(llama: Any, tokens: Any) -> None:
+    from llama_cpp import LlamaGrammar
+
+    grammar = LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False)
+    llm = llama(kvflash=512)
+    for seed in range(3):
+        answer = llm.create_completion(tokens[:30].tolist(), grammar=grammar, max_tokens=8, temperature=2.0, seed=seed)
+        assert answer["choices"][0]["text"] in ("yes", "no")
+
+
+def test_stopping_criteria_see_the_logits(llama: Any, tokens: Any) -> None:
+    from llama_cpp import StoppingCriteriaList
+
+    llm = llama(kvflash=512)
+    seen: list[tuple[int, int]] = []
+
+    def stop(ids: Any, logits: Any) -> bool:
+        seen.append((len(ids), int(np.argmax(logits))))
+        return len(seen) == 4
+
+    criteria = StoppingCriteriaList([stop])
+    out = list(llm.generate(tokens[:100].tolist(), stopping_criteria=criteria, **GREEDY))
+    assert [n for n, _ in seen] == [100, 101, 102, 103]
+    assert [token for _, token in seen][:3] == out
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_is_built_once(stream: bool, llama: Any, tokens: Any, monkeypatch: Any) -> None:
+    """Every token is turned into text a few times, not once per token that follows it."""
+    llm = llama(kvflash=512)
+    inner = llm.tokenizer_._tokenizer
+    work: list[int] = []
+    detokenize = inner.detokenize
+
+    def count(ids: list[int], **kwargs: Any) -> bytes:
+        work.append(len(ids))
+        return detokenize(ids, **kwargs)
+
+    monkeypatch.setattr(inner, "detokenize", count)
+    bias = {llm.token_eos(): -1e9}
+    for start in (0, 50):
+        work.clear()
+        answer = llm.create_completion(
+            tokens[start : start + 50].tolist(),
+            max_tokens=200,
+            temperature=0.0,
+            stream=stream,
+            logit_bias=bias,
+        )
+        if stream:
+            list(answer)
+        assert sum(work) < 5 * 200
+
+
+def test_incremental_text_is_upstreams(llama: Any, stock: Any) -> None:
+    ours, theirs = llama(vocab_only=True), stock(vocab_only=True)
+    ids = theirs.tokenize("naïve — 日本語 🙂 text\n\n  with  spaces".encode())
+    for special in (False, True):
+        for end in range(1, len(ids) + 1):
+            expected = theirs.detokenize(ids[:end], special=special)
+            assert ours.detokenize(ids[:end], special=special) == expected
+            assert ours.detokenize(ids[end - 1 : end], special=special) == theirs.detokenize(
+                ids[end - 1 : end], special=special
+            )
+
+
+# --- refusals
+
+
+def test_unknown_keywords_are_refused(llama: Any) -> None:
+    with pytest.raises(TypeError, match="kvflash_pol"):
+        llama(kvflash=512, kvflash_pol="lru")
+    llama(vocab_only=True, rpc_servers=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"kvflash": 512, "flash_attn": False}, "flash_attn"),
+        ({"kvflash": 0}, "pool"),
+        ({"kvflash": True}, "pool"),
+        ({"kvflash": "large"}, "pool"),
+        ({"kvflash_tau": 5}, "needs kvflash"),
+        ({"kvflash": KVFlashConfig(pool=512), "kvflash_tau": 5}, "not both"),
+        ({"kvflash": 512, "kvflash_pins": [(0, 512)]}, "pin"),
+        ({"kvflash": 512, "kvflash_pins": [(5, 5)]}, "pin"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], match: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=match):
+        llama(**settings)
+    assert llama().kvflash is None, "a refusal leaves no pool for the next context"
+
+
+def test_embedding_has_no_pool(llama: Any, stock: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "kvflash_ggml"):
+        llm = llama(embedding=True, kvflash=512)
+    assert llm.kvflash is None
+    assert "embedding" in caplog.text
+    assert llm.embed("some text") == stock(embedding=True).embed("some text")
+
+
+def test_vocab_only(llama: Any) -> None:
+    llm = llama(vocab_only=True, kvflash=512)
+    assert llm.kvflash is None
+    assert llm.detokenize(llm.tokenize(b"hello there")) == b"hello there"
+
+
+def test_what_a_pool_cannot_do_is_refused(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    llm.eval(tokens[:100].tolist())
+    for call in (
+        lambda: llm._ctx.decode(llm._batch),
+        lambda: llm._ctx.kv_cache_seq_cp(0, 1, 0, -1),
+        lambda: llm._ctx.kv_cache_seq_shift(0, 0, -1, 3),
+    ):
+        with pytest.raises(KVFlashError, match="kvflash=None"):
+            call()
+    assert not llm._ctx.kv_cache_seq_rm(-1, 10, 20)
+    assert llm._ctx.kv_cache_seq_rm(-1, 90, -1)
+    assert llm.kvflash.length == 90
+
+
+# --- lifetime
+
+
+def test_install_replaces_the_class(llama: Any, monkeypatch: Any) -> None:
+    import llama_cpp
+
+    import kvflash_ggml
+
+    monkeypatch.setattr(llama_cpp, "Llama", llama_cpp.Llama)
+    kvflash_ggml.install()
+    assert llama_cpp.Llama is kvflash_ggml.Llama
+    assert issubclass(llama_cpp.Llama, llama_cpp.llama.Llama)
+
+
+def test_close_twice(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    llm.eval(tokens[:700].tolist())
+    llm.close()
+    llm.close()
+    del llm
+
+
+def test_pickle_keeps_settings_and_tokenizer(llama: Any, models: Any, tokens: Any) -> None:
+    config = KVFlashConfig(pool=512, tail=3, pins=((64, 128),), host_limit=1 << 24)
+    llm = llama(kvflash=config, logits_all=True, n_batch=128)
+    again = pickle.loads(pickle.dumps(llm))
+    assert again._config == config
+    assert again.kvflash.pool == 512
+    assert again._logits_all
+    assert again.n_batch == 128
+    assert again.tokenizer_.detokenize([35, 569]) == llm.tokenizer_.detokenize([35, 569])
+    prompt = tokens[:700].tolist()
+    assert take(again.generate(prompt, **GREEDY), 8) == take(llm.generate(prompt, **GREEDY), 8)
+    again.close()
+
+    from llama_cpp.llama_tokenizer import LlamaTokenizer
+
+    own = OwnTokenizer()
+    llm = llama(kvflash=512, tokenizer=own)
+    assert llm.tokenizer_ is own
+    again = pickle.loads(pickle.dumps(llm))
+    assert isinstance(again.tokenizer_, OwnTokenizer)
+    assert not isinstance(again.tokenizer_, LlamaTokenizer)
+    again.close()
+
+
+class OwnTokenizer:
+    """Something that is no LlamaTokenizer, as the Hugging Face wrapper is."""
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        return list(text)
+
+    def detokenize(self, tokens: list[int], **kwargs: Any) -> bytes:
+        return bytes(tokens)
+
+
+# --- states
+
+
+@pytest.mark.parametrize("pool", [512, 1024])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_state_continues_bit_for_bit(kind: str, pool: int, llama: Any, tokens: Any) -> None:
+    llm = llama(kind, kvflash=pool)
+    llm.eval(tokens[:750].tolist())
+    state = llm.save_state()
+    expected = walk(llm, tokens[750:751], tokens[751:900])
+    other = llama(kind, kvflash=pool, seed=99)
+    other.eval(tokens[5000:5300].tolist())
+    for target in (llm, other):
+        target.load_state(state)
+        target._session.pager.check_integrity()
+        assert target.n_tokens == 750
+        assert same_bits(walk(target, tokens[750:751], tokens[751:900]), expected)
+
+
+def test_state_after_a_cut_continues_bit_for_bit(llama: Any, tokens: Any) -> None:
+    """Blocks were freed and chunks recalled before the save: the state knows their order."""
+    llm = llama(kvflash=512, n_ctx=4096)
+    llm.eval(tokens[:1500].tolist())
+    llm.n_tokens = 700
+    llm.eval(tokens[3000:3010].tolist())
+    assert llm.kvflash.page_ins > 0
+    state = llm.save_state()
+    expected = walk(llm, tokens[3010:3011], tokens[3011:3400])
+    other = llama(kvflash=512, n_ctx=4096)
+    other.load_state(state)
+    assert same_bits(walk(other, tokens[3010:3011], tokens[3011:3400]), expected)
+    assert other.kvflash.resident_chunks == llm.kvflash.resident_chunks
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_state_without_a_pool(kind: str, llama: Any, tokens: Any) -> None:
+    llm = llama(kind)
+    llm.eval(tokens[:300].tolist())
+    state = llm.save_state()
+    expected = walk(llm, tokens[300:301], tokens[301:320])
+    other = llama(kind)
+    other.load_state(state)
+    assert same_bits(walk(other, tokens[300:301], tokens[301:320]), expected)
+
+
+def test_state_carries_no_logits(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512, n_ctx=16384)
+    llm.eval(tokens[:700].tolist())
+    state = llm.save_state()
+    assert state.scores.size == 0
+    assert len(state.input_ids) == 700
+    assert state.llama_state_size == len(state.llama_state)
+    assert len(state.llama_state) < 11 * llm.kvflash.page_bytes + 700 * 4 + 8192
+
+
+def test_state_carries_logits_where_all_are_kept(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512, logits_all=True)
+    llm.eval(tokens[:700].tolist())
+    state = llm.save_state()
+    assert state.scores.shape == (700, llm.n_vocab())
+    other = llama(kvflash=512, logits_all=True)
+    other.load_state(state)
+    assert same_bits(other.scores[:700], llm.scores[:700])
+
+
+def test_state_of_other_settings_is_refused(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    llm.eval(tokens[:100].tolist())
+    state = llm.save_state()
+    for settings in ({"kvflash": 768}, {"kvflash": 512, "type_k": 8, "type_v": 8}):
+        other = llama(**settings)
+        other.eval(tokens[:70].tolist())
+        before = row(other)
+        with pytest.raises(StateError):
+            other.load_state(state)
+        assert (other.n_tokens, other.kvflash.length) == (70, 70)
+        assert same_bits(before, row(other))
+    with pytest.raises(StateError):
+        llama("small", kvflash=512).load_state(state)
+    plain = llama()
+    plain.eval(tokens[:50].tolist())
+    with pytest.raises(StateError):
+        llm.load_state(plain.save_state())
+
+
+def test_damaged_states_are_refused(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    llm.eval(tokens[:300].tolist())
+    state = llm.save_state()
+    whole = state.llama_state
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    for data in (b"", whole[:10], whole[:-1], whole[: len(whole) // 2], bytes(flipped)):
+        state.llama_state = data
+        with pytest.raises(StateError):
+            llm.load_state(state)
+    assert llm.n_tokens == llm.kvflash.length == 300
+    state.llama_state = whole
+    llm.load_state(state)
+
+
+@pytest.mark.parametrize("kind", ["f32", "hybrid"])
+def test_ram_cache(kind: str, llama: Any, tokens: Any) -> None:
+    from llama_cpp import LlamaRAMCache
+
+    llm = llama(kind, kvflash=512)
+    llm.set_cache(LlamaRAMCache(capacity_bytes=1 << 26))
+    first, second = tokens[:700].tolist(), tokens[4000:4600].tolist()
+    settings = {"max_tokens": 8, "temperature": 0.0}
+    answer = llm.create_completion(first, **settings)["choices"][0]["text"]
+    llm.create_completion(second, **settings)
+    done: list[int] = []
+    llm.kvflash_progress = lambda at, of: done.append(of)
+    again = llm.create_completion(first, **settings)["choices"][0]["text"]
+    assert again == answer
+    if kind != "hybrid":
+        assert sum(done) < 10
+
+
+# --- cutting the text
+
+
+def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
+    """The tail before the cut is host-only: it is brought back before the next token is evaluated."""
+    llm = llama("f32", n_ctx=4096, kvflash=512)
+    llm.eval(tokens[:2000].tolist())
+    assert not {7, 8, 9} & set(llm.kvflash.resident_chunks)
+    llm.n_tokens = 9 * CHUNK + 30
+    page_ins = llm.kvflash.page_ins
+    cut = walk(llm, tokens[606:607], tokens[607:640])
+    llm._session.pager.check_integrity()
+    assert llm.kvflash.page_ins > page_ins
+    assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
+
+    fresh = llama("f32", n_ctx=4096, kvflash=512)
+    straight = walk(fresh, tokens[:607], tokens[607:640])
+    assert agreement(cut, straight) >= 0.95  # a few more chunks may be resident than in a fresh run
+    assert same_pages(llm, fresh, chunks=3)
+
+
+def same_pages(a: Any, b: Any, *, chunks: int) -> bool:
+    return a._session.pages()[:chunks] == b._session.pages()[:chunks]
+
+
+@pytest.mark.parametrize("length", [64, 65, 127, 128, 500, 512, 513, 1999])
+def test_cut_anywhere(length: int, llama: Any, tokens: Any) -> None:
+    llm = llama("small", n_ctx=4096, kvflash=512)
+    llm.eval(tokens[:2000].tolist())
+    llm.n_tokens = length
+    llm.eval(tokens[length : length + 3].tolist())
+    session = llm._session
+    session.pager.check_integrity()
+    assert llm.n_tokens == session.length == length + 3
+    for c in llm.kvflash.resident_chunks:
+        block = session.pager.chunks[c].block
+        held = session.engine.cells(block * CHUNK, CHUNK).tolist()
+        lo, hi = c * CHUNK, min((c + 1) * CHUNK, length + 3)
+        assert held == [*range(lo, hi), *[-1] * (lo + CHUNK - hi)]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "iswa"])
+def test_cut_of_state_that_cannot_go_back(kind: str, llama: Any, tokens: Any) -> None:
+    """Recurrent state and windows: what cannot be undone is evaluated again, from a checkpoint if there is one."""
+    llm, fresh = (llama(kind, n_ctx=2048, kvflash=2048) for _ in range(2))
+    llm.eval(tokens[:700].tolist())
+    llm.eval(tokens[700:900].tolist())
+    llm.n_tokens = 800
+    after = walk(llm, tokens[5000:5001], tokens[5001:5020])
+    assert llm.n_tokens == 820
+    straight = walk(fresh, [*tokens[:800], tokens[5000]], tokens[5001:5020])
+    assert agreement(after, straight) >= 0.95
+    assert np.abs(after - straight).max() < 0.8
+    assert llm._session._checkpoints
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_reset_forgets_everything(kind: str, llama: Any, tokens: Any) -> None:
+    llm, fresh = (llama(kind, n_ctx=2048, kvflash=512) for _ in range(2))
+    llm.eval(tokens[3000:4200].tolist())
+    llm.reset()
+    assert (llm.kvflash.length, llm.kvflash.resident, llm.kvflash.host_bytes) == (0, 0, 0)
+    assert same_bits(walk(llm, tokens[:900], tokens[900:920]), walk(fresh, tokens[:900], tokens[900:920]))
+
+
+# --- counters, pins
+
+
+def test_counters(llama: Any, tokens: Any) -> None:
+    llm = llama(n_ctx=4096, kvflash=512)
+    view = llm.kvflash
+    assert (view.pool, view.n_ctx, view.length, view.chunks, view.resident) == (512, 4096, 0, 0, 0)
+    assert view.device_bytes == 8 * view.page_bytes
+    llm.eval(tokens[:1300].tolist())
+    assert (view.length, view.chunks) == (1300, 21)
+    assert view.resident == len(view.resident_chunks) == 8
+    assert view.resident_chunks[0] == 0
+    assert set(range(16, 21)) <= set(view.resident_chunks)
+    assert (view.page_outs, view.page_ins) == (20, 0)
+    assert view.bytes_out == view.host_bytes == 20 * view.page_bytes
+    assert (view.type_k, view.type_v, view.spilled_bytes) == ("f16", "f16", 0)
+    epoch = view.epoch
+    llm.eval(tokens[1300:1344].tolist())
+    assert view.epoch == epoch
+    llm.eval(tokens[1344:1345].tolist())
+    assert view.epoch > epoch
+    assert "pool 512 of 4096" in view.banner()
+
+
+def test_pins_outlast_a_long_prompt(llama: Any, tokens: Any) -> None:
+    llm = llama(n_ctx=8192, kvflash=768, kvflash_pins=[(130, 190), (600, 620)])
+    pinned = {2, 9}
+    steps: list[int] = []
+
+    def check(done: int, total: int) -> None:
+        steps.append(done)
+        resident = set(llm.kvflash.resident_chunks)
+        assert {c for c in pinned if c * CHUNK < done} <= resident
+        assert 0 in resident
+
+    llm.kvflash_progress = check
+    llm.eval(tokens[:5000].tolist())
+    assert steps[-1] == 5000
+    assert pinned <= set(llm.kvflash.resident_chunks)
+
+    assert 20 not in llm.kvflash.resident_chunks
+    llm.kvflash.pin(20 * CHUNK, 20 * CHUNK + 1)
+    llm.eval(tokens[5000:5001].tolist())
+    assert {2, 9, 20} <= set(llm.kvflash.resident_chunks)
+    assert llm.kvflash.page_ins == 1
+    with pytest.raises(ConfigError, match="larger pool"):
+        llm.kvflash.pin(0, 5000)
+
+
+def test_progress_is_reported(llama: Any, tokens: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    llm = llama(n_ctx=2048, kvflash=512, kvflash_progress=lambda at, of: seen.append((at, of)))
+    llm.eval(tokens[:600].tolist())
+    llm.eval(tokens[600:601].tolist())
+    assert seen[-1] == (600, 600)
+    assert [at for at, _ in seen] == sorted({at for at, _ in seen})
+
+
+# --- decode errors
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: Any) -> None:
+    llm, fresh = (llama(kind, n_ctx=2048, kvflash=512) for _ in range(2))
+    fail_at(llm, 3)
+    with pytest.raises(DecodeError):
+        llm.eval(tokens[:900].tolist())
+    done = llm.n_tokens
+    assert 0 < done < 900
+    assert llm._session.length == done
+    llm._session.pager.check_integrity()
+    llm.eval(tokens[done:700].tolist())
+    fail_at(llm, 1)
+    with pytest.raises(DecodeError):
+        llm.eval(tokens[700:701].tolist())
+    fresh.eval(tokens[:done].tolist())
+    fresh.eval(tokens[done:700].tolist())
+    ours = walk(llm, tokens[700:701], tokens[701:730])
+    assert same_bits(ours, walk(fresh, tokens[700:701], tokens[701:730]))
+
+
+def fail_at(llm: Any, call: int) -> None:
+    """Let the engine fail once, at its next, second, ... step."""
+    engine = llm._session.engine
+    step, left = engine.step, [call]
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            del engine.step
+            raise DecodeError("no luck")
+        step(*args, **kwargs)
+
+    engine.step = failing
+
+
+def test_after_a_failure_the_prompt_is_evaluated_again(llama: Any, tokens: Any) -> None:
+    """The step before the failure kept no logits, so they must not be sampled."""
+    split = {"n_ctx": 2048, "n_batch": 512, "n_ubatch": 128, "kvflash": 512}
+    llm, fresh = llama(**split), llama(**split)
+    fail_at(llm, 3)
+    with pytest.raises(DecodeError):
+        llm.eval(tokens[:400].tolist())
+    assert llm.n_tokens == 256
+    prompt = tokens[:256].tolist()
+    assert take(llm.generate(prompt, **GREEDY), 4) == take(fresh.generate(prompt, **GREEDY), 4)
