@@ -1,4 +1,4 @@
-"""Copies of what is not pooled (recurrent state, sliding windows), so that a text can be cut where they cannot go back."""
+"""Copies of what is not pooled (recurrent state, sliding windows): a text can be cut where they cannot go back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Checkpoints:
-    """At most `most` states by position. They are taken between steps only: splitting a step would change its rounding."""
+    """At most `most` states by position. Taken between steps only: splitting a step would change its rounding."""
 
     def __init__(self, engine: Engine, *, most: int, n_ctx: int) -> None:
         self._engine = engine

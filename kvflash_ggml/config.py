@@ -23,8 +23,8 @@ class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
 
     pool: slots on the device, or "auto" to size it from free device memory.
-    policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest queries
-        attend to, "lru" what was used last.
+    policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest
+        queries attend to, "lru" what was used last.
     tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
         call computes the same bits however fast the machine is.
     sinks: leading chunks that are never evicted.

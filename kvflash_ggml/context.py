@@ -10,7 +10,7 @@ from .errors import KVFlashError
 from .session import Session
 
 
-class PagedContext(internals.LlamaContext):  # type: ignore[misc]
+class PagedContext(internals.LlamaContext):
     """Takes over an upstream context. What changes the memory goes to the session; the rest is inherited."""
 
     def __init__(self, base: internals.LlamaContext, session: Session) -> None:

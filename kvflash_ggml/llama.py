@@ -40,7 +40,7 @@ UPSTREAM_KEYWORDS = set(inspect.signature(llama_cpp.Llama.__init__).parameters) 
 KVFlash = KVFlashConfig | int | Literal["auto"] | None
 
 
-class Llama(llama_cpp.Llama):  # type: ignore[misc]
+class Llama(llama_cpp.Llama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; a number of tokens or "auto" for a pool of that size; or a KVFlashConfig.
@@ -163,7 +163,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     # --- evaluation
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after the `n_tokens` read so far. ContextFull if they do not fit; then nothing is evaluated."""
+        """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
@@ -208,7 +208,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         """Forget the text. Settings and pins stay."""
         super_reset = self._session is None
         if super_reset:
-            super().reset()
+            super().reset()  # type: ignore[no-untyped-call]
             return
         assert self._session is not None
         self.n_tokens = 0
@@ -328,7 +328,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         row = self._ctx.get_logits_ith(pos - self.n_tokens)
         return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
 
-    def _create_completion(
+    def _create_completion(  # type: ignore[override]  # the keywords between are upstream's and only passed on
         self,
         prompt: str | list[int],
         *,
@@ -363,7 +363,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         )
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Return to a saved state of the same model and settings. StateError, and nothing changed, if it does not fit."""
+        """Return to a saved state of the same model and settings. StateError, and no change, if it does not fit."""
         if state.n_tokens > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
@@ -381,7 +381,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self.scores[: len(state.scores)] = state.scores
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["logits_all"] = self._logits_all and self.draft_model is None
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
@@ -390,7 +390,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
 
 def install() -> None:
     """Make `llama_cpp.Llama` this class, for programs whose import cannot be changed."""
-    llama_cpp.Llama = Llama
+    llama_cpp.Llama = Llama  # type: ignore[misc]
 
 
 def _merge(kvflash: KVFlash, fields: dict[str, Any]) -> KVFlashConfig | None:
@@ -421,7 +421,7 @@ def _check_feature_use(config: KVFlashConfig, kwargs: dict[str, Any]) -> KVFlash
 
 def _bias_processor(bias: dict[int, float]) -> Any:
     def add_bias(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
-        biased = scores.copy()
+        biased: npt.NDArray[np.single] = scores.copy()
         for token, value in bias.items():
             biased[token] += value
         return biased

@@ -1,7 +1,7 @@
 """When to look at the text, and what to do with what is seen: the clock and the worker between a scorer and a session.
 
-Scoring runs on a worker thread while the device decodes. A look is taken at one step and used a fixed number of steps later,
-so that, with a fixed tau, what is computed never depends on how fast a thread was.
+Scoring runs on a worker thread while the device decodes. A look is taken at one step and used a fixed number of steps
+later, so that, with a fixed tau, what is computed never depends on how fast a thread was.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Reselector:
         return self._pending is not None and self._due <= 0
 
     def worth(self, scores: Floats, resident: Sequence[int], evicted: Sequence[int]) -> bool:
-        """Should pages move? At tau they do; before, only for a chunk that is clearly better than the worst resident."""
+        """Should pages move? At tau they do; before, only for a chunk clearly better than the worst resident."""
         if self._since_reselect < self.tau:
             inside = [c for c in resident if c < len(scores)]
             outside = [c for c in evicted if c < len(scores)]

@@ -301,8 +301,8 @@ class Session:
     def truncate(self, length: int) -> int:
         """Forget tokens from `length` on, on both tiers. Returns the length that is left.
 
-        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the nearest
-        checkpoint before it, or 0. Nothing is evaluated here.
+        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
+        nearest checkpoint before it, or 0. Nothing is evaluated here.
         """
         if length >= self.length:
             return self.length
@@ -349,7 +349,7 @@ class Session:
         ]
 
     def restore(self, tokens: Int32s, pages: Sequence[bytes], blocks: Sequence[int], state: bytes) -> None:
-        """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and other state."""
+        """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and the state."""
         before = self.engine.get_state()
         try:
             self.engine.set_state(state)

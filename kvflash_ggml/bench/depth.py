@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """window: prefill speed is measured over the last so many tokens before a depth. decode: tokens timed at a depth."""
+    """window: prefill speed is measured over so many tokens before a depth. decode: tokens timed at a depth."""
 
     depths: tuple[int, ...]
     window: int

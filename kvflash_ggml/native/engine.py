@@ -118,7 +118,8 @@ class Engine:
 
     def use_mask(self, rows: npt.NDArray[np.floating]) -> None:
         """Read mask rows from this array, shape [max_tokens, n_slots], from now on."""
-        assert rows.flags.c_contiguous and rows.shape[1] == self.info.n_slots
+        assert rows.flags.c_contiguous
+        assert rows.shape[1] == self.info.n_slots
         assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
@@ -126,7 +127,7 @@ class Engine:
     def step(self, count: int, wait: int) -> None:
         """Evaluate the first `count` entries of token, pos, slot and output under the mask.
 
-        wait: transfer that must be done before the compute starts, 0 for none. Raises DecodeError; nothing is kept then.
+        wait: transfer that must be done before the compute starts, 0 for none. Keeps nothing on DecodeError.
         """
         self._plan.n_tokens = count
         self._plan.wait = wait
@@ -241,9 +242,9 @@ class Engine:
         return [(self.info.query_rows, layer.n_head, layer.head_k) for layer in self.layers]
 
     def read_queries(self, out: npt.NDArray[np.float32]) -> int:
-        """Copy the newest queries of all layers to `out` (flat), behind the compute submitted so far. Returns the ticket.
+        """Copy the newest queries of all layers to `out` (flat), behind the compute submitted so far.
 
-        The query of position p is row p % query_rows of each layer.
+        Returns the ticket. The query of position p is row p % query_rows of each layer.
         """
         ticket = int(lib.kvf_query_read(self._engine, ffi.from_buffer("float[]", out, require_writable=True)))
         assert ticket > 0, "queries are captured only where the pool was made with query_rows"

@@ -23,7 +23,7 @@ class KeyShape:
 
 
 class Keys(Protocol):
-    """The keys of sealed chunks, as the host holds them. Columns run over layers, query rows and heads, in that order."""
+    """The keys of sealed chunks, as the host holds them. Columns run over layers, query rows and heads, in order."""
 
     shapes: Sequence[KeyShape]
 
@@ -50,7 +50,10 @@ class Keys(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """One look at the text. tokens: all of them. queries: flat, per layer [rows, n_head, head]. kept: chunks that stay anyway."""
+    """One look at the text.
+
+    tokens: all of them. queries: flat, per layer [rows, n_head, head]. kept: chunks that stay anyway.
+    """
 
     tokens: npt.NDArray[np.int32]
     n_chunks: int

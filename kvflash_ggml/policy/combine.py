@@ -1,7 +1,7 @@
 """From scores per layer, head and query row to one score per chunk.
 
-Retrieval lives in one or two heads of one or two layers. So each column is normalised over the chunks by itself, and the best
-column decides; averaging over layers would bury it.
+Retrieval lives in one or two heads of one or two layers. So each column is normalised over the chunks by itself, and
+the best column decides; averaging over layers would bury it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ def softmax_max(columns: Floats) -> Floats:
     """Log of the largest share of attention a chunk gets in any column; [columns, n] -> [n]."""
     most = columns.max(axis=1, keepdims=True)
     log_total = most + np.log(np.exp(columns - most).sum(axis=1, keepdims=True))
-    return (columns - log_total).max(axis=0)
+    best: Floats = (columns - log_total).max(axis=0)
+    return best
 
 
 def z_max(columns: Floats) -> Floats:
     """Largest number of standard deviations above the chunks' mean in any column; [columns, n] -> [n]."""
     deviation = columns.std(axis=1, keepdims=True) + 1e-6
-    return ((columns - columns.mean(axis=1, keepdims=True)) / deviation).max(axis=0)
+    best: Floats = ((columns - columns.mean(axis=1, keepdims=True)) / deviation).max(axis=0)
+    return best
 
 
 COMBINE = {"softmax": softmax_max, "z": z_max}

@@ -1,8 +1,8 @@
 """The default policy: the model's own queries against its own keys.
 
-Two stages. Bounds of each chunk's keys (per group of rows the largest and smallest values: Quest, arXiv 2406.10774) say how
-much attention any of its keys could draw, and give a shortlist. The real keys of the shortlist, which the host holds anyway,
-then give the attention mass itself.
+Two stages. Bounds of each chunk's keys (per group of rows the largest and smallest values: Quest, arXiv 2406.10774)
+say how much attention any of its keys could draw, and give a shortlist. The real keys of the shortlist, which the host
+holds anyway, then give the attention mass itself.
 """
 
 from __future__ import annotations

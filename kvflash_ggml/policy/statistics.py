@@ -34,7 +34,8 @@ class StatisticScorer(ABC):
         for index, keys in zip(self._index, self._keys.read(chunk), strict=True):
             index[chunk] = self.statistics(keys)
 
-    def cut(self, n_chunks: int) -> None: ...
+    def cut(self, n_chunks: int) -> None:  # noqa: B027 (rows of chunks that are gone are overwritten)
+        ...
 
     def score(self, look: Look) -> Floats | None:
         if look.n_chunks == 0:
@@ -79,11 +80,13 @@ class MeanScorer(StatisticScorer):
 
     def statistics(self, keys: Floats) -> Floats:
         total = keys.sum(axis=0, dtype=np.float64)
-        return (total / (np.sqrt((total**2).sum(axis=-1, keepdims=True)) + 1e-6)).astype(np.float32)[None]
+        unit: Floats = (total / (np.sqrt((total**2).sum(axis=-1, keepdims=True)) + 1e-6)).astype(np.float32)
+        return unit[None]
 
     def columns(self, index: Floats, queries: Floats) -> Floats:
         unit = queries / (np.linalg.norm(queries, axis=-1, keepdims=True) + 1e-6)
-        return unit @ index[:, 0].T
+        scores: Floats = unit @ index[:, 0].T
+        return scores
 
 
 @register("quest")
@@ -95,7 +98,8 @@ class QuestScorer(StatisticScorer):
         return np.stack([keys.max(axis=0), keys.min(axis=0)])
 
     def columns(self, index: Floats, queries: Floats) -> Floats:
-        return np.maximum(queries, 0) @ index[:, 0].T + np.minimum(queries, 0) @ index[:, 1].T
+        most: Floats = np.maximum(queries, 0) @ index[:, 0].T + np.minimum(queries, 0) @ index[:, 1].T
+        return most
 
 
 @register("meanstd")
@@ -108,7 +112,8 @@ class MeanStdScorer(StatisticScorer):
         return np.stack([keys.mean(axis=0), keys.std(axis=0)])
 
     def columns(self, index: Floats, queries: Floats) -> Floats:
-        return queries @ index[:, 0].T + self.deviations * np.abs(queries) @ index[:, 1].T
+        scores: Floats = queries @ index[:, 0].T + self.deviations * np.abs(queries) @ index[:, 1].T
+        return scores
 
 
 def split(look: Look, shapes: Sequence[KeyShape]) -> list[Floats]:

@@ -35,7 +35,8 @@ class Blocks:
         self._free.remove(block)
 
     def give(self, block: int) -> None:
-        assert 0 <= block < self.count and block not in self._free, f"block {block} is not taken"
+        assert 0 <= block < self.count, f"there is no block {block}"
+        assert block not in self._free, f"block {block} is not taken"
         insort(self._free, block, key=self._rank.__getitem__)
 
     def reset(self) -> None:

@@ -60,7 +60,7 @@ class SlotMask:
         return rows
 
     def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: npt.NDArray[np.int32]) -> None:
-        """Open each of the new slots to its own token and to those after it; a block at a time, since runs are whole."""
+        """Open each of the new slots to its own token and those after it; a block at a time, since runs are whole."""
         n = len(slots)
         a = 0
         while a < n:

@@ -23,7 +23,7 @@ Scores = npt.NDArray[np.floating]
 
 @dataclass(slots=True)
 class Chunk:
-    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of its last append or recall."""
+    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of last append or recall."""
 
     block: int = ABSENT
     on_host: bool = False
@@ -126,8 +126,8 @@ class Pager:
         most = self.blocks.count - self.sinks - self.tail - 2
         if self.bounded and len(pins) > most:
             raise ConfigError(
-                f"pinning [{lo}, {hi}) would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can hold "
-                f"{most} pins: use a larger pool or pin less"
+                f"pinning [{lo}, {hi}) would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can "
+                f"hold {most} pins: use a larger pool or pin less"
             )
         self.pins = pins
         self._settled = False
@@ -140,7 +140,8 @@ class Pager:
 
         reselect: also rebuild the rest of the resident set, so that it holds the chunks with the best scores.
         """
-        assert start == self.length and count > 0
+        assert start == self.length
+        assert count > 0
         first, last = start // CHUNK, (start + count - 1) // CHUNK
         if self._settled and not reselect and first == last and start % CHUNK:
             return NO_MOVES
@@ -210,7 +211,8 @@ class Pager:
 
         Chunks that are sealed have an image too, so that they can leave again.
         """
-        assert not self.chunks and len(blocks) == -(-length // CHUNK)
+        assert not self.chunks
+        assert len(blocks) == -(-length // CHUNK)
         for c, block in enumerate(blocks):
             if block != ABSENT:
                 self.blocks.claim(block)
