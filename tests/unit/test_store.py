@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,20 @@ def test_a_spill_folder_that_is_not_there(memory: FakeHost, tmp_path: Path) -> N
     store.close()
 
 
+def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
+    store = build(1, spill=True)
+    data = {chunk: write(store, memory, chunk) for chunk in range(3)}
+    store.drop(0)  # its place in the file is free, the one of chunk 1 behind it is not
+    store._file = disk = Disk(store._file)
+    disk.trouble = True
+    with pytest.raises(HostMemoryError, match="No space"):
+        store.allocate([3])
+    disk.trouble = False
+    for chunk in (3, 4):
+        data[chunk] = write(store, memory, chunk)
+    assert [store.bytes_of(chunk) for chunk in (1, 2, 3, 4)] == [data[c] for c in (1, 2, 3, 4)]
+
+
 def test_groups_that_fit(build: Any) -> None:
     assert list(build(2).fitting([1, 2, 3, 4, 5])) == [[1, 2], [3, 4], [5]]
     assert list(build().fitting([1, 2, 3])) == [[1, 2, 3]]
@@ -239,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, limit: int | None, spill: bool) -> None:
         self.memory = FakeHost()
         self.limit = limit
-        folder = Path(__file__).parent if spill else None
+        folder = Path(tempfile.gettempdir()) if spill else None
         self.store = HostStore(
             self.memory, PAGE, limit=None if limit is None else limit * PAGE, spill=folder
         )
