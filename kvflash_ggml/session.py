@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .checkpoints import Checkpoints
 from .config import CHUNK, KVFlashConfig
-from .errors import ConfigError, ContextFull, HostMemoryError, StateError
+from .errors import ConfigError, ContextFull, HostMemoryError, KVFlashError, StateError
 from .pool.blocks import Blocks
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
@@ -112,6 +112,8 @@ class Session:
         progress(done, total) runs after each step. On DecodeError and the other errors of this package the steps
         that were done stay done: `length` tells how far.
         """
+        if self.engine.closed:
+            raise KVFlashError("this model is closed: make a new Llama")
         if self.length + len(tokens) > self.n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.length + len(tokens)}) exceed context window of {self.n_ctx}"

@@ -97,7 +97,6 @@ class Engine:
         if lib.kvf_open(ffi.cast("void *", context), handle, why, 512) != 0:
             raise UnsupportedModelError(ffi.string(why).decode("utf-8", "replace"))
         self._engine = handle[0]
-        self._closed = False
         self.info = self._read_info()
         self.layers = self._read_layers()
 
@@ -291,9 +290,13 @@ class Engine:
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
-        if not self._closed:
-            self._closed = True
+        if self._engine is not None:
             lib.kvf_close(self._engine)
+            self._engine = None  # a call after this is a TypeError, not a crash
+
+    @property
+    def closed(self) -> bool:
+        return self._engine is None
 
     def _read_info(self) -> EngineInfo:
         raw = ffi.new("kvf_info *")
