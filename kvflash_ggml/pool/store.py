@@ -181,12 +181,11 @@ class HostStore:
 
     def _add_slab(self) -> None:
         count = self._slab_pages()
-        try:
-            address = self._next.result() if self._next else self._new_slab(count)
-        except HostMemoryError:
-            self._next = None  # what was refused now may be had later
-            raise
-        self._next = None
+        ahead, self._next = self._next, None
+        if ahead is None or ahead.exception() is not None:
+            address = self._new_slab(count)  # what was refused ahead of need may be had now
+        else:
+            address = ahead.result()
         self._slabs.append(address)
         self._made += count
         pages = range(address, address + count * self.page_bytes, self.page_bytes)

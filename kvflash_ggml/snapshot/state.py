@@ -85,7 +85,7 @@ def _read_header(data: bytes) -> tuple[dict[str, Any], memoryview]:
     if magic != MAGIC:
         raise StateError(f"this is not a state of a paged session (it begins with {magic!r})")
     view = memoryview(data)[_PREFIX.size :]
-    if zlib.crc32(view[:size]) != checksum:
+    if size > len(view) or zlib.crc32(view[:size]) != checksum:
         raise StateError("the header of the state is damaged")
     try:
         header = json.loads(bytes(view[:size]))

@@ -152,6 +152,18 @@ def test_every_single_bit(data: bytes, target: Session) -> None:
     refused(target, b"")
 
 
+def test_every_bit_of_an_empty_state(target: Session) -> None:
+    session = make()
+    data = state.dump(session)
+    session.close()
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StateError):
+            state.load(target, bytes(damaged))
+    refused(target, data[:-1])
+
+
 def test_every_truncation_and_extension(data: bytes, target: Session) -> None:
     for size in [*range(0, 600), *range(600, len(data), 97), len(data) - 1]:
         with pytest.raises(StateError):

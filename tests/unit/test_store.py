@@ -179,13 +179,22 @@ def test_refused_memory_is_an_error_and_may_be_had_later(build: Any, memory: Fak
     memory.refuse_alloc = True
     store.allocate(range(1, 6))  # this slab was made ahead
     settle(store)
-    for _ in range(2):
-        with pytest.raises(HostMemoryError):
-            store.allocate([6])
-        settle(store)
+    with pytest.raises(HostMemoryError):
+        store.allocate([6])
     memory.refuse_alloc = False
     write(store, memory, 6)
     assert store.bytes_of(0) == bytes(PAGE)
+
+
+def test_a_slab_refused_ahead_of_need_is_no_error(build: Any, memory: FakeHost) -> None:
+    store = build()
+    write(store, memory, 0)
+    settle(store)
+    memory.refuse_alloc = True
+    store.allocate([1, 2, 3])
+    settle(store)
+    memory.refuse_alloc = False
+    store.allocate([4, 5, 6, 7])
 
 
 def test_closing_after_refused_memory(memory: FakeHost) -> None:
