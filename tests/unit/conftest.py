@@ -11,7 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "kvflash", deadline=None, max_examples=40, stateful_step_count=30, suppress_health_check=_SLOW
+    "kvflash",
+    derandomize=True,
+    deadline=None,
+    max_examples=40,
+    stateful_step_count=30,
+    suppress_health_check=_SLOW,
 )
 settings.register_profile(
     "kvflash-long",
