@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,7 +114,7 @@ class Reselector:
     def forget(self) -> None:
         """Drop a look that has not been used: it belongs to a text that is gone."""
         if self._pending is not None:
-            self._pending.result()
+            wait([self._pending])  # what it found, or why it failed, is of no use now
             self._pending = None
         self._since_look = self._since_reselect = 0
         self._last_step = 0.0
@@ -135,8 +135,8 @@ class Reselector:
         """The scores of the last look, waiting for them if need be; None if there are none."""
         if self._pending is None:
             return None
-        scores, self._pending = self._pending.result(), None
-        return scores
+        pending, self._pending = self._pending, None
+        return pending.result()
 
     def tick(self) -> bool:
         """One token has been generated: is it time to look?"""

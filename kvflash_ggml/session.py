@@ -259,11 +259,13 @@ class Session:
         for chunk in self._unsaved:
             self.store.drop(chunk)  # an image from before a truncation
         for chunks in self.store.fitting(self._unsaved):
-            images = self.store.allocate(chunks)
-            ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
+            with self.store.lock:  # or the scoring thread could spill an image that is not written yet
+                images = self.store.allocate(chunks)
+                ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
+                for chunk in chunks:
+                    self.store.written(chunk, ticket)
             self.page_outs += len(chunks)
             for chunk in chunks:
-                self.store.written(chunk, ticket)
                 self.pager.saved(chunk)
             self._unsaved = self._unsaved[len(chunks) :]
             if self._reselector is not None:
@@ -283,10 +285,12 @@ class Session:
     def _fill(self, pages: list[tuple[int, int]]) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
         for group in self.store.fitting(pages):
-            images = [self.store.fetch(chunk) for chunk, _ in group]
-            ticket = self.engine.page_in([block for _, block in group], images)
+            with self.store.lock:  # or the scoring thread could spill an image that is being read
+                images = [self.store.fetch(chunk) for chunk, _ in group]
+                ticket = self.engine.page_in([block for _, block in group], images)
+                for chunk, _ in group:
+                    self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
             for chunk, block in group:
-                self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
                 lo = chunk * CHUNK
                 self.engine.set_cells(block * CHUNK, lo, self.ids[lo : min(lo + CHUNK, self.length)])
                 self.mask.place(block, chunk)
