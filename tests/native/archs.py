@@ -296,14 +296,6 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     assert gone, f"nothing was evicted, resident are {resident}"
     for c in gone:
         assert session.store.bytes_of(c) == pages[c], f"chunk {c} changed on its way to the host"
-    back = gone[0]
-    llm.kvflash.pin(back * CHUNK, back * CHUNK + CHUNK)
-    llm.eval([run.tokens[0]])
-    session.pager.check_integrity()
-    assert back in llm.kvflash.resident_chunks, f"chunk {back} was not recalled"
-    session.engine.synchronize()
-    assert session._read_block(session.pager.chunks[back].block) == pages[back], f"chunk {back} came back different"
-
     state = llm.save_state()
     text = llm.n_tokens
     found = []
@@ -312,6 +304,14 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
         found.append(llm.scores[text : text + STEPS].copy())
         llm.load_state(state)
     _same(found[1], found[0], "restored state")
+    back = gone[0]
+    llm.kvflash.pin(back * CHUNK, back * CHUNK + CHUNK)
+    llm.eval([run.tokens[0]])
+    session.pager.check_integrity()
+    assert back in llm.kvflash.resident_chunks, f"chunk {back} was not recalled"
+    session.engine.synchronize()
+    assert session._read_block(session.pager.chunks[back].block) == pages[back], f"chunk {back} came back different"
+
     assert np.isfinite(run.after_cut()).all(), "cut: a logit is not finite"
     session.pager.check_integrity()
 
