@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from .options import Names, Shares, model_options, user_errors
+
 CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
 
@@ -117,6 +119,102 @@ def random_model(path: Path, shape: str) -> None:
         raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
     write(path, SHAPES[shape])
     click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB", err=True)
+
+
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
+              help="Filler to hide facts in. Default: the texts of the checkout's tests.")
+@click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
+@click.option("--residency", type=Shares(), default="6.25,3", show_default=True, help="Pools, in % of the context.")
+@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
+@click.option("--tasks", type=Names(), default="single,multikey4", show_default=True,
+              help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat.")
+@click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
+@click.option("--trials", default=16, show_default=True, help="Of each task; a trial asks once at every depth.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recall against residency (PNG).")
+@model_options
+def recall(
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: tuple[float, ...],
+    policies: tuple[str, ...], full: bool, tasks: tuple[str, ...], depths: tuple[float, ...], trials: int, seed: int,
+    plot: Path | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Questions about a long text that are answered right: the full cache, and policies in pools."""
+    from . import plot as plots
+    from .filler import read_text
+
+    with user_errors():
+        filler = read_text(text)
+        if plot is not None:
+            plots.check()
+    _load()
+    from . import outcomes as results
+    from . import recall as bench
+    from . import report
+
+    plan = results.Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed)
+    rows: list[dict[str, Any]] = []
+    replies: list[dict[str, Any]] = []
+    with user_errors():
+        for arm in results.arms(contexts, residency, policies, full=full):
+            outcomes, reads = bench.run_arm(model, arm, plan, filler, options)
+            rows += results.summary(arm, outcomes, reads)
+            where = {"context": arm.context, "pool": arm.pool, "policy": arm.policy}
+            replies += [where | asdict(outcome) for outcome in outcomes]
+            hits = sum(outcome.correct for outcome in outcomes)
+            click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {hits} of {len(outcomes)} {arm.note}", err=True)
+    report.table(results.HEADER, [results.cells(row) for row in rows])
+    for line in results.verdicts(rows):
+        click.echo(line)
+    if plot is not None:
+        plots.recall(rows, plot, title=Path(model).stem)
+    report.document({"bench": "recall", "model": Path(model).name, "options": options | asdict(plan),
+                     "environment": report.environment(""), "rows": rows, "outcomes": replies})  # fmt: skip
+
+
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
+              help="Filler to hide facts in. Default: the texts of the checkout's tests.")
+@click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
+@click.option("--residency", default=6.25, show_default=True, help="Pool, in % of the context.")
+@click.option("--tasks", type=Names(), default="single,multikey4", show_default=True)
+@click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
+@click.option("--trials", default=4, show_default=True, help="Of each task; a trial asks once at every depth.")
+@click.option("--seed", default=0, show_default=True)
+@model_options
+def scores(
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: float, tasks: tuple[str, ...],
+    depths: tuple[float, ...], trials: int, seed: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """How high each score ranks the chunk of the answer, all on the same queries and keys of texts read under lru."""
+    from .filler import read_text
+
+    with user_errors():
+        filler = read_text(text)
+    _load()
+    from . import report, study
+    from .outcomes import Plan, arms
+
+    plan = Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed)
+    rows: list[dict[str, Any]] = []
+    with user_errors():
+        for arm in arms(contexts, (residency,), ("lru",), full=False):
+            assert arm.pool is not None
+            ranks = []
+            for some in study.study(
+                model, context=arm.context, pool=arm.pool, plan=plan, text=filler, options=options
+            ):
+                ranks += some
+                if some:
+                    click.echo(f"{some[0].task} {some[0].label} of {arm.context}: seed {some[0].seed}", err=True)
+            rows += [{"context": arm.context} | row for row in study.summary(ranks)]
+    if rows:
+        report.table(list(rows[0]), [list(row.values()) for row in rows])
+    report.document({"bench": "scores", "model": Path(model).name, "residency": residency, "rows": rows,
+                     "options": options | asdict(plan), "environment": report.environment("")})  # fmt: skip
 
 
 def _load() -> None:

@@ -126,7 +126,7 @@ def needle_task(
     words = rng.sample(WORDS, 2 * n_distractors + 2)
     noun = rng.choice(NOUNS)
     needle, *others = (
-        Needle(noun=noun, name=f"{first} {second}", value=_unused_value(text, rng))
+        Needle(noun=noun, name=f"{first} {second}", value=unused_value(text, rng))
         for first, second in zip(words[::2], words[1::2], strict=True)
     )
     events = [(depth, needle), *((rng.random(), other) for other in others)]
@@ -153,7 +153,8 @@ def bury(
     for depth, needle in needles:
         if not 0 <= depth <= 1:
             raise ConfigError(f"depth of {needle.name!r} is {depth}; it must be between 0 and 1")
-    document = _fit(_Filler(text, tokenize, start=start), needles, n_tokens=n_tokens)
+    lines = [(depth, needle.sentence) for depth, needle in needles]
+    document = compose(text, tokenize, lines=lines, n_tokens=n_tokens, start=start)
     target = needles[0][1]
     return Task(
         document=document,
@@ -162,6 +163,16 @@ def bury(
         position=len(tokenize(document[: document.index(target.sentence)])),
         distractors=tuple(needle for _, needle in needles[1:]),
     )
+
+
+def compose(
+    text: str, tokenize: Tokenize, *, lines: Sequence[tuple[float, str]], n_tokens: int, start: float = 0.0
+) -> str:
+    """Exactly `n_tokens` tokens of `text` with (depth, line) pairs on lines of their own.
+
+    start: where in the text to begin to read, 0..1.
+    """
+    return _fit(_Filler(text, tokenize, start=start), lines, n_tokens=n_tokens)
 
 
 class _Filler:
@@ -203,39 +214,39 @@ class _Filler:
         return cuts, units[2:]
 
 
-def _fit(filler: _Filler, needles: Sequence[tuple[float, Needle]], *, n_tokens: int) -> str:
+def _fit(filler: _Filler, lines: Sequence[tuple[float, str]], *, n_tokens: int) -> str:
     """The document, `n_tokens` long.
 
     Tokens at the seams may merge, so the sum of the parts is only a first guess.
     """
     for place in range(PLACES):
-        room = n_tokens - sum(filler.count(needle.sentence + "\n") for _, needle in needles)
+        room = n_tokens - sum(filler.count(line + "\n") for _, line in lines)
         for _ in range(ROUNDS):
             if room < 0:
-                raise ConfigError(f"{n_tokens} tokens cannot hold {len(needles)} facts; ask for more")
+                raise ConfigError(f"{n_tokens} tokens cannot hold {len(lines)} facts; ask for more")
             cuts, rest = filler.take(room, skip=place * STRIDE)
-            document = _interleave([cuts[0], *rest], needles, count=filler.count)
+            document = _interleave([cuts[0], *rest], lines, count=filler.count)
             excess = filler.length(document) - n_tokens
             if not excess:
                 return document
             room -= excess
         for cut in cuts[:CUTS]:
-            document = _interleave([cut, *rest], needles, count=filler.count)
+            document = _interleave([cut, *rest], lines, count=filler.count)
             if filler.length(document) == n_tokens:
                 return document
     raise ConfigError(f"no document of exactly {n_tokens} tokens found; try another length")
 
 
-def _interleave(units: list[str], needles: Sequence[tuple[float, Needle]], *, count: Callable[[str], int]) -> str:
-    """The document: each needle before the line that begins nearest after its depth."""
+def _interleave(units: list[str], facts: Sequence[tuple[float, str]], *, count: Callable[[str], int]) -> str:
+    """The document: each fact before the line that begins nearest after its depth."""
     starts = list(accumulate((count(unit) for unit in units), initial=0))
     lines = [[unit] for unit in units] + [[]]
-    for depth, needle in sorted(needles, key=lambda event: event[0], reverse=True):
-        lines[bisect_left(starts, depth * starts[-1])].insert(0, needle.sentence + "\n")
+    for depth, fact in sorted(facts, key=lambda event: event[0], reverse=True):
+        lines[bisect_left(starts, depth * starts[-1])].insert(0, fact + "\n")
     return "".join(line for group in lines for line in group)
 
 
-def _unused_value(text: str, rng: random.Random) -> str:
+def unused_value(text: str, rng: random.Random) -> str:
     """Seven digits that the filler does not hold."""
     while (value := f"{rng.randrange(10**7):07d}") in text:
         pass

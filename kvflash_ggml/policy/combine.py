@@ -12,11 +12,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 
+def log_shares(columns: Floats) -> Floats:
+    """Log of the share of attention that each chunk gets in each column; [columns, n]."""
+    most = columns.max(axis=1, keepdims=True)
+    shares: Floats = columns - (most + np.log(np.exp(columns - most).sum(axis=1, keepdims=True)))
+    return shares
+
+
 def softmax_max(columns: Floats) -> Floats:
     """Log of the largest share of attention a chunk gets in any column; [columns, n] -> [n]."""
-    most = columns.max(axis=1, keepdims=True)
-    log_total = most + np.log(np.exp(columns - most).sum(axis=1, keepdims=True))
-    best: Floats = (columns - log_total).max(axis=0)
+    best: Floats = log_shares(columns).max(axis=0)
     return best
 
 

@@ -12,13 +12,17 @@ import numpy.typing as npt
 
 from .base import Floats, Keys, Look, register
 from .combine import COMBINE
+from .edges import follow
 
 LOWER = 1e4
 """Puts every chunk outside the shortlist below every chunk inside, in the order of their bounds."""
 
 
 class QKScorer:
-    """group: rows per bound. shortlist: share of the chunks that is scored exactly. combine: "softmax" or "z"."""
+    """group: rows per bound. shortlist: share of the chunks that is scored exactly. combine: "softmax" or "z".
+
+    followers: recall the chunk after one whose end is attended to as well.
+    """
 
     name = "qk"
 
@@ -30,12 +34,14 @@ class QKScorer:
         least: int = 32,
         combine: str = "softmax",
         query_rows: int = 8,
+        followers: bool = True,
     ) -> None:
         self.query_rows = query_rows
         self._group = group
         self._share = shortlist
         self._least = least
         self._combine = COMBINE[combine]
+        self._follow = followers
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._keys = keys
@@ -58,7 +64,10 @@ class QKScorer:
             return coarse
         chosen = free[np.argsort(-coarse[free], kind="stable")[:count]]
         scores = coarse - LOWER
-        scores[chosen] = self._combine(self._keys.score_keys(chosen.tolist(), look))
+        masses = self._keys.score_keys(chosen.tolist(), look)
+        scores[chosen] = self._combine(masses)
+        if self._follow:
+            follow(self._keys, look, masses, chosen.tolist(), scores)
         return scores
 
     @property

@@ -1,0 +1,76 @@
+"""Command-line values that several benchmarks share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from ..errors import KVFlashError
+
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+
+
+class Shares(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Per cents, separated by commas."""
+
+    name = "per cents"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            shares = tuple(float(x) for x in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of per cents such as 6.25,3", param, ctx)
+        if not all(0 <= x <= 100 for x in shares):
+            self.fail(f"{value!r}: per cents lie between 0 and 100", param, ctx)
+        return shares
+
+
+class Names(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Words, separated by commas."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        return value if isinstance(value, tuple) else tuple(x.strip() for x in value.split(",") if x.strip())
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options about where and how the model runs, handed on as one dict `options` of keywords for `Llama`."""
+
+    @click.option("-ub", "--ubatch-size", default=512, show_default=True)
+    @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
+    @click.option("-t", "--threads", default=None, type=int)
+    @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+    @click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+    @functools.wraps(command)
+    def run(
+        *args: Any, ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        options = {
+            "n_batch": ubatch_size,
+            "n_ubatch": ubatch_size,
+            "n_gpu_layers": n_gpu_layers,
+            "n_threads": threads,
+            "n_threads_batch": threads,
+            "type_k": KV_TYPES[cache_type_k],
+            "type_v": KV_TYPES[cache_type_v],
+        }
+        command(*args, options=options, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Show what the user can mend without a traceback."""
+    try:
+        yield
+    except KVFlashError as err:
+        raise click.ClickException(str(err)) from err

@@ -1,0 +1,61 @@
+"""Recall against residency, one line per policy. matplotlib is an optional dependency (extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .outcomes import wilson
+
+
+def check() -> None:
+    """Raise ConfigError where nothing can be drawn, before hours of measuring."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as err:
+        raise ConfigError("--plot needs matplotlib: pip install 'kvflash-ggml[plot]'") from err
+
+
+def points(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[float, int, int]]]:
+    """(residency, hits, trials), all tasks together, by context and policy. The full cache is a point at 100 %.
+
+    Tasks that the full cache answers less than half of the time are left out: they say nothing about a pool.
+    """
+    failed = {(r["context"], r["task"], r["label"]) for r in rows if r["policy"] == "full" and r["share"] < 0.5}
+    sums: dict[tuple[int, str], dict[float, tuple[int, int]]] = {}
+    for row in rows:
+        if (row["context"], row["task"], row["label"]) in failed:
+            continue
+        at = sums.setdefault((row["context"], row["policy"]), {})
+        hits, trials = at.get(row["residency"], (0, 0))
+        at[row["residency"]] = (hits + row["hits"], trials + row["trials"])
+    return {key: [(r, *at[r]) for r in sorted(at)] for key, at in sums.items()}
+
+
+def recall(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
+    """One panel per context; bars are 95 % intervals."""
+    check()
+    from matplotlib.figure import Figure
+
+    curves = points(rows)
+    contexts = sorted({context for context, _ in curves})
+    figure = Figure(figsize=(4.5 * len(contexts) + 0.5, 3.8), layout="constrained")
+    axes = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
+    for axis, context in zip(axes, contexts, strict=True):
+        for (where, policy), curve in curves.items():
+            if where != context:
+                continue
+            x = [residency for residency, _, _ in curve]
+            y = [hits / trials for _, hits, trials in curve]
+            ranges = [wilson(hits, trials) for _, hits, trials in curve]
+            below = [max(0.0, share - low) for share, (low, _) in zip(y, ranges, strict=True)]
+            above = [max(0.0, high - share) for share, (_, high) in zip(y, ranges, strict=True)]
+            axis.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, label=policy)
+        axis.set(xscale="log", xlabel="residency, % of the context", title=f"{context:,} tokens", ylim=(-0.03, 1.03))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("questions answered right")
+    axes[-1].legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

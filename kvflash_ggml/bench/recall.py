@@ -1,0 +1,132 @@
+"""How many questions about a long text are answered right: the full cache, and each policy at each residency.
+
+A document is read once; its questions are then asked one by one from the same saved state, with greedy decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..llama import Llama
+from .outcomes import Arm, Outcome, Plan, Read
+from .tasks_kinds import Ask, Case, Setting, make
+
+TAIL_ROOM = 512
+"""Tokens of context beside the document, for questions and answers."""
+
+MOST_NEW = 16
+"""Tokens an answer may take."""
+
+
+def run_arm(
+    model: str,
+    arm: Arm,
+    plan: Plan,
+    text: str,
+    options: dict[str, Any],
+    *,
+    seen: Callable[[Outcome], None] | None = None,
+) -> tuple[list[Outcome], list[Read]]:
+    """Every trial of every task on one arm. seen: called with each outcome."""
+    pool: dict[str, Any] = {} if arm.pool is None else {"kvflash": arm.pool, "kvflash_policy": arm.policy}
+    llm = Llama(model, n_ctx=arm.context + TAIL_ROOM, flash_attn=True, verbose=False, **pool, **options)
+    outcomes: list[Outcome] = []
+    reads: list[Read] = []
+    try:
+        for task, seed, case in cases(llm, plan, text, n_tokens=arm.context):
+            for result in run_case(llm, case, task=task, seed=seed):
+                if isinstance(result, Read):
+                    reads.append(result)
+                    continue
+                outcomes.append(result)
+                if seen is not None:
+                    seen(result)
+    finally:
+        llm.close()
+    return outcomes, reads
+
+
+def cases(llm: Llama, plan: Plan, text: str, *, n_tokens: int) -> Iterator[tuple[str, int, Case]]:
+    """(task, seed, case) of every trial, for the tokenizer of `llm`."""
+
+    def tokenize(words: str) -> list[int]:
+        return list(llm.tokenize(words.encode(), add_bos=False, special=False))
+
+    setting = Setting(text, tokenize, n_tokens, plan.depths)
+    for task in plan.tasks:
+        for trial in range(plan.trials):
+            for case in make(task, setting, seed=plan.seed + trial):
+                yield task, plan.seed + trial, case
+
+
+def prompt_tokens(llm: Llama, case: Case) -> list[int]:
+    """The document, with a bos token where the model wants one."""
+    return list(llm.tokenize(case.document.encode(), special=case.special))
+
+
+def tail_tokens(llm: Llama, case: Case, ask: Ask) -> list[int]:
+    """The question."""
+    return list(llm.tokenize(ask.tail.encode(), add_bos=False, special=case.special))
+
+
+def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcome | Read]:
+    """Read the document and ask its questions. A single question is read in one call with its document."""
+    document = prompt_tokens(llm, case)
+    alone = len(case.asks) == 1
+    before = _counters(llm)
+    llm.reset()
+    began = time.perf_counter()
+    if alone:
+        document += tail_tokens(llm, case, case.asks[0])
+    llm.eval(document)
+    llm._ctx.get_logits_ith(-1)
+    yield Read(tokens=len(document), seconds=time.perf_counter() - began, page_ins=_counters(llm)[0] - before[0])
+    state = None if alone else llm.save_state()
+    for ask in case.asks:
+        if state is not None:
+            llm.load_state(state)
+            before = _counters(llm)
+            llm.eval(tail_tokens(llm, case, ask))
+        reply, count, seconds = _answer(llm)
+        after = _counters(llm)
+        yield Outcome(
+            task=task,
+            label=ask.label,
+            seed=seed,
+            correct=ask.is_correct(reply),
+            answer=ask.answer,
+            reply=reply,
+            page_ins=int(after[0] - before[0]),
+            looks=int(after[1] - before[1]),
+            look_seconds=after[2] - before[2],
+            decode_tokens=count,
+            decode_seconds=seconds,
+        )
+
+
+def _answer(llm: Llama) -> tuple[str, int, float]:
+    """Greedy text after what has been read, the steps it took and their time."""
+    ids: list[int] = []
+    seconds = 0.0
+    while len(ids) < MOST_NEW:
+        ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
+        if ids[-1] == llm.token_eos():
+            break
+        began = time.perf_counter()
+        llm.eval(ids[-1:])
+        llm._ctx.get_logits_ith(-1)
+        seconds += time.perf_counter() - began
+    return llm.detokenize(ids).decode("utf-8", "replace"), len(ids), seconds
+
+
+def _counters(llm: Llama) -> tuple[int, int, float]:
+    """Page-ins, looks, and seconds spent scoring since the beginning."""
+    session = llm._session
+    if session is None:
+        return 0, 0, 0.0
+    chooser = session._reselector
+    return session.page_ins, chooser.looks if chooser else 0, chooser.seconds if chooser else 0.0

@@ -1,0 +1,113 @@
+"""The arithmetic around recall runs: arms, intervals, tables, curves. No model is run."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from kvflash_ggml.bench import main, plot
+from kvflash_ggml.bench.outcomes import HEADER, Arm, Outcome, Read, arms, cells, summary, verdicts, wilson
+from kvflash_ggml.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("hits", "trials", "low", "high"),
+    [(16, 16, 0.806, 1.0), (0, 16, 0.0, 0.194), (8, 16, 0.280, 0.720), (15, 16, 0.717, 0.989), (0, 0, 0.0, 1.0)],
+)
+def test_wilson(hits, trials, low, high):
+    assert wilson(hits, trials) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+
+
+def test_arms():
+    made = arms((8192, 32768), (6.25, 3), ("qk", "lru"))
+    assert [(a.context, a.policy, a.pool) for a in made] == [
+        (8192, "full", None),
+        (8192, "qk", 512),
+        (8192, "lru", 512),
+        (32768, "full", None),
+        (32768, "qk", 2048),
+        (32768, "lru", 2048),
+        (32768, "qk", 1024),
+        (32768, "lru", 1024),
+    ]
+    assert made[0].residency == 100
+    assert made[1].residency == 6.25
+    assert not any(a.note for a in made)
+
+
+def test_a_pool_below_the_minimum_says_so():
+    (arm,) = arms((8192,), (3,), ("qk",), full=False)
+    assert (arm.pool, arm.note, arm.asked) == (512, "raised to the minimum of 512", 3)
+
+
+def outcome(**changes):
+    made = dict(
+        task="single", label="10%", seed=0, correct=True, answer="1", reply="1", page_ins=2, looks=1,
+        look_seconds=0.002, decode_tokens=8, decode_seconds=0.5,
+    )  # fmt: skip
+    return Outcome(**(made | changes))
+
+
+def test_summary():
+    arm = Arm(policy="qk", context=8192, pool=512)
+    outcomes = [outcome(), outcome(correct=False, page_ins=4), outcome(label="50%")]
+    rows = summary(arm, outcomes, [Read(tokens=8000, seconds=4.0, page_ins=0)])
+    assert [(r["task"], r["label"], r["hits"], r["trials"]) for r in rows] == [
+        ("single", "10%", 1, 2),
+        ("single", "50%", 1, 1),
+    ]
+    assert rows[0]["page_ins"] == 3
+    assert rows[0]["look_ms"] == pytest.approx(2)
+    assert rows[0]["prefill_tps"] == 2000
+    assert rows[0]["decode_tps"] == 16
+    assert len(cells(rows[0])) == len(HEADER)
+
+
+def test_a_task_the_full_cache_fails_is_named():
+    full = Arm(policy="full", context=8192)
+    rows = summary(full, [outcome(), outcome(task="words", label="all", correct=False)], [])
+    (line,) = verdicts(rows)
+    assert line.startswith("words all at 8192: the full cache itself answers 0 of 1")
+
+
+def rows():
+    full, pool = Arm(policy="full", context=8192), Arm(policy="qk", context=8192, pool=512)
+    good, bad = outcome(), outcome(task="words", label="all", correct=False)
+    return summary(full, [good, bad], []) + summary(pool, [good, good, outcome(correct=False), bad], [])
+
+
+def test_curves_leave_out_what_the_full_cache_fails():
+    assert plot.points(rows()) == {(8192, "full"): [(100.0, 1, 1)], (8192, "qk"): [(6.25, 2, 3)]}
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.recall(rows(), tmp_path / "r.png", title="a model")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvflash-ggml\[plot\]'"):
+        plot.check()
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"")
+    result = CliRunner().invoke(main, ["recall", str(model), "--plot", str(tmp_path / "r.png")])
+    assert result.exit_code == 1
+    assert "kvflash-ggml[plot]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--residency", "half"], "not a list of per cents"),
+        (["--depths", "10,150"], "between 0 and 100"),
+        (["--contexts", "8k,big"], "not a list of numbers"),
+    ],
+)
+def test_what_is_typed_wrong_is_named(option, message, tmp_path):
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"")
+    result = CliRunner().invoke(main, ["recall", str(model), *option])
+    assert result.exit_code == 2
+    assert message in result.output
