@@ -45,6 +45,24 @@ def agreement(a: Logits, b: Logits) -> float:
     return float((a.argmax(1) == b.argmax(1)).mean())
 
 
+def check(llm: Any) -> None:
+    """The page table, the cells and the mask agree."""
+    session = llm._session
+    session.pager.check_integrity()
+    assert set(session.store) <= set(range(len(session.pager.chunks)))
+    held = session.engine.cells(0, session.engine.info.n_slots)
+    for c, chunk in enumerate(session.pager.chunks):
+        if chunk.block >= 0:
+            n = min(CHUNK, session.length - c * CHUNK)
+            at = chunk.block * CHUNK
+            assert held[at : at + n].tolist() == list(range(c * CHUNK, c * CHUNK + n))
+            assert session.mask.slot_pos[at] == c * CHUNK
+    resident = {chunk.block for chunk in session.pager.chunks if chunk.block >= 0}
+    for block in set(range(session.pager.blocks.count)) - resident:
+        assert (held[block * CHUNK : (block + 1) * CHUNK] == -1).all()
+        assert (session.mask.slot_pos[block * CHUNK : (block + 1) * CHUNK] == -1).all()
+
+
 # --- a session without a Llama
 
 
@@ -131,9 +149,7 @@ def write_iswa(source: Path, target: Path) -> None:
     _finish(writer)
 
 
-def _copy_fields(
-    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, wanted: Callable[[str], bool]
-) -> None:
+def _copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, wanted: Callable[[str], bool]) -> None:
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture" or not wanted(key):
             continue

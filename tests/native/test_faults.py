@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CHUNK, same_bits, walk
+from harness import CHUNK, check, same_bits, walk
 
 from kvflash_ggml.errors import DecodeError, HostMemoryError, PoolExhausted
 
@@ -15,7 +15,7 @@ N_CTX = 4096
 
 
 def make(llama: Any, kind: str = "dense", **settings: Any) -> Any:
-    return llama(kind, n_ctx=N_CTX, kvflash=512, **settings)
+    return llama(kind, **({"n_ctx": N_CTX, "kvflash": 512} | settings))
 
 
 def once(owner: Any, name: str, error: BaseException, *, call: int = 1) -> None:
@@ -36,23 +36,6 @@ def pages(llm: Any) -> list[bytes]:
     """All page images, the last cut to the rows that are in use."""
     out: list[bytes] = llm._session.pages()
     return out[: llm.kvflash.length // CHUNK]
-
-
-def check(llm: Any) -> None:
-    """The page table, the cells and the mask agree."""
-    session = llm._session
-    session.pager.check_integrity()
-    held = session.engine.cells(0, session.engine.info.n_slots)
-    for c, chunk in enumerate(session.pager.chunks):
-        if chunk.block >= 0:
-            n = min(CHUNK, session.length - c * CHUNK)
-            at = chunk.block * CHUNK
-            assert held[at : at + n].tolist() == list(range(c * CHUNK, c * CHUNK + n))
-            assert session.mask.slot_pos[at] == c * CHUNK
-    resident = {chunk.block for chunk in session.pager.chunks if chunk.block >= 0}
-    for block in set(range(session.pager.blocks.count)) - resident:
-        assert (held[block * CHUNK : (block + 1) * CHUNK] == -1).all()
-        assert (session.mask.slot_pos[block * CHUNK : (block + 1) * CHUNK] == -1).all()
 
 
 # --- host memory
@@ -149,14 +132,38 @@ def test_a_spill_file_that_cannot_be_read(llama: Any, tokens: Any, tmp_path: Pat
     assert pages(llm) == before
 
 
+def test_a_recall_that_fails_half_way(llama: Any, tokens: Any, tmp_path: Path) -> None:
+    """Two chunks come back one by one, since memory holds one page; the second cannot be read."""
+    page = make(llama).kvflash.page_bytes
+    llm = make(llama, kvflash=768, kvflash_host_limit=page, kvflash_spill=tmp_path)
+    llm.eval(tokens[:1500].tolist())
+    assert not {5, 6} & set(llm.kvflash.resident_chunks)
+    store = llm._session.store
+    store._file = BrokenFile(store._file, good=1)
+    llm.kvflash.pin(5 * CHUNK, 7 * CHUNK)
+    with pytest.raises(HostMemoryError, match="could not read chunk 6"):
+        llm.eval(tokens[1500:1501].tolist())
+    check(llm)
+    store._file = store._file.file
+    llm.eval(tokens[1500:1501].tolist())
+    check(llm)
+    assert {5, 6} <= set(llm.kvflash.resident_chunks)
+
+
 class BrokenFile:
-    def __init__(self, file: Any) -> None:
+    """Reads `good` times, and then no more."""
+
+    def __init__(self, file: Any, *, good: int = 0) -> None:
         self.file = file
+        self.good = good
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
     def readinto(self, data: Any) -> int:
+        if self.good > 0:
+            self.good -= 1
+            return int(self.file.readinto(data))
         raise OSError("bad sector")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, agreement, row, same_bits, walk
+from harness import CHUNK, agreement, check, row, same_bits, walk
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import (
@@ -513,14 +513,8 @@ def test_cut_anywhere(length: int, llama: Any, tokens: Any) -> None:
     llm.eval(tokens[:2000].tolist())
     llm.n_tokens = length
     llm.eval(tokens[length : length + 3].tolist())
-    session = llm._session
-    session.pager.check_integrity()
-    assert llm.n_tokens == session.length == length + 3
-    for c in llm.kvflash.resident_chunks:
-        block = session.pager.chunks[c].block
-        held = session.engine.cells(block * CHUNK, CHUNK).tolist()
-        lo, hi = c * CHUNK, min((c + 1) * CHUNK, length + 3)
-        assert held == [*range(lo, hi), *[-1] * (lo + CHUNK - hi)]
+    assert llm.n_tokens == llm.kvflash.length == length + 3
+    check(llm)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "iswa"])
