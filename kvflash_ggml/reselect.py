@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .errors import HostMemoryError
 from .policy.base import Floats, KeyShape, Look, Scorer
 
 if TYPE_CHECKING:
@@ -31,7 +33,10 @@ LAG = 16
 """Steps between a look and its use, on devices that compute beside the host."""
 
 OVERHEAD = 0.02
-"""Share of the decode time that looking may take when tau adapts."""
+"""Share of the decode time that looking may take when tau adapts, for a scorer that names no `overhead` of its own."""
+
+MOST_PENDING = 2
+"""Looks under way at once."""
 
 TAU = 64
 MOST_TAU = 4096
@@ -87,13 +92,15 @@ class Reselector:
         self.seconds = 0.0  # spent scoring
         self._engine = engine
         self._fixed_tau = tau
+        self._overhead: float = getattr(scorer, "overhead", OVERHEAD)
         self.tau = tau or TAU
         self._keys = HostKeys(engine, store)
         self._worker = ThreadPoolExecutor(1, "kvflash-score") if engine.info.asynchronous else None
         self._lag = LAG if self._worker else 0
         self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
-        self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
-        self._pending: Future[Floats | None] | None = None
+        self._addresses: list[int] = []
+        self._buffers = [self._buffer() for _ in range(MOST_PENDING + 1)]
+        self._pending: deque[Future[Floats | None]] = deque()
         self._due = 0
         self._since_look = 0
         self._since_reselect = 0
@@ -112,10 +119,9 @@ class Reselector:
         self._run(self.scorer.cut, n_chunks)
 
     def forget(self) -> None:
-        """Drop a look that has not been used: it belongs to a text that is gone."""
-        if self._pending is not None:
-            wait([self._pending])  # what it found, or why it failed, is of no use now
-            self._pending = None
+        """Drop looks that have not been used: they belong to a text that is gone."""
+        wait(self._pending)  # what they found, or why they failed, is of no use now
+        self._pending.clear()
         self._since_look = self._since_reselect = 0
         self._last_step = 0.0
 
@@ -127,16 +133,26 @@ class Reselector:
         """Score the chunks against the newest `rows` queries (all that are kept by default), beside the compute."""
         self.looks += 1
         wanted = min(rows or self.scorer.query_rows, self.scorer.query_rows, len(tokens))
-        ticket = self._engine.read_queries(self._flat) if self.scorer.query_rows else 0
+        buffer = self._buffers[self.looks % len(self._buffers)]
+        ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
         newest = np.arange(len(tokens) - wanted, len(tokens))
-        self._pending = self._run(self._score, ticket, tokens.copy(), n_chunks, kept, newest)
+        self._pending.append(self._run(self._score, ticket, buffer, tokens.copy(), n_chunks, kept, newest))
 
     def take(self) -> Floats | None:
         """The scores of the last look, waiting for them if need be; None if there are none."""
-        if self._pending is None:
+        scores = None
+        while self._pending:
+            scores = self._pending.popleft().result()
+        return scores
+
+    def take_hidden(self) -> Floats | None:
+        """While a prompt is read: the scores of a look that can be had without holding the device up.
+
+        Where the device computes beside the host that is the last look but one, scored while the step after it runs.
+        """
+        if len(self._pending) < (MOST_PENDING if self._worker else 1):
             return None
-        pending, self._pending = self._pending, None
-        return pending.result()
+        return self._pending.popleft().result()
 
     def tick(self) -> bool:
         """One token has been generated: is it time to look?"""
@@ -146,7 +162,7 @@ class Reselector:
         self._last_step = now
         self._since_look += 1
         self._since_reselect += 1
-        if self._pending is not None:
+        if self._pending:
             self._due -= 1
             return False
         if self._since_look < max(1, self.tau // LOOKS_PER_TAU):
@@ -158,7 +174,7 @@ class Reselector:
     @property
     def ready(self) -> bool:
         """Is it time to use the last look?"""
-        return self._pending is not None and self._due <= 0
+        return bool(self._pending) and self._due <= 0
 
     def worth(self, scores: Floats, resident: Sequence[int], evicted: Sequence[int]) -> bool:
         """Should pages move? At tau they do; before, only for a chunk clearly better than the worst resident."""
@@ -175,10 +191,14 @@ class Reselector:
         if self._worker is not None:
             self._worker.shutdown()
         self.scorer.close()
+        self._buffers.clear()
+        for address in self._addresses:
+            self._engine.free(address)
 
     def _score(
         self,
         ticket: int,
+        buffer: Floats,
         tokens: npt.NDArray[np.int32],
         n_chunks: int,
         kept: frozenset[int],
@@ -186,16 +206,27 @@ class Reselector:
     ) -> Floats | None:
         self._engine.wait(ticket)
         began = time.perf_counter()
-        look = Look(tokens=tokens, n_chunks=n_chunks, rows=len(newest), queries=self._rows(newest), kept=kept)
+        look = Look(tokens=tokens, n_chunks=n_chunks, rows=len(newest), queries=self._rows(buffer, newest), kept=kept)
         scores = self.scorer.score(look)
         self._adapt(time.perf_counter() - began)
         return scores
 
-    def _rows(self, positions: npt.NDArray[np.intp]) -> Floats:
+    def _buffer(self) -> Floats:
+        """Page-locked room for the queries of all layers, so that reading them holds nobody up."""
+        count = sum(x.size for x in self._ring)
+        if count == 0:
+            return np.empty(0, np.float32)
+        address = self._engine.alloc(count * 4)
+        if not address:
+            raise HostMemoryError(f"could not get {count * 4} bytes of host memory for queries: free memory")
+        self._addresses.append(address)
+        return np.frombuffer(self._engine.view(address, count * 4), np.float32)
+
+    def _rows(self, buffer: Floats, positions: npt.NDArray[np.intp]) -> Floats:
         """The queries of these positions, out of the ring of each layer, flat."""
         parts, at = [], 0
         for ring in self._ring:
-            layer = self._flat[at : at + ring.size].reshape(ring.shape)
+            layer = buffer[at : at + ring.size].reshape(ring.shape)
             parts.append(layer[positions % max(1, len(layer))].reshape(-1))
             at += ring.size
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
@@ -206,9 +237,9 @@ class Reselector:
         if self._fixed_tau is not None or not self._step_seconds:
             return
         share = seconds * LOOKS_PER_TAU / (self.tau * self._step_seconds)
-        if share > OVERHEAD and self.tau < MOST_TAU:
+        if share > self._overhead and self.tau < MOST_TAU:
             self.tau *= 2
-        elif share < OVERHEAD / 4 and self.tau > TAU:
+        elif share < self._overhead / 4 and self.tau > TAU:
             self.tau //= 2
 
     def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]

@@ -17,6 +17,7 @@ from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
 from .pool.store import HostStore
 from .reselect import Reselector
+from .watch import Watch
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -75,6 +76,7 @@ class Session:
         self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
         self._wait = 0  # the transfer that frees the blocks the next step writes to
         self._checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.watch = Watch(scorer)
         self._reselector: Reselector | None = None
         if self.bounded and scorer is not None:
             self._reselector = Reselector(engine, self.store, scorer, tau=config.tau, n_chunks=-(-n_ctx // CHUNK))
@@ -126,12 +128,11 @@ class Session:
         done, total = 0, len(tokens)
         last = total - self._replay_size(total)
         while done < total:
-            batch_end = min(total, (done // self.n_batch + 1) * self.n_batch)
-            step_end = last if done < last < batch_end else batch_end
-            count = min(self.n_ubatch, step_end - done, self.pager.room(self.length))
+            batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
+            count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length))
             self._checkpoints.before_step(self.length, last=done + count == total)
             start = self.length
-            reselect = self._use_look()
+            reselect = self._use_look(hidden=True)
             self._step(
                 tokens[done : done + count],
                 output_all=output_all,
@@ -140,7 +141,7 @@ class Session:
             )
             done += count
             if self._reselector is not None:
-                self._look()
+                self._look(rows=None if done == total else 1)
             if after is not None:
                 after(start, count)
             if progress is not None:
@@ -153,7 +154,11 @@ class Session:
         if self._unsaved:
             self._save()
         try:
-            self._apply(self.pager.reserve(start, n, reselect=reselect))
+            moves = self.pager.reserve(start, n, reselect=reselect)
+            self._apply(moves)
+            if self.watch.looked or (moves and self.watch.observer is not None):
+                recalled = [chunk for chunk, _ in moves.recall]
+                self.watch.changed(start + n, self.pager.resident_chunks, recalled, generating=n == 1)
             slots = self._slots(start, n)
             self.mask.fill(start, slots)
             engine.token[:n] = tokens
@@ -180,19 +185,22 @@ class Session:
         reselect = chooser is not None and chooser.ready and self._use_look(only_if_worth=True)
         self._step(tokens, output_all=output_all, output_last=True, reselect=reselect)
         if chooser is not None and chooser.tick():
-            self._look()
+            self._look(rows=1)
         if after is not None:
             after(start, 1)
 
     def _replay_size(self, total: int) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
         pageable = self._reselector is not None and self.length + total > self.engine.info.n_slots
-        return min(REPLAY, total) if pageable else 0
+        return min(REPLAY, self.n_ubatch, total) if pageable else 0
 
     def _replay(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
         """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it."""
         start = self.length - len(tokens)
-        if not self._use_look() or not self.pager.would_recall(start):
+        if not self._use_look():
+            return
+        if not self.pager.would_recall(start):
+            self.watch.changed(self.length, self.pager.resident_chunks, generating=False)
             return
         scores = self.pager.scores
         left = self.truncate(start)
@@ -202,25 +210,30 @@ class Session:
         if after is not None:
             after(start, len(tokens))
 
-    def _look(self) -> None:
+    def _look(self, *, rows: int | None) -> None:
+        """Score the chunks against the newest `rows` queries, or all that are kept: a question is read as a whole."""
         assert self._reselector is not None
         head = max(0, self.length - 1) // CHUNK
-        self._reselector.look(self.tokens, self.length // CHUNK, frozenset(self.pager.protected(head, head)))
+        kept = frozenset(self.pager.protected(head, head))
+        self._reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows)
 
-    def _use_look(self, *, only_if_worth: bool = False) -> bool:
+    def _use_look(self, *, only_if_worth: bool = False, hidden: bool = False) -> bool:
         """Take over the scores of the last look. True if the resident set should be rebuilt from them."""
-        scores = self._reselector.take() if self._reselector is not None else None
+        if self._reselector is None:
+            return False
+        scores = self._reselector.take_hidden() if hidden else self._reselector.take()
         if scores is None:
             return False
         self.pager.scores = scores
+        self.watch.look(scores)
         if only_if_worth:
-            assert self._reselector is not None
             return self._reselector.worth(scores, *self.pager.unprotected())
         return True
 
     def _forget_scores(self) -> None:
         """A new request: nothing that was scored for the last one may steer it."""
         self.pager.scores = None
+        self.watch.forget()
         if self._reselector is not None:
             self._reselector.forget()
 
@@ -301,6 +314,7 @@ class Session:
             self.length = self._checkpoints.restore(self.length)
         self._apply(self.pager.truncate(self.length))
         self.mask.rewind()
+        self.watch.cut(self.length, self.pager.resident_chunks)
 
     # --- cut
 
@@ -320,6 +334,7 @@ class Session:
         self._checkpoints.forget(after=length)
         self._cut_scores(length)
         self.mask.rewind()
+        self.watch.cut(length, self.pager.resident_chunks)
         return length
 
     def can_truncate(self, length: int) -> bool:
@@ -344,6 +359,8 @@ class Session:
         self._checkpoints.forget(after=0)
         self._cut_scores(0)
         self._pin()
+        self.watch.forget()
+        self.watch.cut(0, ())
 
     # --- save and restore
 
@@ -377,6 +394,7 @@ class Session:
             self.engine.set_state(state)
             if self._reselector is not None:
                 self._reselector.sealed(range(self.length // CHUNK))
+            self.watch.cut(self.length, self.pager.resident_chunks)
         except BaseException:
             self.reset()
             raise

@@ -36,6 +36,7 @@ def main() -> None:
 @click.argument("model", type=click.Path(exists=True, dir_okay=False))
 @click.option("--depths", type=Numbers(), default="1K,8K,32K", show_default=True, help="Tokens in the cache.")
 @click.option("--pools", type=Numbers(), default="1K", show_default=True, help="Pool sizes to compare.")
+@click.option("--policies", default="lru,qk", show_default=True, help="Who stays resident, one arm each.")
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option("--window", default=4096, show_default=True, help="Prefill is timed over so many tokens.")
 @click.option("--decode", default=64, show_default=True, help="Decode steps timed at each depth.")
@@ -45,7 +46,7 @@ def main() -> None:
 @click.option("-ctk", "--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
 @click.option("-ctv", "--cache-type-v", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
 def depth(
-    model: str, depths: tuple[int, ...], pools: tuple[int, ...], full: bool, window: int, decode: int,
+    model: str, depths: tuple[int, ...], pools: tuple[int, ...], policies: str, full: bool, window: int, decode: int,
     ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
 ) -> None:  # fmt: skip
     """Decode and prefill speed of the full cache and of pools, at several depths."""
@@ -64,19 +65,43 @@ def depth(
         "type_v": CACHE_TYPES[cache_type_v],
     }
     points, device = [], ""
-    for pool in (*((None,) if full else ()), *pools):
-        arm, where = run_arm(model, pool, plan, options)
+    arms: list[tuple[int | None, str]] = [(None, "-")] if full else []
+    arms += [(pool, policy) for pool in pools for policy in policies.split(",")]
+    for pool, policy in arms:
+        arm, where = run_arm(model, pool, policy, plan, options)
         points += arm
         device = where or device
         for p in arm:
-            click.echo(f"{p.arm} at {p.depth}: {p.decode_tps:.1f} tok/s, prefill {p.prefill_tps:.0f} tok/s", err=True)
+            click.echo(f"{p.arm} {p.policy} at {p.depth}: {p.decode_tps:.1f} tok/s, prefill {p.prefill_tps:.0f}", err=True)
     rows = ratios(points)
-    header = ["arm", "depth", "decode t/s", "vs full", "vs first", "prefill t/s", "vs full", "vs first", "python us"]
-    keys = ["arm", "depth", "decode_tps", "decode_vs_full", "decode_vs_first", "prefill_tps", "prefill_vs_full",
-            "prefill_vs_first", "python_us"]  # fmt: skip
-    report.table(header, [[row.get(key) if row.get(key) is not None else "-" for key in keys] for row in rows])
-    report.document({"bench": "depth", "model": Path(model).name, "options": options | asdict(plan),
-                     "environment": report.environment(device), "points": rows})  # fmt: skip
+    columns = {
+        "arm": "arm",
+        "policy": "policy",
+        "depth": "depth",
+        "decode_tps": "decode t/s",
+        "decode_vs_full": "/full",
+        "decode_vs_first": "/first",
+        "decode_vs_lru": "/lru",
+        "prefill_tps": "prefill t/s",
+        "prefill_vs_full": "/full",
+        "prefill_vs_first": "/first",
+        "prefill_vs_lru": "/lru",
+        "python_us": "python us",
+        "looks": "looks",
+        "look_ms": "look ms",
+        "page_ins": "page-ins",
+    }
+    cells = [[row.get(key) if row.get(key) is not None else "-" for key in columns] for row in rows]
+    report.table(list(columns.values()), cells)
+    report.document(
+        {
+            "bench": "depth",
+            "model": Path(model).name,
+            "options": options | asdict(plan),
+            "environment": report.environment(device),
+            "points": rows,
+        }
+    )
 
 
 @main.command()
@@ -108,9 +133,50 @@ def paging(
                      "environment": report.environment(device), "rows": [asdict(row) for row in rows]})  # fmt: skip
 
 
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option("--contexts", type=Numbers(), default="32K,128K,256K", show_default=True, help="Tokens of text.")
+@click.option("--rows", type=Numbers(), default="1,8", show_default=True, help="Query rows per look.")
+@click.option("--threads", type=Numbers(), default="2", show_default=True, help="Host threads.")
+@click.option("-ctk", "--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="q8_0", show_default=True)
+def scoring(
+    model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], cache_type_k: str
+) -> None:
+    """Time of one look of the qk policy: bounds of every chunk, then the keys of the shortlist."""
+    _load()
+    from ..llama import Llama
+    from . import report
+    from .scoring import measure
+
+    llm = Llama(
+        model,
+        n_ctx=4096,
+        kvflash=1024,
+        verbose=False,
+        type_k=CACHE_TYPES[cache_type_k],
+        type_v=CACHE_TYPES[cache_type_k],
+    )
+    assert llm._session is not None
+    points = measure(llm._session.engine, contexts=contexts, rows=rows, threads=threads)
+    llm.close()
+    report.table(
+        ["context", "rows", "threads", "bounds ms", "keys ms", "combine ms", "total ms", "index MiB"],
+        [astuple(point) for point in points],
+    )
+    report.document(
+        {
+            "bench": "scoring",
+            "model": Path(model).name,
+            "type_k": cache_type_k,
+            "environment": report.environment("CPU"),
+            "points": [asdict(point) for point in points],
+        }
+    )
+
+
 @main.command(name="random-model")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--shape", default="27b", show_default=True, help="27b or tiny.")
+@click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention or tiny.")
 def random_model(path: Path, shape: str) -> None:
     """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements."""
     from .shapes import SHAPES, write

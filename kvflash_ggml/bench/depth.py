@@ -13,13 +13,20 @@ from ..llama import Llama
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Speeds of one arm at one depth. python_us: a decode step's time outside llama_decode, in microseconds."""
+    """Speeds of one arm at one depth. python_us: a decode step's time outside llama_decode, in microseconds.
+
+    looks, page_ins: during the timed decode. look_ms: time of one look, beside the decode where the device allows.
+    """
 
     arm: str
+    policy: str
     depth: int
     prefill_tps: float
     decode_tps: float
     python_us: float | None
+    looks: int
+    look_ms: float
+    page_ins: int
     page_outs: int
     host_mib: float
     device_mib: float | None
@@ -35,10 +42,14 @@ class Plan:
     seed: int = 0
 
 
-def run_arm(model: str, pool: int | None, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], str]:
+def run_arm(
+    model: str, pool: int | None, policy: str, plan: Plan, options: dict[str, Any]
+) -> tuple[list[Point], str]:
     """Walk one cache through the depths. Returns its points and the device it ran on."""
     n_ctx = max(plan.depths) + 2 * plan.decode + 256
-    llm = Llama(model, n_ctx=n_ctx, kvflash=pool, flash_attn=True, swa_full=False, verbose=False, **options)
+    if pool is not None:
+        options = options | {"kvflash": pool, "kvflash_policy": policy}
+    llm = Llama(model, n_ctx=n_ctx, flash_attn=True, swa_full=False, verbose=False, **options)
     try:
         rng = np.random.default_rng(plan.seed)
         text = rng.integers(10, min(llm.n_vocab() - 10, 4000), n_ctx).astype(np.int32)
@@ -62,6 +73,9 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
         llm.eval([token])
     _finish(llm)
     session = llm._session
+    chooser = session._reselector if session else None
+    looks, looked = (chooser.looks, chooser.seconds) if chooser else (0, 0.0)
+    page_ins = session.page_ins if session else 0
     began = time.perf_counter()
     for token in text[depth + 8 : depth + 8 + plan.decode]:
         llm.eval([token])
@@ -73,6 +87,10 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
         depth=depth,
         prefill_tps=prefill,
         decode_tps=plan.decode / wall,
+        policy=view.policy if view else "-",
+        looks=chooser.looks - looks if chooser else 0,
+        look_ms=(chooser.seconds - looked) / max(1, chooser.looks - looks) * 1e3 if chooser else 0.0,
+        page_ins=session.page_ins - page_ins if session else 0,
         python_us=_python_us(llm, text[depth + 8 + plan.decode :][: plan.decode]) if session else None,
         page_outs=view.page_outs if view else 0,
         host_mib=view.host_bytes / 2**20 if view else 0.0,
@@ -101,16 +119,20 @@ def _finish(llm: Llama) -> None:
 
 
 def ratios(points: list[Point]) -> list[dict[str, Any]]:
-    """Each pool against the full cache at the same depth, and against its own first depth."""
+    """Each pool against the full cache and against recency at the same depth, and against its own first depth."""
     full = {p.depth: p for p in points if p.arm == "full"}
-    first: dict[str, Point] = {}
+    lru = {(p.arm, p.depth): p for p in points if p.policy == "lru"}
+    first: dict[tuple[str, str], Point] = {}
     out = []
     for p in points:
-        base = first.setdefault(p.arm, p)
+        base = first.setdefault((p.arm, p.policy), p)
         row = asdict(p) | {
             "decode_vs_first": p.decode_tps / base.decode_tps,
             "prefill_vs_first": p.prefill_tps / base.prefill_tps,
         }
+        if (p.arm, p.depth) in lru:
+            row["decode_vs_lru"] = p.decode_tps / lru[p.arm, p.depth].decode_tps
+            row["prefill_vs_lru"] = p.prefill_tps / lru[p.arm, p.depth].prefill_tps
         if p.depth in full:
             row["decode_vs_full"] = p.decode_tps / full[p.depth].decode_tps
             row["prefill_vs_full"] = p.prefill_tps / full[p.depth].prefill_tps

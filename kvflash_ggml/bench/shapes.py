@@ -39,6 +39,21 @@ SHAPES = {
         layers=64, interval=4, width=5120, ffn=17408, vocab=248_320, heads=24, heads_kv=4, head=256,
         rotary=(11, 11, 10, 0), linear_k_heads=16, linear_v_heads=48, linear_head=128,
     ),
+    # the attention of the above on a narrow body: what scoring costs does not depend on the rest
+    "27b-attention": HybridShape(
+        layers=64,
+        interval=4,
+        width=256,
+        ffn=256,
+        vocab=4096,
+        heads=24,
+        heads_kv=4,
+        head=256,
+        rotary=(11, 11, 10, 0),
+        linear_k_heads=4,
+        linear_v_heads=4,
+        linear_head=64,
+    ),
     "tiny": HybridShape(
         layers=8, interval=4, width=512, ffn=1024, vocab=4096, heads=8, heads_kv=2, head=128,
         rotary=(11, 11, 10, 0), linear_k_heads=4, linear_v_heads=8, linear_head=64,

@@ -81,10 +81,13 @@ void in_parallel(int32_t n, int32_t n_threads, F && work) {
 }
 
 float log_sum_exp(const float * x, int32_t n) {
+    constexpr float NEGLIGIBLE = 12.0f;  // e^-12 of the largest term, times a block, changes nothing a score is used for
     const float most = *std::max_element(x, x + n);
     float sum = 0.0f;
     for (int32_t i = 0; i < n; ++i) {
-        sum += std::exp(x[i] - most);
+        if (x[i] > most - NEGLIGIBLE) {
+            sum += std::exp(x[i] - most);
+        }
     }
     return most + std::log(sum);
 }

@@ -7,15 +7,24 @@ holds anyway, then give the attention mass itself.
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
 from .base import Floats, Keys, Look, register
 from .combine import COMBINE
+from .share import attention_shares
 from .edges import follow
 
 LOWER = 1e4
 """Puts every chunk outside the shortlist below every chunk inside, in the order of their bounds."""
+
+KEPT_KNOWN = 8
+"""Of the chunks that stay anyway, so many of the first and the last are scored exactly too, to tell their share."""
+
+LOOKS_KNOWN = 4
+"""Looks whose estimated shares are at hand: more than can be under way at once."""
 
 
 class QKScorer:
@@ -30,26 +39,32 @@ class QKScorer:
         self,
         *,
         group: int = 32,
-        shortlist: float = 0.05,
+        shortlist: float = 0.03,
         least: int = 32,
         combine: str = "softmax",
         query_rows: int = 8,
         followers: bool = True,
     ) -> None:
         self.query_rows = query_rows
-        self._group = group
+        self.group = group
         self._share = shortlist
         self._least = least
         self._combine = COMBINE[combine]
         self._follow = followers
+        self._bounds: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+        self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
+
+    def shortlisted(self, n_chunks: int) -> int:
+        """How many chunks of a text are scored exactly."""
+        return max(self._least, int(self._share * n_chunks))
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._keys = keys
         # pages of this array are touched only as the text grows
-        self._bounds: npt.NDArray[np.uint8] = np.empty((n_chunks, keys.bounds_size(self._group)), np.uint8)
+        self._bounds = np.empty((n_chunks, keys.bounds_size(self.group)), np.uint8)
 
     def seal(self, chunk: int) -> None:
-        self._keys.bounds(chunk, self._group, self._bounds[chunk])
+        self._keys.bounds(chunk, self.group, self._bounds[chunk])
 
     def cut(self, n_chunks: int) -> None:
         """Rows of chunks that are gone are overwritten when others take their place."""
@@ -57,9 +72,10 @@ class QKScorer:
     def score(self, look: Look) -> Floats | None:
         if look.n_chunks == 0:
             return None
-        coarse = self._combine(self._keys.score_bounds(self._group, self._bounds[: look.n_chunks], look))
+        bounds = self._keys.score_bounds(self.group, self._bounds[: look.n_chunks], look)
+        coarse = self._combine(bounds)
         free = np.array([c for c in range(look.n_chunks) if c not in look.kept], np.intp)
-        count = min(len(free), max(self._least, int(self._share * look.n_chunks)))
+        count = min(len(free), self.shortlisted(look.n_chunks))
         if count == 0:
             return coarse
         chosen = free[np.argsort(-coarse[free], kind="stable")[:count]]
@@ -68,14 +84,27 @@ class QKScorer:
         scores[chosen] = self._combine(masses)
         if self._follow:
             follow(self._keys, look, masses, chosen.tolist(), scores)
+        self._shares.append((scores, self._estimate(look, bounds, chosen, masses)))
         return scores
+
+    def _estimate(self, look: Look, bounds: Floats, chosen: npt.NDArray[np.intp], masses: Floats) -> Floats:
+        kept = sorted(c for c in look.kept if c < look.n_chunks)
+        kept = kept[:KEPT_KNOWN] + kept[KEPT_KNOWN:][-KEPT_KNOWN:]
+        if kept:
+            masses = np.concatenate([masses, self._keys.score_keys(kept, look)], axis=1)
+        return attention_shares(bounds, np.concatenate([chosen, np.array(kept, np.intp)]), masses)
+
+    def shares_of(self, scores: Floats) -> Floats | None:
+        """Estimated share of the attention on each chunk at the look that gave these scores; None if long past."""
+        return next((shares for known, shares in list(self._shares) if known is scores), None)
 
     @property
     def index_bytes(self) -> int:
         return self._bounds.nbytes
 
     def close(self) -> None:
-        del self._bounds
+        self._bounds = np.empty((0, 0), np.uint8)
+        self._shares.clear()
 
 
 @register("qk")
