@@ -86,6 +86,15 @@ class PoolView:
         return self._session.policy
 
     @property
+    def evicted_mass(self) -> float | None:
+        """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
+
+        Mean over the looks of the newest answer, from its prompt's end on, where heads that look at something in
+        particular count most. Estimated by the default policy, from whole chunks: what is being written is left out.
+        """
+        return self._session.watch.evicted_mass
+
+    @property
     def epoch(self) -> int:
         """Changes whenever a block changes its chunk."""
         return self._session.pager.epoch
