@@ -19,16 +19,16 @@ def log_shares(columns: Floats) -> Floats:
     return shares
 
 
-def softmax_max(columns: Floats) -> Floats:
-    """Log of the largest share of attention a chunk gets in any column; [columns, n] -> [n]."""
-    best: Floats = log_shares(columns).max(axis=0)
+def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
+    """Log of the largest share of attention a chunk gets in any column, less its penalty; [columns, n] -> [n]."""
+    best: Floats = (log_shares(columns) - penalty).max(axis=0)
     return best
 
 
-def z_max(columns: Floats) -> Floats:
-    """Largest number of standard deviations above the chunks' mean in any column; [columns, n] -> [n]."""
+def z_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
+    """Largest number of standard deviations above the chunks' mean in any column, less its penalty."""
     deviation = columns.std(axis=1, keepdims=True) + 1e-6
-    best: Floats = ((columns - columns.mean(axis=1, keepdims=True)) / deviation).max(axis=0)
+    best: Floats = ((columns - columns.mean(axis=1, keepdims=True)) / deviation - penalty).max(axis=0)
     return best
 
 

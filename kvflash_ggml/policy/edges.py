@@ -24,12 +24,15 @@ BEHIND = 1e-3
 """By how much a follower ranks below the chunk it follows."""
 
 
-def follow(keys: Keys, look: Look, columns: Floats, chunks: Sequence[int], scores: Floats) -> None:
+def follow(
+    keys: Keys, look: Look, columns: Floats, chunks: Sequence[int], scores: Floats, penalty: Floats | float = 0.0
+) -> None:
     """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
 
-    columns: attention masses of `chunks`, [columns, n]. scores: one per chunk of the text, changed in place.
+    columns: attention masses of `chunks`, [columns, n]. scores: one per chunk of the text, changed in place. penalty:
+    of each column, [columns, 1].
     """
-    best = log_shares(columns).argmax(axis=0)
+    best = (log_shares(columns) - penalty).argmax(axis=0)
     order = sorted(range(len(chunks)), key=lambda i: (-scores[chunks[i]], chunks[i]))
     for i in order[:FOLLOWED]:
         chunk = chunks[i]

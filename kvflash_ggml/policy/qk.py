@@ -8,14 +8,15 @@ holds anyway, then give the attention mass itself.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import Floats, Keys, Look, register
+from .base import Floats, Keys, KeyShape, Look, register
 from .combine import COMBINE
-from .share import attention_shares
 from .edges import follow
+from .share import attention_shares
 
 LOWER = 1e4
 """Puts every chunk outside the shortlist below every chunk inside, in the order of their bounds."""
@@ -30,7 +31,9 @@ LOOKS_KNOWN = 4
 class QKScorer:
     """group: rows per bound. shortlist: share of the chunks that is scored exactly. combine: "softmax" or "z".
 
-    followers: recall the chunk after one whose end is attended to as well.
+    query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
+    for each token after it, in the units of the scores: the end of a question says best what is looked for. followers:
+    recall the chunk after one whose end is attended to as well.
     """
 
     name = "qk"
@@ -42,7 +45,8 @@ class QKScorer:
         shortlist: float = 0.03,
         least: int = 32,
         combine: str = "softmax",
-        query_rows: int = 8,
+        query_rows: int = 32,
+        age: float = 0.02,
         followers: bool = True,
     ) -> None:
         self.query_rows = query_rows
@@ -50,6 +54,7 @@ class QKScorer:
         self._share = shortlist
         self._least = least
         self._combine = COMBINE[combine]
+        self._age = age
         self._follow = followers
         self._bounds: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
@@ -73,7 +78,8 @@ class QKScorer:
         if look.n_chunks == 0:
             return None
         bounds = self._keys.score_bounds(self.group, self._bounds[: look.n_chunks], look)
-        coarse = self._combine(bounds)
+        ages = self._age * row_ages(look, self._keys.shapes)
+        coarse = self._combine(bounds, ages)
         free = np.array([c for c in range(look.n_chunks) if c not in look.kept], np.intp)
         count = min(len(free), self.shortlisted(look.n_chunks))
         if count == 0:
@@ -81,9 +87,9 @@ class QKScorer:
         chosen = free[np.argsort(-coarse[free], kind="stable")[:count]]
         scores = coarse - LOWER
         masses = self._keys.score_keys(chosen.tolist(), look)
-        scores[chosen] = self._combine(masses)
+        scores[chosen] = self._combine(masses, ages)
         if self._follow:
-            follow(self._keys, look, masses, chosen.tolist(), scores)
+            follow(self._keys, look, masses, chosen.tolist(), scores, ages)
         self._shares.append((scores, self._estimate(look, bounds, chosen, masses)))
         return scores
 
@@ -105,6 +111,12 @@ class QKScorer:
     def close(self) -> None:
         self._bounds = np.empty((0, 0), np.uint8)
         self._shares.clear()
+
+
+def row_ages(look: Look, shapes: Sequence[KeyShape]) -> Floats:
+    """How many queries are newer than that of each column; [columns, 1]."""
+    ages = np.arange(look.rows - 1, -1, -1, dtype=np.float32)
+    return np.concatenate([np.repeat(ages, shape.n_head) for shape in shapes])[:, None]
 
 
 @register("qk")

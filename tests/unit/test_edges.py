@@ -87,3 +87,16 @@ def test_the_end_of_the_text_and_what_is_kept_are_left_alone():
     columns[LAYER0] = 9
     follow(keys, look(kept={8}), columns, [7, 19], scores)
     assert scores.tolist() == before.tolist()
+
+
+def test_an_older_query_counts_less():
+    """Two columns tie; the one without a penalty tells where the chunk is attended to."""
+    columns = np.zeros((18, 2), np.float32)
+    columns[[LAYER0, LAYER1], 0] = 9
+    for penalised, follows in ((LAYER0, False), (LAYER1, True)):
+        scores = np.full(20, -50.0, np.float32)
+        scores[4] = -1
+        penalty = np.zeros((18, 1), np.float32)
+        penalty[penalised] = 0.5
+        follow(Keys({4: (0, 0, CHUNK - 1)}), look(), columns, [4, 9], scores, penalty)
+        assert (scores[5] > -50) == follows
