@@ -217,15 +217,15 @@ def recall(
             plots.check()
     _load()
     from . import outcomes as results
-    from . import recall as bench
     from . import report
+    from .recall import run_arm as run_recall
 
     plan = results.Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed)
     rows: list[dict[str, Any]] = []
     replies: list[dict[str, Any]] = []
     with user_errors():
         for arm in results.arms(contexts, residency, policies, full=full):
-            outcomes, reads = bench.run_arm(model, arm, plan, filler, options)
+            outcomes, reads = run_recall(model, arm, plan, filler, options)
             rows += results.summary(arm, outcomes, reads)
             where = {"context": arm.context, "pool": arm.pool, "policy": arm.policy}
             replies += [where | asdict(outcome) for outcome in outcomes]
