@@ -18,7 +18,7 @@ from .tasks_kinds import Ask, Case, Setting, make
 TAIL_ROOM = 512
 """Tokens of context beside the document, for questions and answers."""
 
-MOST_NEW = 16
+MOST_NEW = 40
 """Tokens an answer may take."""
 
 
@@ -91,7 +91,7 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
             llm.load_state(state)
             before = _counters(llm)
             llm.eval(tail_tokens(llm, case, ask))
-        reply, count, seconds = _answer(llm)
+        reply, count, seconds = _answer(llm, ask)
         after = _counters(llm)
         yield Outcome(
             task=task,
@@ -108,11 +108,12 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
         )
 
 
-def _answer(llm: Llama) -> tuple[str, int, float]:
+def _answer(llm: Llama, ask: Ask) -> tuple[str, int, float]:
     """Greedy text after what has been read, the steps it took and their time."""
     ids: list[int] = []
     seconds = 0.0
-    while len(ids) < MOST_NEW:
+    reply = ""
+    while len(ids) < MOST_NEW and not ask.is_settled(reply):
         ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
         if ids[-1] == llm.token_eos():
             break
@@ -120,7 +121,8 @@ def _answer(llm: Llama) -> tuple[str, int, float]:
         llm.eval(ids[-1:])
         llm._ctx.get_logits_ith(-1)
         seconds += time.perf_counter() - began
-    return llm.detokenize(ids).decode("utf-8", "replace"), len(ids), seconds
+        reply = llm.detokenize(ids).decode("utf-8", "replace")
+    return reply, len(ids), seconds
 
 
 def _counters(llm: Llama) -> tuple[int, int, float]:

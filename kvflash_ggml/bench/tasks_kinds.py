@@ -42,8 +42,16 @@ class Ask:
 
     def is_correct(self, reply: str) -> bool:
         """Whether the first number, or the first word where no number is asked for, is the answer."""
-        found = re.search(r"\d+" if self.answer.isdigit() else r"\w+", reply)
+        found = self._find(reply)
         return found is not None and found.group().lower() == self.answer
+
+    def is_settled(self, reply: str) -> bool:
+        """Whether nothing that follows could change what `is_correct` says."""
+        found = self._find(reply)
+        return found is not None and found.end() < len(reply)
+
+    def _find(self, reply: str) -> re.Match[str] | None:
+        return re.search(r"\d+" if self.answer.isdigit() else r"\w+", reply)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,3 +128,19 @@ def test_without_a_checkout_a_text_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr("kvflash_ggml.bench.filler.CHECKOUT", tmp_path)
     with pytest.raises(ConfigError, match="--text"):
         read_text([])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "settled"),
+    [
+        ("1234567", " 12345", False),
+        ("1234567", " 1234567", False),
+        ("1234567", " 1234567.", True),
+        ("1234567", "The code is 99 or", True),
+        ("1234567", "The code", False),
+        ("amber", " am", False),
+        ("amber", " amber is", True),
+    ],
+)
+def test_an_answer_is_settled_once_it_has_ended(answer, reply, settled):
+    assert Ask(tail="", answer=answer, label="all").is_settled(reply) is settled

@@ -1,0 +1,81 @@
+"""The recall bench on the trained models: the default policy answers where recency cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from kvflash_ggml.bench import main
+from kvflash_ggml.policy.base import Look
+
+
+def bench(*args: Any) -> dict[str, Any]:
+    result = CliRunner().invoke(main, [str(arg) for arg in (*args, "-t", 1)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return data
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_the_default_policy_recalls(kind: str, models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "recall", models[kind], "--contexts", "2K", "--residency", "25", "--policies", "qk,lru",
+        "--tasks", "multikey4", "--depths", "10,40", "--trials", 3, "--seed", 5,
+    )  # fmt: skip
+    assert data["bench"] == "recall"
+    hits = {(row["policy"], row["label"]): row["hits"] for row in data["rows"]}
+    assert hits["full", "10%"] == hits["full", "40%"] == 3
+    assert hits["qk", "10%"] + hits["qk", "40%"] >= 5
+    assert hits["lru", "10%"] + hits["lru", "40%"] <= 1
+    recalled = [row for row in data["rows"] if row["policy"] == "qk"]
+    assert all(row["page_ins"] > 0 and row["look_ms"] > 0 for row in recalled)
+    assert len(data["outcomes"]) == 18
+
+
+def test_a_question_in_chat_form_is_seen_past_its_template(models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "recall", models["dense"], "--contexts", "2K", "--residency", "25", "--policies", "qk", "--no-full",
+        "--tasks", "chat", "--depths", "10,40", "--trials", 3, "--seed", 5,
+    )  # fmt: skip
+    assert sum(row["hits"] for row in data["rows"]) >= 5
+
+
+def test_scores_rank_the_answer(models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "scores", models["dense"], "--contexts", "2K", "--residency", "25", "--tasks", "multikey4",
+        "--depths", "10,40", "--trials", 2, "--seed", 5,
+    )  # fmt: skip
+    rows = {row["variant"]: row for row in data["rows"]}
+    assert rows["qk"]["top 8%"] == rows["oracle"]["top 8%"] == 1
+    assert rows["qk-mean"]["mean rank"] > rows["qk"]["mean rank"]
+    assert all(row["trials"] == 4 for row in rows.values())
+
+
+def test_columns_give_what_the_engine_gives(models: dict[str, Path], loaded: None, tokens: Any) -> None:
+    """What the study computes once for all scorers is what each of them would be given by itself."""
+    from kvflash_ggml import Llama
+    from kvflash_ggml.bench.study import Capture, Columns, newest
+
+    capture = Capture(rows=16)
+    llm = Llama(
+        str(models["hybrid"]), n_ctx=1536, kvflash=512, kvflash_policy=capture, n_threads=1, n_threads_batch=1,
+        n_batch=256, n_ubatch=256, verbose=False,
+    )  # fmt: skip
+    llm.eval(tokens[:1200].tolist())
+    look, keys = capture.look, capture.keys
+    assert isinstance(look, Look)
+    assert keys is not None
+    assert look.rows == 16
+    columns = Columns(keys, look)
+    last = newest(look, 4, keys.shapes)
+    index = np.empty((look.n_chunks, keys.bounds_size(32)), np.uint8)
+    for chunk, row in enumerate(index):
+        columns.bounds(chunk, 32, row)
+    assert np.array_equal(columns.score_bounds(32, index, last), keys.score_bounds(32, index, last))
+    assert np.array_equal(columns.score_keys([5, 2], last), keys.score_keys([5, 2], last))
+    llm.close()
