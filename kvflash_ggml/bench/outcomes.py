@@ -74,8 +74,9 @@ def arms(
         pools: dict[int, tuple[float, str]] = {}
         for residency in residencies:
             pool = round_up(max(1, round(context * residency / 100)), POOL_STEP)
-            note = f"raised to the minimum of {least}" if pool < least else ""
-            pools.setdefault(max(pool, least), (residency, note))
+            note = f"{residency:g} % is below the minimum of {least}" if pool < least else ""
+            asked, before = pools.get(max(pool, least), (residency, ""))
+            pools[max(pool, least)] = (asked, before or note)
         for pool, (asked, note) in pools.items():
             out += [Arm(policy=p, context=context, pool=pool, asked=asked, note=note) for p in policies]
     return out

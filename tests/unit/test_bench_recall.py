@@ -32,12 +32,13 @@ def test_arms():
     ]
     assert made[0].residency == 100
     assert made[1].residency == 6.25
-    assert not any(a.note for a in made)
+    assert [a.note for a in made if a.note] == ["3 % is below the minimum of 512"] * 2
+    assert all(a.pool == 512 and a.asked == 6.25 for a in made if a.note)
 
 
 def test_a_pool_below_the_minimum_says_so():
     (arm,) = arms((8192,), (3,), ("qk",), full=False)
-    assert (arm.pool, arm.note, arm.asked) == (512, "raised to the minimum of 512", 3)
+    assert (arm.pool, arm.note, arm.asked) == (512, "3 % is below the minimum of 512", 3)
 
 
 def outcome(**changes):
