@@ -215,8 +215,11 @@ def words(setting: Setting, rng: random.Random) -> list[Case]:
     common, *others = rng.sample(WORDS, len(WORDS) // 2)
     pool = [common] * COMMON + others
     picked: list[str] = []
-    while len(setting.tokenize(" ".join(picked))) < setting.n_tokens - PAIR_TOKENS:
-        picked += rng.choices(pool, k=PAIR_TOKENS // 4)
+    total = 0
+    while total < setting.n_tokens - PAIR_TOKENS:
+        some = rng.choices(pool, k=PAIR_TOKENS // 8)
+        total += len(setting.tokenize(" " + " ".join(some)))
+        picked += some
     tail = "\nQuestion: What is the most frequent word?\nAnswer:"
     return [Case(document=" ".join(picked) + "\n", asks=(Ask(tail=tail, answer=common, label="all"),))]
 
