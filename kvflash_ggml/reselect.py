@@ -33,7 +33,12 @@ LAG = 16
 """Steps between a look and its use, on devices that compute beside the host."""
 
 OVERHEAD = 0.02
-"""Share of the decode time that looking may take when tau adapts, for a scorer that names no `overhead` of its own."""
+"""Share of the decode time that looking may take when tau adapts, for a scorer that names no `overhead` of its own.
+
+It counts where looking holds the decode up: on devices that compute on the caller's thread."""
+
+DUTY = 0.5
+"""Share of the time that the worker may be busy, where looking runs beside the device's compute."""
 
 MOST_PENDING = 2
 """Looks under way at once."""
@@ -62,6 +67,8 @@ class HostKeys:
         return self._engine.bounds_size(group)
 
     def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
+        # waiting for the transfer with the lock in hand would hold up the thread that feeds the device
+        self._engine.wait(self._store.ticket(chunk))
         with self._store.lock:
             self._engine.wait(self._store.ticket(chunk))
             self._engine.bounds(group, self._store.fetch(chunk), out)
@@ -92,7 +99,7 @@ class Reselector:
         self.seconds = 0.0  # spent scoring
         self._engine = engine
         self._fixed_tau = tau
-        self._overhead: float = getattr(scorer, "overhead", OVERHEAD)
+        self._budget: float = DUTY if engine.info.asynchronous else getattr(scorer, "overhead", OVERHEAD)
         self.tau = tau or TAU
         self._keys = HostKeys(engine, store)
         self._worker = ThreadPoolExecutor(1, "kvflash-score") if engine.info.asynchronous else None
@@ -237,9 +244,9 @@ class Reselector:
         if self._fixed_tau is not None or not self._step_seconds:
             return
         share = seconds * LOOKS_PER_TAU / (self.tau * self._step_seconds)
-        if share > self._overhead and self.tau < MOST_TAU:
+        if share > self._budget and self.tau < MOST_TAU:
             self.tau *= 2
-        elif share < self._overhead / 4 and self.tau > TAU:
+        elif share < self._budget / 4 and self.tau > TAU:
             self.tau //= 2
 
     def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]

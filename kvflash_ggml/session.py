@@ -111,7 +111,7 @@ class Session:
         """Evaluate tokens after those read so far. Logits of the last are kept, or of all with `output_all`.
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
-        progress(done, total) runs after each step. On DecodeError and the other errors of this package the steps
+        progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the steps
         that were done stay done: `length` tells how far.
         """
         if self.engine.closed:

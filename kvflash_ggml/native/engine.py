@@ -160,16 +160,16 @@ class Engine:
     # --- what llama.cpp believes about the slots
 
     def clear_cells(self, slot: int, count: int) -> None:
-        assert lib.kvf_cells_clear(self._engine, slot, count) == 0
+        _check(lib.kvf_cells_clear(self._engine, slot, count))
 
     def set_cells(self, slot: int, pos: int, tokens: Int32s) -> None:
         data = ffi.from_buffer("int32_t[]", np.ascontiguousarray(tokens, np.int32))
-        assert lib.kvf_cells_set(self._engine, slot, len(tokens), pos, data) == 0
+        _check(lib.kvf_cells_set(self._engine, slot, len(tokens), pos, data))
 
     def cells(self, slot: int, count: int) -> Int32s:
         """Positions in the slots, -1 where empty; shape [count]."""
         out = np.empty(count, np.int32)
-        assert lib.kvf_cells_get(self._engine, slot, count, ffi.from_buffer("int32_t[]", out)) == 0
+        _check(lib.kvf_cells_get(self._engine, slot, count, ffi.from_buffer("int32_t[]", out)))
         return out
 
     def truncate(self, pos: int) -> bool:
@@ -256,7 +256,7 @@ class Engine:
     def bounds(self, group: int, image: int, out: npt.NDArray[np.uint8]) -> None:
         """Fill `out` (shape [bounds_size]) with the bounds of the keys in a page image."""
         data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
-        assert lib.kvf_bounds(self._engine, group, ffi.cast("uint8_t *", image), data) == 0
+        _check(lib.kvf_bounds(self._engine, group, ffi.cast("uint8_t *", image), data))
 
     def score_bounds(
         self, group: int, bounds: npt.NDArray[np.uint8], rows: int, queries: npt.NDArray[np.float32], threads: int
@@ -270,7 +270,7 @@ class Engine:
             self._engine, group, len(bounds), ffi.from_buffer("uint8_t[]", bounds), rows,
             ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
         )  # fmt: skip
-        assert code == 0
+        _check(code)
         return out
 
     def score_keys(
@@ -282,7 +282,7 @@ class Engine:
             self._engine, len(images), ffi.new("uint64_t[]", images), rows,
             ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
         )  # fmt: skip
-        assert code == 0
+        _check(code)
         return out
 
     def _columns(self, rows: int, n: int) -> npt.NDArray[np.float32]:
@@ -323,7 +323,7 @@ class Engine:
     def _read_layers(self) -> tuple[Layer, ...]:
         n = self.info.n_layers
         raw = ffi.new("kvf_layer[]", n)
-        assert lib.kvf_get_layers(self._engine, raw, n) == 0
+        _check(lib.kvf_get_layers(self._engine, raw, n))
         return tuple(
             Layer(
                 il=x.il,
@@ -340,3 +340,9 @@ class Engine:
             )
             for x in raw
         )
+
+
+def _check(code: int) -> None:
+    """A call that cannot fail unless this package is wrong has failed."""
+    if code != 0:
+        raise AssertionError(f"the native engine refused a call with code {code}")

@@ -110,7 +110,7 @@ uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const u
     const auto ticket = ++engine.last_ticket;
     begin_transfer(engine);
     for (auto & device : engine.devices) {
-        if (dir == direction::in && device.stage) {
+        if (dir == direction::in && device.stage && n > 1) {  // one page is not worth the scatter
             kvf_staging_page_in(device, n, block, image);
             continue;
         }

@@ -222,10 +222,9 @@ class Pager:
         self._settled = False
 
     def reset(self) -> None:
-        """Forget everything but the settings. Pins go too: they name positions of a text that is gone."""
+        """Forget the text. Pins stay, as positions of the next one."""
         self.blocks.reset()
         self.chunks.clear()
-        self.pins.clear()
         self.scores = None
         self.length = 0
         self.epoch += 1

@@ -229,7 +229,7 @@ class TestTruncate:
         pager.pin_range(0, 1)
         epoch = pager.epoch
         pager.reset()
-        assert (pager.length, pager.chunks, pager.pins, len(pager.blocks)) == (0, [], set(), 8)
+        assert (pager.length, pager.chunks, pager.pins, len(pager.blocks)) == (0, [], {0}, 8)
         assert pager.epoch > epoch
         append(pager, 4 * CHUNK)
         assert table(pager) == [0, 1, 2, 3]

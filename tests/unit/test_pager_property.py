@@ -231,7 +231,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     def _forget(self) -> None:
         self.where, self.host, self.use = [], set(), {}
-        self.length, self.pins = 0, set()
+        self.length = 0
 
     def _epoch_moved(self, moved: bool) -> None:
         assert (self.pager.epoch != self.epoch) == moved
