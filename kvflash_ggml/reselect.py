@@ -59,9 +59,14 @@ class HostKeys:
         ]
 
     def read(self, chunk: int) -> list[Floats]:
+        return self._engine.keys(self._page(chunk))
+
+    def read_layer(self, chunk: int, layer: int) -> Floats:
+        return self._engine.layer_keys(self._page(chunk), layer)
+
+    def _page(self, chunk: int) -> npt.NDArray[np.uint8]:
         with self._store.lock:
-            page = np.frombuffer(self._store.bytes_of(chunk), np.uint8)
-        return self._engine.keys(page)
+            return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
 
     def bounds_size(self, group: int) -> int:
         return self._engine.bounds_size(group)

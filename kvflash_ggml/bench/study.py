@@ -77,6 +77,9 @@ class Columns:
             self._read[chunk] = self._keys.read(chunk)
         return self._read[chunk]
 
+    def read_layer(self, chunk: int, layer: int) -> Floats:
+        return self.read(chunk)[layer]
+
     def bounds_size(self, group: int) -> int:
         return self._keys.bounds_size(group)
 

@@ -228,12 +228,15 @@ class Engine:
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.float32]]:
         """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
+        return [self.layer_keys(page, i) for i in range(len(self.layers))]
+
+    def layer_keys(self, page: npt.NDArray[np.uint8], layer: int) -> npt.NDArray[np.float32]:
+        """The keys of one layer of a page image, dequantised: [CHUNK, n_head_kv, head_k]."""
         kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
-        parts = []
-        for x in self.layers:
-            rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
-            parts.append(gguf.quants.dequantize(rows, kind).reshape(CHUNK, x.n_head_kv, x.head_k))
-        return parts
+        x = self.layers[layer]
+        rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
+        keys: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind).reshape(CHUNK, x.n_head_kv, x.head_k)
+        return keys
 
     @property
     def query_shapes(self) -> list[tuple[int, int, int]]:

@@ -31,6 +31,10 @@ class Keys(Protocol):
         """The keys of one chunk, dequantised: per layer [CHUNK, n_head_kv, head]."""
         ...
 
+    def read_layer(self, chunk: int, layer: int) -> Floats:
+        """The keys of one layer of one chunk, dequantised: [CHUNK, n_head_kv, head]."""
+        ...
+
     def bounds_size(self, group: int) -> int:
         """Bytes of the bounds of one chunk, for groups of so many rows."""
         ...

@@ -18,7 +18,7 @@ EDGE = 16
 """Tokens at the end of a chunk from which a short fact may run on."""
 
 FOLLOWED = 8
-"""Best chunks that are looked at: each costs reading its keys."""
+"""Best chunks that are looked at: each costs reading the keys of a layer."""
 
 BEHIND = 1e-3
 """By how much a follower ranks below the chunk it follows."""
@@ -45,12 +45,12 @@ def follow(
 
 def _attends_to_end(keys: Keys, look: Look, column: int, chunk: int) -> bool:
     """Does most of the attention that a column gives a chunk go to its last keys?"""
-    for shape, queries, rows in zip(keys.shapes, split(look, keys.shapes), keys.read(chunk), strict=True):
+    for layer, (shape, queries) in enumerate(zip(keys.shapes, split(look, keys.shapes), strict=True)):
         count = look.rows * shape.n_head
         if column < count:
             row, head = divmod(column, shape.n_head)
             kv_head = head // (shape.n_head // shape.n_head_kv)
-            scores = shape.scale * (rows[:, kv_head] @ queries[row, head])
+            scores = shape.scale * (keys.read_layer(chunk, layer)[:, kv_head] @ queries[row, head])
             weights = np.exp(scores - scores.max())
             return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())
         column -= count

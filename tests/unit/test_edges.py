@@ -27,6 +27,9 @@ class Keys:
             out[layer][row, head, 0] = 10
         return out
 
+    def read_layer(self, chunk, layer):
+        return self.read(chunk)[layer]
+
 
 def look(n_chunks=20, rows=3, kept=()):
     queries = []

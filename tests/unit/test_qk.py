@@ -25,6 +25,9 @@ class Keys:
     def read(self, chunk):
         return self.chunks[chunk]
 
+    def read_layer(self, chunk, layer):
+        return self.read(chunk)[layer]
+
     def bounds_size(self, group):
         return 8
 
