@@ -144,11 +144,14 @@ def chat(setting: Setting, rng: random.Random) -> list[Case]:
 def reworded(setting: Setting, rng: random.Random) -> list[Case]:
     """As multikey, in words that no training template uses."""
     facts = setting.facts(rng, len(setting.depths))
-    lines = [(d, f"Whoever needs {f.name} should use {f.value} as {f.noun}.") for d, f in zip(setting.depths, facts)]  # noqa: B905
+    lines = [
+        (depth, f"Please write down that {fact.name} has {fact.noun} {fact.value}.")
+        for depth, fact in zip(setting.depths, facts, strict=True)
+    ]
     document = setting.document(rng, lines)
     asks = [
         Ask(
-            tail=f"\nWhich {fact.noun} goes with {fact.name}? For {fact.name} use",
+            tail=f"\nWhich {fact.noun} does {fact.name} have? {fact.name} has {fact.noun}",
             answer=fact.value,
             label=depth_label(depth),
             gold=(setting.span(document, line, fact.value),),
