@@ -24,7 +24,8 @@ class KVFlashConfig:
 
     pool: slots on the device, or "auto" to size it from free device memory.
     policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest
-        queries attend to, "lru" what was used last.
+        queries attend to, "drafter" what a small model of its own attends to, "lru" what was used last.
+    drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
     tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
         call computes the same bits however fast the machine is.
     sinks: leading chunks that are never evicted.
@@ -37,6 +38,7 @@ class KVFlashConfig:
 
     pool: int | Literal["auto"] = "auto"
     policy: str | Scorer = "qk"
+    drafter: Path | None = None
     tau: int | None = None
     sinks: int = 1
     tail: int = 4
@@ -48,6 +50,8 @@ class KVFlashConfig:
     def __post_init__(self) -> None:
         if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
             raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
+        if self.drafter is not None and self.policy != "drafter":
+            raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
         if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):
             raise ConfigError(f"tau must be a whole number of at least 1, or None to adapt, not {self.tau!r}")
         for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):

@@ -7,6 +7,7 @@ import ctypes
 import inspect
 import logging
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +19,15 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from . import policy
+from . import drafter, policy
 from .config import KVFlashConfig
 from .context import PagedContext
 from .errors import ConfigError, ContextFull
 from .native import engine as native
 from .native import library
 from .policy.base import Scorer
+from .policy.drafter import NAME as DRAFTER
+from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize, resolve
 from .session import Progress, Session
 from .snapshot import state as session_state
@@ -44,7 +47,8 @@ class Llama(llama_cpp.Llama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; a number of tokens or "auto" for a pool of that size; or a KVFlashConfig.
-    kvflash_policy, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of KVFlashConfig, by keyword.
+    kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of
+        KVFlashConfig, by keyword.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
@@ -57,6 +61,7 @@ class Llama(llama_cpp.Llama):
         *,
         kvflash: KVFlash = None,
         kvflash_policy: str | Scorer | None = None,
+        kvflash_drafter: str | Path | None = None,
         kvflash_tau: int | None = None,
         kvflash_pins: Sequence[tuple[int, int]] | None = None,
         kvflash_spill: str | Path | None = None,
@@ -70,6 +75,7 @@ class Llama(llama_cpp.Llama):
             raise TypeError(f"Llama() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         fields = {
             "policy": kvflash_policy,
+            "drafter": Path(kvflash_drafter) if kvflash_drafter is not None else None,
             "tau": kvflash_tau,
             "pins": tuple(kvflash_pins) if kvflash_pins is not None else None,
             "spill": Path(kvflash_spill) if kvflash_spill is not None else None,
@@ -82,8 +88,12 @@ class Llama(llama_cpp.Llama):
         if self._config is not None:
             self._config = _check_feature_use(self._config, kwargs)
         self._scorer: Scorer | None = None
+        self._drafter: Path | None = None
         if self._config is not None:
-            self._scorer = policy.resolve(self._config.policy)
+            if self._config.policy == DRAFTER:
+                self._drafter = drafter.find(model_path, self._config.drafter)
+            else:
+                self._scorer = policy.resolve(self._config.policy)
             kwargs["flash_attn"] = True
             kwargs.setdefault("swa_full", False)
         library.ensure_gpu_offload(kwargs.get("n_gpu_layers", 0))
@@ -129,12 +139,16 @@ class Llama(llama_cpp.Llama):
             arch=self._model.metadata().get("general.architecture", "unknown"),
         )
         free, _, _ = native.device_memory(model or 0)
+        if self._drafter is not None:
+            free -= drafter.reserve_bytes(self._drafter)
         n_ctx = params.n_ctx or self._model.n_ctx_train()
         return resolve(config, n_ctx=n_ctx, free_bytes=free, slot_bytes=slot_bytes)
 
     def _open_session(self, size: PoolSize) -> None:
         assert self._config is not None
         n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
+        if self._drafter is not None:
+            self._scorer = self._make_drafter_scorer(self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
         self._session = Session(
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
@@ -146,6 +160,17 @@ class Llama(llama_cpp.Llama):
             logger.warning(self.kvflash.banner())
         else:
             logger.info(self.kvflash.banner())
+
+    def _make_drafter_scorer(self, path: Path, *, idle: int) -> Scorer:
+        load = partial(
+            drafter.load,
+            path,
+            beside=self._model,
+            n_ctx=self._n_ctx,
+            offload=self.model_params.n_gpu_layers != 0,
+            settings=self.context_params,
+        )
+        return DrafterScorer(load, source=str(path), idle=idle)
 
     def _replace_batch(self) -> None:
         """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""

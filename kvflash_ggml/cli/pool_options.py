@@ -22,6 +22,7 @@ class PoolOptions:
 
     kvflash: int | Literal["auto", "off"]
     kvflash_policy: str
+    kvflash_drafter: Path | None
     kvflash_tau: int | None
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
@@ -34,6 +35,7 @@ class PoolOptions:
         return KVFlashConfig(
             pool=self.kvflash,
             policy=self.kvflash_policy,
+            drafter=self.kvflash_drafter,
             tau=self.kvflash_tau,
             pins=self.kvflash_pin,
             host_limit=self.kvflash_host_limit,
@@ -62,6 +64,14 @@ pool_options = collected(
         envvar="KVFLASH_POLICY",
         metavar="NAME",
         help=f"Who stays resident: {', '.join(names())}.",
+    ),
+    _pool(
+        "--kvflash-drafter",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="KVFLASH_DRAFTER",
+        metavar="FILE",
+        help="Small GGUF model for the policy 'drafter'.  [default: one with 'scorer', 'drafter' or 'draft' in its name"
+        " beside the model, or in a folder 'drafter' or 'draft' there]",
     ),
     _pool(
         "--kvflash-tau",

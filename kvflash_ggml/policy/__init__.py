@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ConfigError
-from . import lru, oracle, qk, statistics  # noqa: F401 (registers)
+from . import drafter, lru, oracle, qk, statistics  # noqa: F401 (registers)
 from .base import REGISTRY, Scorer
 
 __all__ = ["names", "resolve"]

@@ -1,0 +1,233 @@
+"""A small model beside the target: found, loaded, and kept at the end of its text for the policy 'drafter'."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import _internals as internals
+
+from .config import CHUNK, POOL_STEP, KVFlashConfig, round_up
+from .errors import ConfigError
+from .native import engine as native
+from .policy.base import Floats, Look
+from .policy.combine import softmax_max
+from .policy.crosstok import TextReader, token_scores
+from .policy.drafter import NAME, QUERY_ROWS, Reader, TokenReader
+from .policy.edges import follow
+from .reselect import HostKeys
+from .session import Session
+
+logger = logging.getLogger("kvflash_ggml")
+
+Int32s = npt.NDArray[np.int32]
+
+WORDS = ("scorer", "drafter", "draft")
+FOLDERS = (".", "drafter", "draft")
+
+STEP = 512
+"""Tokens the small model reads at once."""
+
+COMPUTE_BYTES = 512 << 20
+"""What a small model takes on the device beside its weights, roughly."""
+
+
+def find(model: str | Path, asked: Path | None) -> Path:
+    """The drafter's file: the one asked for, or one found by its name near the target.
+
+    Looked at are the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in
+    .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. ConfigError
+    if there is none.
+    """
+    if asked is not None:
+        if not asked.is_file():
+            raise ConfigError(f"there is no drafter {asked}: give the path of a GGUF file")
+        return asked
+    target = Path(model)
+    for folder in FOLDERS:
+        files = [file for file in sorted((target.parent / folder).glob("*")) if _is_candidate(file, target)]
+        for word in WORDS:
+            for file in files:
+                if word in file.name.lower():
+                    return file
+    raise ConfigError(
+        f"the policy '{NAME}' needs a small model, and none was found beside {target.name}: give its path as "
+        f"kvflash_drafter (--kvflash-drafter), or put a GGUF file with 'drafter', 'draft' or 'scorer' in its name there"
+    )
+
+
+def _is_candidate(file: Path, target: Path) -> bool:
+    return file.suffix.lower() == ".gguf" and file.is_file() and not (target.exists() and file.samefile(target))
+
+
+def reserve_bytes(path: Path) -> int:
+    """Device memory to leave free for a drafter that will be loaded later."""
+    return path.stat().st_size + COMPUTE_BYTES
+
+
+def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, settings: Any) -> Reader:
+    """Load a drafter for the text of a target.
+
+    beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: to
+    the device. settings: the target's llama_context_params, for what concerns the machine (threads).
+
+    Raises what llama.cpp's wrappers and the engine raise if the model cannot be loaded or cannot run in a pool.
+    """
+    drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, settings=settings)
+    try:
+        same = same_vocabulary(beside, drafter.model)
+        tokenizer = "the same tokenizer" if same else "a tokenizer of its own"
+        logger.info("the drafter %s reads along: %s, up to %d tokens at a time", path.name, tokenizer, drafter.n_ctx)
+        return TokenReader(drafter) if same else _text_reader(drafter, beside)
+    except BaseException:
+        drafter.close()
+        raise
+
+
+class SmallModel:
+    """A model with a pool that holds its whole context (policy.drafter.Drafter).
+
+    Sealed chunks are copied to the host, where their keys can be scored beside whatever the device computes.
+    """
+
+    def __init__(self, path: Path, *, n_ctx: int, offload: bool, settings: Any) -> None:
+        with ExitStack() as stack:
+            params = llama_cpp.llama_model_default_params()
+            params.n_gpu_layers = -1 if offload else 0
+            params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
+            # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
+            self.model = internals.LlamaModel(path_model=str(path), params=params, verbose=True)
+            stack.callback(self.model.close)
+            context = self._make_context(min(n_ctx, self.model.n_ctx_train()), settings)
+            stack.callback(context.close)
+            self.n_ctx = context.n_ctx() // CHUNK * CHUNK
+            engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, STEP)
+            stack.callback(engine.close)
+            config = KVFlashConfig(pool=engine.info.n_slots)
+            self._session = Session(engine, config, n_ctx=context.n_ctx(), n_batch=STEP, n_ubatch=STEP)
+            stack.callback(self._session.close)
+            self._keys = HostKeys(engine, self._session.store)
+            self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
+            self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
+            self._stack = stack.pop_all()
+
+    def _make_context(self, n_ctx: int, settings: Any) -> Any:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = round_up(n_ctx, POOL_STEP)
+        params.n_batch = params.n_ubatch = STEP
+        params.n_threads = settings.n_threads
+        params.n_threads_batch = settings.n_threads_batch
+        params.offload_kqv = settings.offload_kqv
+        params.swa_full = False
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        with _pool(params.n_ctx):
+            return internals.LlamaContext(model=self.model, params=params, verbose=True)
+
+    @property
+    def length(self) -> int:
+        return self._session.length
+
+    def push(self, tokens: Int32s) -> None:
+        session, before = self._session, self._session.length // CHUNK
+        session.extend(np.asarray(tokens, np.int32))
+        for chunks in session.store.fitting(range(before, session.length // CHUNK)):
+            images = session.store.allocate(chunks)
+            ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
+            for chunk in chunks:
+                session.store.written(chunk, ticket)
+
+    def cut(self, length: int) -> int:
+        before = self._session.length // CHUNK
+        left = self._session.truncate(length)
+        for chunk in range(left // CHUNK, before):
+            self._session.store.drop(chunk)
+        return left
+
+    def score_chunks(self) -> Floats:
+        look = self._look()
+        if look.n_chunks == 0:
+            return np.empty(0, np.float32)
+        chunks = range(look.n_chunks)
+        masses = self._keys.score_keys(chunks, look)
+        scores = softmax_max(masses)
+        follow(self._keys, look, masses, chunks, scores)
+        return scores
+
+    def score_tokens(self) -> Floats:
+        look = self._look()
+        return token_scores(self._keys, look) if look.n_chunks else np.empty(0, np.float32)
+
+    def _look(self) -> Look:
+        session = self._session
+        rows = min(QUERY_ROWS, session.length)
+        session.engine.wait(session.engine.read_queries(self._flat))
+        newest = np.arange(session.length - rows, session.length) % QUERY_ROWS
+        parts, at = [], 0
+        for ring in self._ring:
+            parts.append(self._flat[at : at + ring.size].reshape(ring.shape)[newest].reshape(-1))
+            at += ring.size
+        return Look(
+            tokens=session.tokens,
+            n_chunks=session.length // CHUNK,
+            rows=rows,
+            queries=np.concatenate(parts),
+            kept=frozenset(),
+        )
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def _pool(cells: int) -> Iterator[None]:
+    native.set_pool(cells, QUERY_ROWS)
+    try:
+        yield
+    finally:
+        native.set_pool(0)
+
+
+def same_vocabulary(target: Any, drafter: Any) -> bool:
+    """Does every token of the target mean the same to the drafter?"""
+    count = target.n_vocab()
+    if target.vocab_type() != drafter.vocab_type() or count > drafter.n_vocab():
+        return False
+    text = llama_cpp.llama_vocab_get_text
+    return all(text(target.vocab, token) == text(drafter.vocab, token) for token in range(count))
+
+
+def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
+    model = drafter.model
+
+    @cache
+    def decode(token: int) -> bytes:
+        return piece(target, token)
+
+    @cache
+    def spell(token: int) -> bytes:
+        return piece(model, token)
+
+    def encode(text: bytes) -> list[int]:
+        return list(model.tokenize(text, add_bos=False, special=False))
+
+    opening = [model.token_bos()] if model.add_bos_token() else []
+    return TextReader(drafter, decode=decode, encode=encode, spell=spell, opening=opening)
+
+
+def piece(model: Any, token: int) -> bytes:
+    """The bytes of a token alone; none for a special token."""
+    buffer = ctypes.create_string_buffer(32)
+    size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
+    if size < 0:
+        buffer = ctypes.create_string_buffer(-size)
+        size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
+    return buffer.raw[:size]

@@ -1,0 +1,185 @@
+"""A drafter with another tokenizer: the target's text goes over as bytes, and its tokens' scores come back by position.
+
+Each target token decodes alone, so that the bytes of a chunk are known; special tokens decode to nothing. A drafter
+token belongs to the chunk in which its middle byte lies.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK
+from .base import Floats, Keys, Look
+from .drafter import LEAST, Drafter, Int32s, Window, common_prefix
+from .statistics import split
+
+Int64s = npt.NDArray[np.int64]
+
+SETTLE = 256
+"""Bytes at the end of the text that are encoded again when it grows: more text can merge what is there."""
+
+
+class TextReader:
+    """Follows the target's text with a drafter of another tokenizer.
+
+    decode: bytes of a target token alone. encode: drafter tokens of valid UTF-8. spell: bytes of a drafter token alone.
+    opening: what the drafter wants before any text; it stands for no byte.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        decode: Callable[[int], bytes],
+        encode: Callable[[bytes], Sequence[int]],
+        spell: Callable[[int], bytes],
+        opening: Sequence[int] = (),
+    ) -> None:
+        self._drafter = drafter
+        self._decode = decode
+        self._encode = encode
+        self._spell = spell
+        self.window = Window(drafter)
+        self._tokens: Int32s = np.empty(0, np.int32)
+        self._ends: list[int] = []  # byte offset after each target token
+        self.text = bytearray()
+        self.drafted = list(opening)  # the text in the drafter's tokens
+        self.drafted_ends = [0] * len(opening)
+        self._opening = len(opening)
+        self._settled = len(opening)  # drafter tokens that more text does not change
+
+    def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
+        self._take(tokens)
+        self._draft()
+        if len(self.drafted) < LEAST:
+            return None
+        self.window.follow(np.array(self.drafted, np.int32))
+        return 0, self._map(len(tokens) // CHUNK)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+    def _take(self, tokens: Int32s) -> None:
+        """Bring the bytes up to date."""
+        same = common_prefix(self._tokens, tokens)
+        del self._ends[same:]
+        del self.text[self._ends[-1] if self._ends else 0 :]
+        for token in tokens[same:].tolist():
+            self.text += self._decode(token)
+            self._ends.append(len(self.text))
+        self._tokens = tokens.copy()
+        kept = len(self.drafted_ends)
+        while kept > self._opening and self.drafted_ends[kept - 1] > len(self.text):
+            kept -= 1
+        self._settled = min(self._settled, kept)
+
+    def _draft(self) -> None:
+        """Encode what is not settled yet."""
+        while self._settled > self._opening and not starts_character(self.text, self._settled_bytes):
+            self._settled -= 1
+        at, end = self._settled_bytes, complete_characters(self.text)
+        segment = same_length_utf8(bytes(self.text[at:end]))
+        new = list(self._encode(segment)) if segment else []
+        ends = at + spelled_ends(segment, [self._spell(token) for token in new])
+        self.drafted[self._settled :] = new
+        self.drafted_ends[self._settled :] = ends.tolist()
+        while self._settled < len(self.drafted) and self.drafted_ends[self._settled] <= end - SETTLE:
+            self._settled += 1
+        self._settle_at_word()
+
+    def _settle_at_word(self) -> None:
+        """Go back a little to a token that begins with white space, where encoders split, if there is one."""
+        count = self._settled
+        while count > self._opening and self.drafted_ends[count - 1] > self._settled_bytes - SETTLE:
+            at = self.drafted_ends[count - 1]
+            if self.text[at : at + 1].isspace() and not self.text[at - 1 : at].isspace():
+                self._settled = count
+                return
+            count -= 1
+
+    @property
+    def _settled_bytes(self) -> int:
+        return self.drafted_ends[self._settled - 1] if self._settled else 0
+
+    def _map(self, n_chunks: int) -> Floats:
+        scores = self._drafter.score_tokens()
+        base, skip = self.window.base, max(self.window.first, self._opening)
+        scores = scores[max(0, skip - base) :]
+        first = max(base, skip)
+        ends = np.array(self.drafted_ends[first : first + len(scores)], np.int64)
+        starts = np.array(([0, *self.drafted_ends])[first : first + len(scores)], np.int64)
+        chunk_ends = np.array(self._ends[CHUNK - 1 : n_chunks * CHUNK : CHUNK], np.int64)
+        return chunk_scores(chunk_ends, starts, ends, scores)
+
+
+def chunk_scores(chunk_ends: Int64s, starts: Int64s, ends: Int64s, scores: Floats) -> Floats:
+    """The best score of the tokens whose middle lies in each chunk, NaN where there are none; [n_chunks].
+
+    chunk_ends: byte offset after each chunk, ascending. starts, ends, scores: of the drafter's tokens, in text order.
+    """
+    of = np.searchsorted(2 * chunk_ends, starts + ends, side="right")
+    best = np.full(len(chunk_ends) + 1, -np.inf, np.float32)
+    np.maximum.at(best, of, scores)
+    best[np.isneginf(best)] = np.nan
+    return best[:-1]
+
+
+def spelled_ends(text: bytes, pieces: Sequence[bytes]) -> Int64s:
+    """Byte offset in `text` after each piece, though the encoder may have put a space before it; [len(pieces)]."""
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    if lengths.sum() > len(text) and pieces[0][:1] == b" ":
+        lengths[0] -= 1
+    ends = np.minimum(np.cumsum(lengths), len(text))
+    if pieces:
+        ends[-1] = len(text)
+    return ends
+
+
+def starts_character(text: bytes | bytearray, at: int) -> bool:
+    return at >= len(text) or text[at] & 0xC0 != 0x80
+
+
+def complete_characters(text: bytes | bytearray) -> int:
+    """Length without an unfinished character at the end."""
+    for back in range(1, min(3, len(text)) + 1):
+        lead = text[-back]
+        if lead & 0xC0 != 0x80:
+            wants = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
+            return len(text) - back if wants > back else len(text)
+    return len(text)
+
+
+def same_length_utf8(text: bytes) -> bytes:
+    """Valid UTF-8 of the same length: a question mark for each byte that is not part of a character."""
+    return text.decode("utf-8", "kvflash_question_marks").encode()
+
+
+def _question_marks(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "?" * (error.end - error.start), error.end
+
+
+codecs.register_error("kvflash_question_marks", _question_marks)
+
+
+def token_scores(keys: Keys, look: Look) -> Floats:
+    """Log of the largest share of attention each token of the first `look.n_chunks` chunks gets; [n_chunks * CHUNK]."""
+    mass = keys.score_keys(range(look.n_chunks), look)
+    most = mass.max(axis=1, keepdims=True)
+    total = most[:, 0] + np.log(np.exp(mass - most).sum(axis=1))
+    scores = np.full(look.n_chunks * CHUNK, -np.inf, np.float32)
+    layers = list(zip(split(look, keys.shapes), keys.shapes, strict=True))
+    for chunk in range(look.n_chunks):
+        part, at = scores[chunk * CHUNK : (chunk + 1) * CHUNK], 0
+        for (queries, shape), rows in zip(layers, keys.read(chunk), strict=True):
+            group = shape.n_head // shape.n_head_kv
+            grouped = queries.reshape(look.rows, shape.n_head_kv, group, shape.head)
+            dots = np.einsum("rhgd,thd->rhgt", grouped, rows, optimize=True).reshape(-1, CHUNK)
+            columns = slice(at, at + len(dots))
+            np.maximum(part, (dots * shape.scale - total[columns, None]).max(axis=0), out=part)
+            at += len(dots)
+    return scores

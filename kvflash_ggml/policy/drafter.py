@@ -1,0 +1,220 @@
+"""The attention of a small model: it reads the same text, and where its newest words look is what the target keeps.
+
+The small model keeps its KV between looks, so each token goes through it once. Its context may be shorter than the
+text: then it reads the newest part, and chunks before that keep the scores they got last. Those are shares of another
+window's attention, so they compare with the new ones in order of size only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK, round_up
+from ..errors import ConfigError, KVFlashError
+from .base import Floats, Keys, Look, Scorer, register
+
+logger = logging.getLogger("kvflash_ggml")
+
+Int32s = npt.NDArray[np.int32]
+
+NAME = "drafter"
+
+QUERY_ROWS = 8
+"""The newest tokens, whose attention counts. After a cut they are read again, since older queries are not kept."""
+
+LEAST = QUERY_ROWS + 1
+"""Tokens below which there is nothing to compare."""
+
+FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
+
+
+class Drafter(Protocol):
+    """A small model with a memory of its own, in its own tokens. Used by one thread at a time.
+
+    n_ctx: tokens it can hold, a multiple of CHUNK.
+    """
+
+    n_ctx: int
+
+    @property
+    def length(self) -> int:
+        """Tokens it holds."""
+        ...
+
+    def push(self, tokens: Int32s) -> None:
+        """Read tokens after those it holds."""
+        ...
+
+    def cut(self, length: int) -> int:
+        """Forget tokens from `length` on. Returns how many are left: fewer if its memory cannot go back just so far."""
+        ...
+
+    def score_chunks(self) -> Floats:
+        """Log of the largest share of attention each sealed chunk gets from the newest tokens; [length // CHUNK]."""
+        ...
+
+    def score_tokens(self) -> Floats:
+        """The same for each token of the sealed chunks; [length // CHUNK * CHUNK]."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """Follows the target's text with a drafter."""
+
+    def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
+        """The first chunk that was scored, and scores from there on, NaN for none; None if the text is too short."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Window:
+    """Keeps a drafter at the newest end of a text in the drafter's own tokens, and pushes only what is new to it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._text: Int32s = np.empty(0, np.int32)
+        self.base = 0  # where the drafter's memory begins in the text
+        self.pushed = 0  # tokens, since the beginning
+
+    @property
+    def first(self) -> int:
+        """The first position whose score counts: where a text was cut off, being first alone draws attention."""
+        return self.base + CHUNK if self.base else 0
+
+    def follow(self, text: Int32s) -> None:
+        """Bring the drafter to the end of `text`."""
+        same = common_prefix(self._text, text)
+        if same < len(self._text):
+            self._cut(same - QUERY_ROWS)
+        if len(text) - self.base > self._drafter.n_ctx:
+            # half the window stays free, so that a growing text is read twice and no oftener
+            self.base = round_up(len(text) - self._drafter.n_ctx // 2, CHUNK)
+            self._drafter.cut(0)
+        new = text[self.base + self._drafter.length :]
+        if len(new):
+            self._drafter.push(new)
+            self.pushed += len(new)
+        self._text = text.copy()
+
+    def _cut(self, length: int) -> None:
+        if length <= self.base:
+            self.base = 0
+            self._drafter.cut(0)
+        else:
+            self._drafter.cut(length - self.base)
+
+
+class TokenReader:
+    """Follows the text with a drafter of the same tokenizer: chunks map one to one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.window = Window(drafter)
+
+    def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
+        if len(tokens) < LEAST:
+            return None
+        self.window.follow(tokens)
+        first = self.window.first // CHUNK
+        return first, self._drafter.score_chunks()[first - self.window.base // CHUNK :]
+
+    def close(self) -> None:
+        self._drafter.close()
+
+
+class DrafterScorer:
+    """Scores are logs of the largest share of the drafter's attention in any layer, head and row.
+
+    load: gives the reader when the first look is due; what it raises is reported once, and tried again only after the
+    text was reset. source: the drafter's file, for that report. idle: as long as the text has at most so many tokens
+    nothing can leave the pool, and nothing is loaded.
+    """
+
+    name = NAME
+    query_rows = 0
+    overhead = 0.15
+    index_bytes = 0
+
+    def __init__(self, load: Callable[[], Reader], *, source: str, idle: int = 0) -> None:
+        self._load = load
+        self._source = source
+        self._idle = idle
+        self._reader: Reader | None = None
+        self._failed = False
+        self._reported: set[str] = set()
+        self._scores: Floats = np.empty(0, np.float32)
+
+    def open(self, keys: Keys, n_chunks: int) -> None:
+        self._scores = np.full(n_chunks, np.nan, np.float32)
+
+    def seal(self, chunk: int) -> None: ...
+
+    def cut(self, n_chunks: int) -> None:
+        self._scores[n_chunks:] = np.nan
+        if n_chunks == 0:
+            self._failed = False
+
+    def score(self, look: Look) -> Floats | None:
+        if self._failed or look.n_chunks == 0:
+            return None
+        if self._reader is None and len(look.tokens) <= self._idle:
+            return None
+        try:
+            if self._reader is None:
+                self._reader = self._load()
+            found = self._reader.read(look.tokens)
+        except FAILURES as err:
+            self._give_up(err)
+            return None
+        if found is None:
+            return None
+        first, scores = found
+        part = self._scores[first : min(first + len(scores), look.n_chunks)]
+        scores = scores[: len(part)]
+        np.copyto(part, scores, where=np.isfinite(scores))
+        return self._known(look.n_chunks)
+
+    def _known(self, n_chunks: int) -> Floats | None:
+        """The last score of each chunk; those that never had one are as good as the average."""
+        scores = self._scores[:n_chunks]
+        known = np.isfinite(scores)
+        if not known.any():
+            return None
+        return np.where(known, scores, scores[known].mean(dtype=np.float64)).astype(np.float32)
+
+    def _give_up(self, err: BaseException) -> None:
+        self._failed = True
+        self.close()
+        reason = f"{type(err).__name__}: {err}"
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.warning(
+                "the drafter %s cannot be used (%s): what was used last stays resident until the text is reset",
+                self._source,
+                reason,
+            )
+
+    def close(self) -> None:
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.close()
+
+
+@register(NAME)
+def default() -> Scorer:
+    raise ConfigError("the policy 'drafter' needs a model file and the target's tokenizer: ask for it through Llama")
+
+
+def common_prefix(a: Int32s, b: Int32s) -> int:
+    """How many leading tokens two texts share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n

@@ -1,0 +1,48 @@
+"""Drafters made from the small model: with another tokenizer, or with a short context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+from harness import _copy_fields, _finish
+
+TOKENS = "tokenizer.ggml."
+SPECIAL = 4  # the last tokens
+FORGOTTEN = 300
+
+
+def with_other_tokens(source: Path, target: Path) -> Path:
+    """The same model whose tokens have other numbers, and which splits rare words into more of them."""
+    reader = gguf.GGUFReader(source)
+
+    def turned(values: Any) -> Any:
+        return [*values[: len(values) - SPECIAL][::-1], *values[len(values) - SPECIAL :]]
+
+    changed = {
+        TOKENS + "tokens": turned(reader.fields[TOKENS + "tokens"].contents()),
+        TOKENS + "token_type": turned(reader.fields[TOKENS + "token_type"].contents()),
+        TOKENS + "merges": reader.fields[TOKENS + "merges"].contents()[:-FORGOTTEN],
+        TOKENS + "add_bos_token": True,
+    }
+    order = turned(range(len(changed[TOKENS + "tokens"])))
+    return _write(reader, target, changed, lambda t: t.data[order] if t.name == "token_embd.weight" else t.data)
+
+
+def with_context(source: Path, target: Path, n_ctx: int) -> Path:
+    """The same model, said to be trained for so many tokens."""
+    return _write(gguf.GGUFReader(source), target, {"qwen3.context_length": n_ctx}, lambda t: t.data)
+
+
+def _write(reader: Any, target: Path, changed: dict[str, Any], data: Any) -> Path:
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: key not in changed)
+    for key, value in changed.items():
+        field = reader.fields[key]
+        subtype = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, field.types[0], sub_type=subtype)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, data(tensor).copy(), raw_dtype=tensor.tensor_type)
+    _finish(writer)
+    return target

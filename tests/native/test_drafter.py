@@ -1,0 +1,231 @@
+"""A small model beside the target finds what the target has paged out."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from drafter_models import with_context, with_other_tokens
+from harness import CHUNK, MODELS, TEXT, check
+
+from kvflash_ggml import drafter
+from kvflash_ggml.bench.tasks import needle_task
+from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.policy.combine import softmax_max
+from kvflash_ggml.policy.crosstok import TextReader
+from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
+
+SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
+POOLED = {"n_ctx": 5120, "n_batch": 512, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter"}
+
+
+def ask(llm: Any, *, seed: int, depth: float = 0.3, n_tokens: int = 4096) -> bool:
+    """Put a question about a needle in a text, and say whether the answer is right."""
+
+    def tokenize(text: str) -> Any:
+        return llm.tokenize(text.encode(), add_bos=False, special=False)
+
+    task = needle_task(TEXT.read_text(), tokenize, n_tokens=n_tokens, depth=depth, seed=seed)
+    prompt = llm.tokenize(task.prompt.encode(), add_bos=False)
+    reply = llm.create_completion(prompt, max_tokens=12, temperature=0)
+    check(llm)
+    return bool(task.is_correct(reply["choices"][0]["text"]))
+
+
+def reader_of(llm: Any) -> Any:
+    return llm._session._reselector.scorer._reader
+
+
+def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_threads = settings.n_threads_batch = 1
+    return drafter.load(path, beside=target._model, n_ctx=n_ctx, offload=False, settings=settings)
+
+
+@pytest.fixture
+def target(llama: Any) -> Any:
+    return llama(vocab_only=True)
+
+
+@pytest.fixture(scope="module")
+def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
+    return with_other_tokens(SMALL, tmp_path_factory.mktemp("drafter") / "other.gguf")
+
+
+# --- end to end
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_needle_is_found(kind: str, llama: Any) -> None:
+    llm = llama(kind, **POOLED)
+    assert "policy drafter" in llm.kvflash.banner()
+    assert reader_of(llm) is None
+    found = [ask(llm, seed=seed) for seed in (1, 2, 3)]
+    assert sum(found) >= 2
+    assert llm.kvflash.page_ins > 0
+    assert isinstance(reader_of(llm), TokenReader)
+
+
+def test_a_needle_across_two_chunks_is_found(llama: Any) -> None:
+    llm = llama(**(POOLED | {"kvflash": 1024}))
+    assert all(ask(llm, seed=seed, depth=0.2) for seed in (1, 2))
+
+
+def test_a_drafter_with_another_tokenizer(llama: Any, other_tokens: Path) -> None:
+    llm = llama(**POOLED, kvflash_drafter=other_tokens)
+    found = [ask(llm, seed=seed) for seed in (1, 2, 3)]
+    assert sum(found) >= 2
+    assert llm.kvflash.page_ins > 0
+    reader = reader_of(llm)
+    assert isinstance(reader, TextReader)
+    text = llm.detokenize(llm.input_ids[: llm.n_tokens].tolist())
+    assert text.startswith(bytes(reader.text))  # the answer was too short for another look
+
+
+def test_each_token_goes_through_the_drafter_once(llama: Any, tokens: Any) -> None:
+    llm = llama(**POOLED, kvflash_tau=64)
+    llm.eval(tokens[:2000].tolist())
+    window = reader_of(llm).window
+    assert window.pushed == 2000
+    for token in tokens[2000:2016].tolist():
+        llm.eval([token])
+    assert window.pushed == 2016
+    llm.n_tokens = 1990
+    llm.eval(tokens[3000:3050].tolist())
+    assert window.pushed == 2016 + QUERY_ROWS + 50
+
+
+def test_a_short_text_loads_nothing(llama: Any, tokens: Any) -> None:
+    llm = llama(**(POOLED | {"kvflash": 1024}))
+    llm.eval(tokens[:700].tolist())
+    assert reader_of(llm) is None
+    llm.eval(tokens[700:1200].tolist())
+    assert reader_of(llm) is not None
+
+
+def test_requests_do_not_add_up(llama: Any, tokens: Any) -> None:
+    llm = llama(**POOLED)
+    for first in (0, 3000, 6000):
+        llm.reset()
+        llm.eval(tokens[first : first + 1500].tolist())
+        small = reader_of(llm)._drafter
+        assert small.length == 1500
+        assert len(list(small._session.store)) == 1500 // CHUNK
+    llm.close()
+    assert small.model.model is None
+    assert not small._session.store._slabs
+
+
+# --- scores
+
+
+def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
+    small = load(SMALL, target)._drafter
+    small.push(tokens[:1000])
+    chunks, each = small.score_chunks(), small.score_tokens().reshape(-1, CHUNK)
+    assert chunks.shape == (1000 // CHUNK,)
+    assert (each.max(axis=1) <= chunks + 1e-3).all()
+    look = small._look()
+    plain = softmax_max(small._keys.score_keys(range(look.n_chunks), look))
+    follows = np.flatnonzero(chunks != plain)
+    np.testing.assert_allclose(chunks[follows], chunks[follows - 1], atol=0.01)
+    assert 0 < np.exp(chunks).max() <= 1
+    small.close()
+
+
+@pytest.mark.parametrize("cut", [600, 640, 3])
+def test_a_cut_leaves_what_a_fresh_drafter_has(cut: int, target: Any, tokens: Any) -> None:
+    small, fresh = load(SMALL, target)._drafter, load(SMALL, target)._drafter
+    small.push(tokens[:1000])
+    assert small.cut(cut) == cut
+    other = np.concatenate([tokens[:cut], tokens[5000 : 5000 + 900 - cut]])
+    small.push(other[cut:])
+    fresh.push(other)
+    np.testing.assert_allclose(small.score_chunks(), fresh.score_chunks(), atol=0.05)
+    small.close()
+    fresh.close()
+
+
+def test_a_shorter_context_slides(llama: Any, tokens: Any, tmp_path: Path) -> None:
+    path = with_context(SMALL, tmp_path / "short.gguf", 1024)
+    llm = llama(**POOLED, kvflash_drafter=path)
+    llm.eval(tokens[:4000].tolist())
+    window = reader_of(llm).window
+    assert window.base > 2000
+    assert reader_of(llm)._drafter.n_ctx == 1024
+    assert window.pushed < 2 * 4000
+    assert np.isfinite(llm._session.pager.scores).all()
+    check(llm)
+
+
+# --- tokenizers
+
+
+def test_tokenizers_are_compared(target: Any, other_tokens: Path) -> None:
+    same, other = load(SMALL, target), load(other_tokens, target)
+    assert isinstance(same, TokenReader)
+    assert isinstance(other, TextReader)
+    assert other.drafted == [other._drafter.model.token_bos()]
+    same.close()
+    other.close()
+
+
+def test_pieces_spell_the_text(target: Any, other_tokens: Path) -> None:
+    text = "Straße 東京 🚀 naïve\n\n  end".encode()
+    reader = load(other_tokens, target)
+    model = reader._drafter.model
+    for vocab in (target._model, model):
+        ids = vocab.tokenize(text, add_bos=False, special=True)
+        assert b"".join(drafter.piece(vocab, token) for token in ids) == text
+    assert drafter.piece(model, model.token_eos()) == b""
+    reader.close()
+
+
+# --- finding and failing
+
+
+def test_where_a_drafter_is_looked_for(tmp_path: Path) -> None:
+    model = tmp_path / "My-draft-model.gguf"
+    model.touch()
+    with pytest.raises(ConfigError, match=r"none was found beside My-draft-model\.gguf.*kvflash_drafter"):
+        drafter.find(model, None)
+    found = []
+    for name in ("draft/a-draft.gguf", "drafter/x-SCORER.GGUF", "b-draft.gguf", "a-drafter.gguf", "z-scorer.gguf"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        (path.parent / "notes-scorer.txt").touch()
+        found.append(drafter.find(model, None).relative_to(tmp_path).as_posix())
+    assert found[:3] == ["draft/a-draft.gguf", "drafter/x-SCORER.GGUF", "b-draft.gguf"]
+    assert found[3:] == ["a-drafter.gguf", "z-scorer.gguf"]
+    assert drafter.find(model, tmp_path / "b-draft.gguf") == tmp_path / "b-draft.gguf"
+    with pytest.raises(ConfigError, match="there is no drafter"):
+        drafter.find(model, tmp_path / "missing.gguf")
+
+
+def test_without_a_drafter_the_policy_is_refused(models: Any, tmp_path: Path) -> None:
+    from kvflash_ggml import Llama
+
+    alone = shutil.copy(models["dense"], tmp_path / "alone.gguf")
+    with pytest.raises(ConfigError, match="needs a small model"):
+        Llama(str(alone), kvflash=512, kvflash_policy="drafter", verbose=False)
+
+
+def test_a_broken_drafter_is_reported_once(llama: Any, tmp_path: Path, caplog: Any) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, but not really" * 100)
+    with caplog.at_level(logging.WARNING, "kvflash_ggml"):
+        llm = llama(**POOLED, kvflash_drafter=broken)
+        for seed in (1, 2):
+            ask(llm, seed=seed, n_tokens=1500)
+    reports = [record for record in caplog.records if "broken.gguf" in record.getMessage()]
+    assert len(reports) == 1
+    assert reader_of(llm) is None
+    shutil.copy(SMALL, broken)  # repaired, it is taken from the next text on
+    assert ask(llm, seed=3, n_tokens=1500)
+    assert reader_of(llm) is not None
