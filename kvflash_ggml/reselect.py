@@ -40,6 +40,9 @@ It counts where looking holds the decode up: on devices that compute on the call
 DUTY = 0.5
 """Share of the time that the worker may be busy, where looking runs beside the device's compute."""
 
+MOST_SCORES = 4 << 20
+"""Scores (layers x heads x query rows x chunks) in one look, which bounds its time to some tenths of a second."""
+
 MOST_PENDING = 2
 """Looks under way at once."""
 
@@ -142,9 +145,13 @@ class Reselector:
     def look(
         self, tokens: npt.NDArray[np.int32], n_chunks: int, kept: frozenset[int], *, rows: int | None = None
     ) -> None:
-        """Score the chunks against the newest `rows` queries (all that are kept by default), beside the compute."""
+        """Score the chunks against the newest `rows` queries, beside the compute.
+
+        By default against as many as are kept, or as a long text of a large model allows: see MOST_SCORES.
+        """
         self.looks += 1
-        wanted = min(rows or self.scorer.query_rows, self.scorer.query_rows, len(tokens))
+        affordable = max(2, MOST_SCORES // max(1, n_chunks * sum(shape.n_head for shape in self._keys.shapes)))
+        wanted = min(rows or affordable, self.scorer.query_rows, len(tokens))
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
         newest = np.arange(len(tokens) - wanted, len(tokens))
