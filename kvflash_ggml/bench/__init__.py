@@ -200,12 +200,14 @@ def random_model(path: Path, shape: str) -> None:
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
 @click.option("--trials", default=16, show_default=True, help="Of each task; a trial asks once at every depth.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--drafter", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Small model for the policy of that name.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recall against residency (PNG).")
 @model_options
 def recall(
     model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: tuple[float, ...],
     policies: tuple[str, ...], full: bool, tasks: tuple[str, ...], depths: tuple[float, ...], trials: int, seed: int,
-    plot: Path | None, options: dict[str, Any],
+    drafter: Path | None, plot: Path | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Questions about a long text that are answered right: the full cache, and policies in pools."""
     from . import plot as plots
@@ -225,7 +227,7 @@ def recall(
     replies: list[dict[str, Any]] = []
     with user_errors():
         for arm in results.arms(contexts, residency, policies, full=full):
-            outcomes, reads = run_recall(model, arm, plan, filler, options)
+            outcomes, reads = run_recall(model, arm, plan, filler, options, drafter=drafter)
             rows += results.summary(arm, outcomes, reads)
             where = {"context": arm.context, "pool": arm.pool, "policy": arm.policy}
             replies += [where | asdict(outcome) for outcome in outcomes]

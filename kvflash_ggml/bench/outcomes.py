@@ -94,7 +94,7 @@ def wilson(hits: int, trials: int, *, z: float = 1.96) -> tuple[float, float]:
 
 
 def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> list[dict[str, Any]]:
-    """One row per task and label. Speeds are of the whole arm."""
+    """One row per task and label. Speeds, and the pages that came back per document read, are of the whole arm."""
     prefill = sum(r.tokens for r in reads) / max(1e-9, sum(r.seconds for r in reads))
     decode = sum(o.decode_tokens for o in outcomes) / max(1e-9, sum(o.decode_seconds for o in outcomes))
     rows = []
@@ -116,6 +116,7 @@ def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> lis
                 "share": hits / len(some),
                 "low": low,
                 "high": high,
+                "read_page_ins": sum(r.page_ins for r in reads) / max(1, len(reads)),
                 "page_ins": sum(o.page_ins for o in some) / len(some),
                 "look_ms": 1e3 * sum(o.look_seconds for o in some) / max(1, sum(o.looks for o in some)),
                 "prefill_tps": prefill,

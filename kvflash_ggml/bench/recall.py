@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,13 @@ def run_arm(
     text: str,
     options: dict[str, Any],
     *,
+    drafter: Path | None = None,
     seen: Callable[[Outcome], None] | None = None,
 ) -> tuple[list[Outcome], list[Read]]:
-    """Every trial of every task on one arm. seen: called with each outcome."""
+    """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
     pool: dict[str, Any] = {} if arm.pool is None else {"kvflash": arm.pool, "kvflash_policy": arm.policy}
+    if arm.policy == "drafter":
+        pool["kvflash_drafter"] = drafter
     llm = Llama(model, n_ctx=arm.context + TAIL_ROOM, flash_attn=True, verbose=False, **pool, **options)
     outcomes: list[Outcome] = []
     reads: list[Read] = []

@@ -52,12 +52,13 @@ def outcome(**changes):
 def test_summary():
     arm = Arm(policy="qk", context=8192, pool=512)
     outcomes = [outcome(), outcome(correct=False, page_ins=4), outcome(label="50%")]
-    rows = summary(arm, outcomes, [Read(tokens=8000, seconds=4.0, page_ins=0)])
+    rows = summary(arm, outcomes, [Read(tokens=8000, seconds=4.0, page_ins=7)])
     assert [(r["task"], r["label"], r["hits"], r["trials"]) for r in rows] == [
         ("single", "10%", 1, 2),
         ("single", "50%", 1, 1),
     ]
     assert rows[0]["page_ins"] == 3
+    assert rows[0]["read_page_ins"] == 7
     assert rows[0]["look_ms"] == pytest.approx(2)
     assert rows[0]["prefill_tps"] == 2000
     assert rows[0]["decode_tps"] == 16
