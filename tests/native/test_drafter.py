@@ -19,6 +19,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.combine import softmax_max
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
+from kvflash_ggml.policy.statistics import split
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_batch": 512, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter"}
@@ -135,6 +136,18 @@ def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
     follows = np.flatnonzero(chunks != plain)
     np.testing.assert_allclose(chunks[follows], chunks[follows - 1], atol=0.01)
     assert 0 < np.exp(chunks).max() <= 1
+    small.close()
+
+
+def test_queries_are_in_the_order_of_the_text(target: Any, tokens: Any) -> None:
+    small = load(SMALL, target)._drafter
+    small.push(tokens[:1000])
+    before = split(small._look(), small._keys.shapes)
+    small.push(tokens[1000:1003])
+    after = split(small._look(), small._keys.shapes)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old[3:], new[:-3])
+        assert len({row.tobytes() for row in new}) == QUERY_ROWS
     small.close()
 
 

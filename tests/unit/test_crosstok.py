@@ -136,6 +136,20 @@ def test_only_what_is_new_goes_through_the_drafter() -> None:
     assert 0 < sum(drafter.pushes) - before < 100
 
 
+@pytest.mark.parametrize("keep", [0, 3, 200, 900])
+def test_a_long_text_can_be_cut_anywhere(keep: int) -> None:
+    drafter = FakeDrafter(score=hashed)
+    bridge = reader(drafter)
+    target = np.array([256 * 3 + at for at in range(0, 120, 3)] * 25, np.int32)
+    bridge.read(target)
+    other = np.concatenate([target[:keep], target[1:101]])
+    bridge.read(other)
+    data = same_length_utf8(b"".join(Bytes().decode(token) for token in other.tolist()))
+    spelled = b"".join(Pieces().spell(token) for token in bridge.drafted)
+    assert len(spelled) == bridge.drafted_ends[-1] == complete_characters(data)
+    assert drafter.text == bridge.drafted
+
+
 def test_characters_split_over_tokens_wait_until_they_are_whole() -> None:
     drafter = FakeDrafter(score=hashed)
     bridge = reader(drafter)
