@@ -107,6 +107,13 @@ class SmallModel:
             # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
             self.model = internals.LlamaModel(path_model=str(path), params=params, verbose=True)
             stack.callback(self.model.close)
+            native.probe(
+                ctypes.cast(self.model.model, ctypes.c_void_p).value or 0,
+                type_k=llama_cpp.GGML_TYPE_F16,
+                type_v=llama_cpp.GGML_TYPE_F16,
+                offload=settings.offload_kqv,
+                arch=self.model.metadata().get("general.architecture", "unknown"),
+            )
             context = self._make_context(min(n_ctx, self.model.n_ctx_train()), settings)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK

@@ -229,6 +229,14 @@ def test_without_a_drafter_the_policy_is_refused(models: Any, tmp_path: Path) ->
         Llama(str(alone), kvflash=512, kvflash_policy="drafter", verbose=False)
 
 
+def test_a_model_that_cannot_read_alone_is_reported(llama: Any, tokens: Any, caplog: Any) -> None:
+    llm = llama(**POOLED, kvflash_drafter=MODELS / "recall-dflash.gguf")
+    llm.eval(tokens[:1500].tolist())
+    assert reader_of(llm) is None
+    assert caplog.text.count("the drafter") == 1
+    assert "recall-dflash.gguf" in caplog.text
+
+
 def test_a_broken_drafter_is_reported_once(llama: Any, tmp_path: Path, caplog: Any) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF, but not really" * 100)
