@@ -41,6 +41,8 @@ def recall(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
 
     curves = points(rows)
     contexts = sorted({context for context, _ in curves})
+    colours = {policy: f"C{i}" for i, policy in enumerate(dict.fromkeys(policy for _, policy in curves))}
+    drawn = {}
     figure = Figure(figsize=(4.5 * len(contexts) + 0.5, 3.8), layout="constrained")
     axes = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
     for axis, context in zip(axes, contexts, strict=True):
@@ -52,10 +54,13 @@ def recall(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
             ranges = [wilson(hits, trials) for _, hits, trials in curve]
             below = [max(0.0, share - low) for share, (low, _) in zip(y, ranges, strict=True)]
             above = [max(0.0, high - share) for share, (_, high) in zip(y, ranges, strict=True)]
-            axis.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, label=policy)
+            drawn[policy] = axis.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, color=colours[policy])
+        ticks = sorted({point[0] for (where, _), curve in curves.items() if where == context for point in curve})
         axis.set(xscale="log", xlabel="residency, % of the context", title=f"{context:,} tokens", ylim=(-0.03, 1.03))
+        axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("questions answered right")
-    axes[-1].legend()
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right center")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
