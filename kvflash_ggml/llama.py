@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
-from llama_cpp.llama_chat_format import Llava15ChatHandler
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from . import drafter, policy
+from . import drafter, parameters, policy
 from .config import KVFlashConfig
 from .context import PagedContext
-from .errors import ConfigError, ContextFull
+from .errors import ContextFull
 from .native import engine as native
 from .native import library
 from .policy.base import Scorer
@@ -31,16 +29,11 @@ from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize, resolve
 from .session import Progress, Session
 from .snapshot import state as session_state
+from .snapshot import stock as stock_state
 from .tokenizer import IncrementalTokenizer
 from .view import PoolView
 
 logger = logging.getLogger("kvflash_ggml")
-
-# keywords that upstream's server passes although upstream's constructor does nothing with them
-STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
-UPSTREAM_KEYWORDS = set(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"self", "kwargs"}
-
-KVFlash = KVFlashConfig | int | Literal["auto"] | None
 
 
 class Llama(llama_cpp.Llama):
@@ -59,7 +52,7 @@ class Llama(llama_cpp.Llama):
         self,
         model_path: str,
         *,
-        kvflash: KVFlash = None,
+        kvflash: parameters.KVFlash = None,
         kvflash_policy: str | Scorer | None = None,
         kvflash_drafter: str | Path | None = None,
         kvflash_tau: int | None = None,
@@ -70,7 +63,7 @@ class Llama(llama_cpp.Llama):
         **kwargs: Any,
     ) -> None:
         self._stack = contextlib.ExitStack()  # upstream's close() needs it even when nothing has been opened
-        unknown = set(kwargs) - UPSTREAM_KEYWORDS - STRAY_KEYWORDS
+        unknown = set(kwargs) - parameters.UPSTREAM_KEYWORDS - parameters.STRAY_KEYWORDS
         if unknown:
             raise TypeError(f"Llama() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         fields = {
@@ -81,12 +74,12 @@ class Llama(llama_cpp.Llama):
             "spill": Path(kvflash_spill) if kvflash_spill is not None else None,
             "host_limit": kvflash_host_limit,
         }
-        self._config = _merge(kvflash, {name: value for name, value in fields.items() if value is not None})
+        self._config = parameters.merge(kvflash, {name: value for name, value in fields.items() if value is not None})
         self._session: Session | None = None
         self._size: PoolSize | None = None
         self.kvflash_progress = kvflash_progress
         if self._config is not None:
-            self._config = _check_feature_use(self._config, kwargs)
+            self._config = parameters.check_features(self._config, kwargs)
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
         if self._config is not None:
@@ -373,7 +366,7 @@ class Llama(llama_cpp.Llama):
     def save_state(self) -> llama_cpp.LlamaState:
         """The text and its memory. Logits are carried only with `logits_all`."""
         if self._session is None:
-            data = _read_native_state(self._ctx.ctx)
+            data = stock_state.read(self._ctx.ctx)
         else:
             self._catch_up(self._session)
             data = session_state.dump(self._session)
@@ -394,7 +387,7 @@ class Llama(llama_cpp.Llama):
                 f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
             )
         if self._session is None:
-            _write_native_state(self._ctx.ctx, state.llama_state)
+            stock_state.write(self._ctx.ctx, state.llama_state)
         else:
             session_state.load(self._session, state.llama_state)
         self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
@@ -418,32 +411,6 @@ def install() -> None:
     llama_cpp.Llama = Llama  # type: ignore[misc]
 
 
-def _merge(kvflash: KVFlash, fields: dict[str, Any]) -> KVFlashConfig | None:
-    if kvflash is None:
-        if fields:
-            raise ConfigError(f"kvflash_{next(iter(fields))} needs kvflash: give a pool size or 'auto'")
-        return None
-    if isinstance(kvflash, KVFlashConfig):
-        if fields:
-            raise ConfigError(f"give {', '.join(fields)} either in the KVFlashConfig or by keyword, not both")
-        return kvflash
-    return KVFlashConfig(pool=kvflash, **fields)
-
-
-def _check_feature_use(config: KVFlashConfig, kwargs: dict[str, Any]) -> KVFlashConfig | None:
-    """The config, or None where upstream's contract has no cache to bound. Raises for what a pool cannot do."""
-    if kwargs.get("vocab_only"):
-        return None
-    if kwargs.get("embedding"):
-        logger.warning("kvflash is off: an embedding context evaluates many short texts and keeps nothing")
-        return None
-    if kwargs.get("flash_attn", True) is False:
-        raise ConfigError("flash_attn=False: a pool needs flash attention, since V is stored transposed without it")
-    if isinstance(kwargs.get("chat_handler"), Llava15ChatHandler):
-        raise ConfigError("multimodal chat handlers decode behind the pool's back: use kvflash=None with them")
-    return config
-
-
 def _bias_processor(bias: dict[int, float]) -> Any:
     def add_bias(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
         biased: npt.NDArray[np.single] = scores.copy()
@@ -452,16 +419,3 @@ def _bias_processor(bias: dict[int, float]) -> Any:
         return biased
 
     return add_bias
-
-
-def _read_native_state(ctx: Any) -> bytes:
-    data = bytearray(llama_cpp.llama_state_get_size(ctx))
-    buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
-    used = llama_cpp.llama_state_get_data(ctx, buffer, len(data))
-    return bytes(data[:used])
-
-
-def _write_native_state(ctx: Any, data: bytes) -> None:
-    buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-    if llama_cpp.llama_state_set_data(ctx, buffer, len(data)) != len(data):
-        raise RuntimeError("Failed to set llama state data")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .checkpoints import Checkpoints
 from .config import CHUNK, KVFlashConfig
-from .errors import ConfigError, ContextFull, HostMemoryError, KVFlashError, StateError
+from .errors import ConfigError, ContextFull, KVFlashError, StateError
 from .pool.blocks import Blocks
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
@@ -111,8 +111,8 @@ class Session:
         """Evaluate tokens after those read so far. Logits of the last are kept, or of all with `output_all`.
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
-        progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the steps
-        that were done stay done: `length` tells how far.
+        progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the
+        steps that were done stay done: `length` tells how far.
         """
         if self.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
@@ -159,7 +159,7 @@ class Session:
             if self.watch.looked or (moves and self.watch.observer is not None):
                 recalled = [chunk for chunk, _ in moves.recall]
                 self.watch.changed(start + n, self.pager.resident_chunks, recalled, generating=n == 1)
-            slots = self._slots(start, n)
+            slots = self.pager.slots(start, engine.slot[:n])
             self.mask.fill(start, slots)
             engine.token[:n] = tokens
             engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
@@ -236,19 +236,6 @@ class Session:
         self.watch.forget()
         if self._reselector is not None:
             self._reselector.forget()
-
-    def _slots(self, start: int, n: int) -> Int32s:
-        slots = self.engine.slot[:n]
-        if n == 1:
-            slots[0] = self.pager.slot_of(start)
-            return slots
-        at = start
-        while at < start + n:
-            size = min(CHUNK - at % CHUNK, start + n - at)
-            slot = self.pager.slot_of(at)
-            slots[at - start : at - start + size] = np.arange(slot, slot + size)
-            at += size
-        return slots
 
     # --- moves
 
@@ -364,13 +351,6 @@ class Session:
 
     # --- save and restore
 
-    def pages(self) -> list[bytes]:
-        """One image per chunk, in the order of the text; the last may be partly filled."""
-        return [
-            self.store.bytes_of(c) if chunk.on_host else self._read_block(chunk.block)
-            for c, chunk in enumerate(self.pager.chunks)
-        ]
-
     def restore(self, tokens: Int32s, pages: Sequence[bytes], blocks: Sequence[int], state: bytes) -> None:
         """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and the state."""
         before = self.engine.get_state()
@@ -403,17 +383,6 @@ class Session:
         self.pager.scores = None
         if self._reselector is not None:
             self._reselector.cut(length // CHUNK)
-
-    def _read_block(self, block: int) -> bytes:
-        size = self.engine.info.page_bytes
-        image = self.engine.alloc(size)
-        if not image:
-            raise HostMemoryError(f"could not get {size} bytes of host memory to copy a chunk: free memory")
-        try:
-            self.engine.wait(self.engine.page_out([block], [image]))
-            return bytes(self.engine.view(image, size))
-        finally:
-            self.engine.free(image)
 
     def close(self) -> None:
         self.engine.synchronize()

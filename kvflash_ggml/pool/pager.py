@@ -90,9 +90,26 @@ class Pager:
         block = self.chunks[pos // CHUNK].block
         return ABSENT if block == ABSENT else block * CHUNK + pos % CHUNK
 
+    def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Fill `out` with the slots of the positions from `start` on, all of them resident."""
+        n = len(out)
+        if n == 1:
+            out[0] = self.slot_of(start)
+            return out
+        at = 0
+        while at < n:
+            size = min(CHUNK - (start + at) % CHUNK, n - at)
+            slot = self.slot_of(start + at)
+            out[at : at + size] = np.arange(slot, slot + size)
+            at += size
+        return out
+
     def protected(self, first: int, last: int) -> set[int]:
-        """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it."""
-        window = range(max(0, first - self.tail), last + 1)
+        """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
+
+        A span within two chunks, such as the end of a prompt, has the window of the last: a block more to choose with.
+        """
+        window = range(max(0, min(first, first - self.tail if last - first > 1 else last - self.tail)), last + 1)
         return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
 
     def unprotected(self) -> tuple[list[int], list[int]]:

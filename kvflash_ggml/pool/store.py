@@ -182,10 +182,9 @@ class HostStore:
     def _add_slab(self) -> None:
         count = self._slab_pages()
         ahead, self._next = self._next, None
-        if ahead is None or ahead.exception() is not None:
-            address = self._new_slab(count)  # what was refused ahead of need may be had now
-        else:
-            address = ahead.result()
+        # what was refused ahead of need may be had now
+        refused = ahead is None or ahead.exception() is not None
+        address = self._new_slab(count) if refused or ahead is None else ahead.result()
         self._slabs.append(address)
         self._made += count
         pages = range(address, address + count * self.page_bytes, self.page_bytes)

@@ -11,14 +11,17 @@ import json
 import struct
 import zlib
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..config import CHUNK
-from ..errors import StateError
+from ..errors import HostMemoryError, StateError
 from ..pool.pager import ABSENT
 from ..session import Session
+
+if TYPE_CHECKING:
+    from ..native.engine import Layer
 
 MAGIC = b"KVFSTAT1"
 _PREFIX = struct.Struct("<8sII")
@@ -26,8 +29,7 @@ _PREFIX = struct.Struct("<8sII")
 
 def dump(session: Session) -> bytes:
     """The whole session. Pages that are only on the device are copied out first."""
-    pages = session.pages()
-    sections = [session.tokens.astype("<i4").tobytes(), session.engine.get_state(), *pages]
+    sections = [session.tokens.astype("<i4").tobytes(), session.engine.get_state(), *pages(session)]
     header = {
         "fingerprint": _fingerprint(session),
         "blocks": [chunk.block for chunk in session.pager.chunks],
@@ -35,6 +37,27 @@ def dump(session: Session) -> bytes:
     }
     text = json.dumps(header).encode()
     return b"".join([_PREFIX.pack(MAGIC, len(text), zlib.crc32(text)), text, *sections])
+
+
+def pages(session: Session) -> list[bytes]:
+    """One image per chunk, in the order of the text; the last may be partly filled."""
+    return [
+        session.store.bytes_of(c) if chunk.on_host else _read_block(session, chunk.block)
+        for c, chunk in enumerate(session.pager.chunks)
+    ]
+
+
+def _read_block(session: Session, block: int) -> bytes:
+    engine = session.engine
+    size = engine.info.page_bytes
+    image = engine.alloc(size)
+    if not image:
+        raise HostMemoryError(f"could not get {size} bytes of host memory to copy a chunk: free memory")
+    try:
+        engine.wait(engine.page_out([block], [image]))
+        return bytes(engine.view(image, size))
+    finally:
+        engine.free(image)
 
 
 def load(session: Session, data: bytes) -> None:
@@ -49,19 +72,19 @@ def load(session: Session, data: bytes) -> None:
     if len(sections) < 2 or len(sections[0]) % 4:
         raise StateError("the state has no tokens")
     tokens = np.frombuffer(sections[0], "<i4")
-    pages, blocks = sections[2:], header["blocks"]
+    images, blocks = sections[2:], header["blocks"]
     chunks = -(-len(tokens) // CHUNK)
     resident = [block for block in blocks if block != ABSENT]
     sound = (
         len(tokens) <= session.n_ctx
-        and len(pages) == len(blocks) == chunks
-        and all(len(page) == session.engine.info.page_bytes for page in pages)
+        and len(images) == len(blocks) == chunks
+        and all(len(image) == session.engine.info.page_bytes for image in images)
         and all(type(block) is int and ABSENT <= block < session.pager.blocks.count for block in blocks)
         and len(set(resident)) == len(resident)
     )
     if not sound:
         raise StateError("the state contradicts itself: tokens, pages and blocks do not match")
-    session.restore(tokens, pages, blocks, sections[1])
+    session.restore(tokens, images, blocks, sections[1])
 
 
 def _fingerprint(session: Session) -> dict[str, Any]:
@@ -74,8 +97,14 @@ def _fingerprint(session: Session) -> dict[str, Any]:
         "type_v": info.type_v,
         "n_swa": info.n_swa,
         "recurrent": info.recurrent,
-        "layers": [list(asdict(layer).values()) for layer in session.engine.layers],
+        "layers": [_shape(layer) for layer in session.engine.layers],
     }
+
+
+def _shape(layer: Layer) -> list[int]:
+    values = asdict(layer)
+    values.pop("scale", None)  # known only where queries are captured
+    return list(values.values())
 
 
 def _read_header(data: bytes) -> tuple[dict[str, Any], memoryview]:

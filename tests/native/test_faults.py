@@ -10,6 +10,7 @@ import pytest
 from harness import CHUNK, check, same_bits, walk
 
 from kvflash_ggml.errors import DecodeError, HostMemoryError, PoolExhausted
+from kvflash_ggml.snapshot import state as session_state
 
 N_CTX = 4096
 
@@ -34,7 +35,7 @@ def once(owner: Any, name: str, error: BaseException, *, call: int = 1) -> None:
 
 def pages(llm: Any) -> list[bytes]:
     """All page images, the last cut to the rows that are in use."""
-    out: list[bytes] = llm._session.pages()
+    out: list[bytes] = session_state.pages(llm._session)
     return out[: llm.kvflash.length // CHUNK]
 
 

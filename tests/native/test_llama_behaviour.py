@@ -19,6 +19,7 @@ from kvflash_ggml.errors import (
     KVFlashError,
     StateError,
 )
+from kvflash_ggml.snapshot import state as session_state
 
 GREEDY = {"temp": 0.0}
 
@@ -504,7 +505,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
 
 
 def same_pages(a: Any, b: Any, *, chunks: int) -> bool:
-    return a._session.pages()[:chunks] == b._session.pages()[:chunks]
+    return session_state.pages(a._session)[:chunks] == session_state.pages(b._session)[:chunks]
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 500, 512, 513, 1999])

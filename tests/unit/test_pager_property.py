@@ -157,9 +157,8 @@ class PagerMachine(RuleBasedStateMachine):
 
     def _reserve(self, count: int) -> Moves | None:
         first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
-        kept = {
-            c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= first - self.tail
-        }
+        oldest = first - self.tail if last - first > 1 else last - self.tail
+        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first, oldest)}
         absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
         taken = {block for block in self.where if block is not None}
         able = [
