@@ -72,7 +72,8 @@ def depth(
         points += arm
         device = where or device
         for p in arm:
-            click.echo(f"{p.arm} {p.policy} at {p.depth}: {p.decode_tps:.1f}, prefill {p.prefill_tps:.0f} tok/s", err=True)
+            speeds = f"{p.decode_tps:.1f} tok/s, prefill {p.prefill_tps:.0f}"
+            click.echo(f"{p.arm} {p.policy} at {p.depth}: {speeds}", err=True)
     rows = ratios(points)
     columns = {
         "arm": "arm",
