@@ -39,49 +39,46 @@ kvf_device & device_of(kvf_engine & engine, const ggml_tensor * tensor) {
     return device;
 }
 
-// Blocks [first, first + n) side by side in the pool, their images `stride` bytes apart: one strided copy per span.
+// Blocks [block, block + n) side by side in the pool, and their images side by side on the host: one strided copy per
+// span. Images further apart may lie in different allocations, which one copy must not cross.
 struct run {
-    int32_t  block;
-    int32_t  n;
+    int32_t   block;
+    int32_t   n;
     uint8_t * image;
-    size_t   stride;
 };
 
-std::vector<run> find_runs(int32_t n, const int32_t * block, const uint64_t * image) {
+std::vector<run> find_runs(int32_t n, const int32_t * block, const uint64_t * image, size_t page_bytes) {
     std::vector<run> runs;
     for (int32_t i = 0; i < n; ++i) {
         auto * data = (uint8_t *) (uintptr_t) image[i];
         if (!runs.empty()) {
             auto & last = runs.back();
-            const auto * end = last.image + (last.n - 1)*last.stride;
-            const bool next_block = block[i] == last.block + last.n;
-            if (next_block && data > end && (last.n == 1 || data == end + last.stride)) {
-                last.stride = data - end;
+            if (block[i] == last.block + last.n && data == last.image + last.n*page_bytes) {
                 last.n++;
                 continue;
             }
         }
-        runs.push_back({ block[i], 1, data, 0 });
+        runs.push_back({ block[i], 1, data });
     }
     return runs;
 }
 
 enum class direction { out, in };
 
-void copy_span(const kvf_device & device, const kvf_device::span & s, const run & r, direction dir) {
+void copy_span(const kvf_device & device, const kvf_device::span & s, const run & r, size_t page_bytes, direction dir) {
     const size_t at  = r.block*s.size;
     auto *       ptr = r.image + s.offset;
     auto *       backend = device.copy.get();
     if (!backend) {
         if (dir == direction::out) {
-            ggml_backend_tensor_get_2d(s.tensor, ptr, at, s.size, r.n, s.size, r.stride);
+            ggml_backend_tensor_get_2d(s.tensor, ptr, at, s.size, r.n, s.size, page_bytes);
         } else {
-            ggml_backend_tensor_set_2d(s.tensor, ptr, at, s.size, r.n, s.size, r.stride);
+            ggml_backend_tensor_set_2d(s.tensor, ptr, at, s.size, r.n, s.size, page_bytes);
         }
     } else if (dir == direction::out) {
-        ggml_backend_tensor_get_2d_async(backend, s.tensor, ptr, at, s.size, r.n, s.size, r.stride);
+        ggml_backend_tensor_get_2d_async(backend, s.tensor, ptr, at, s.size, r.n, s.size, page_bytes);
     } else {
-        ggml_backend_tensor_set_2d_async(backend, s.tensor, ptr, at, s.size, r.n, s.size, r.stride);
+        ggml_backend_tensor_set_2d_async(backend, s.tensor, ptr, at, s.size, r.n, s.size, page_bytes);
     }
 }
 
@@ -106,7 +103,7 @@ void end_transfer(kvf_engine & engine, uint64_t ticket) {
 }
 
 uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
-    const auto runs   = find_runs(n, block, image);
+    const auto runs   = find_runs(n, block, image, engine.info.page_bytes);
     const auto ticket = ++engine.last_ticket;
     begin_transfer(engine);
     for (auto & device : engine.devices) {
@@ -116,7 +113,7 @@ uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const u
         }
         for (const auto & r : runs) {
             for (const auto & s : device.spans) {
-                copy_span(device, s, r, dir);
+                copy_span(device, s, r, engine.info.page_bytes, dir);
             }
         }
     }
