@@ -42,12 +42,13 @@ def dump(session: Session) -> bytes:
 def pages(session: Session) -> list[bytes]:
     """One image per chunk, in the order of the text; the last may be partly filled."""
     return [
-        session.store.bytes_of(c) if chunk.on_host else _read_block(session, chunk.block)
+        session.store.bytes_of(c) if chunk.on_host else read_block(session, chunk.block)
         for c, chunk in enumerate(session.pager.chunks)
     ]
 
 
-def _read_block(session: Session, block: int) -> bytes:
+def read_block(session: Session, block: int) -> bytes:
+    """The bytes of one block of the pool."""
     engine = session.engine
     size = engine.info.page_bytes
     image = engine.alloc(size)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvflash_ggml.snapshot.state import read_block
+
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("arch_models.cpp")
 
@@ -282,7 +284,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     llm.eval(run.tokens[:before])
     assert session.page_outs == before // CHUNK, f"{session.page_outs} pages saved after {before} tokens"
     session.engine.synchronize()
-    pages = [session._read_block(session.pager.chunks[c].block) for c in range(before // CHUNK)]
+    pages = [read_block(session, session.pager.chunks[c].block) for c in range(before // CHUNK)]
     llm.eval(run.tokens[before:PROMPT])
     for token in run.tokens[PROMPT:]:
         llm.eval([token])
@@ -310,7 +312,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     session.pager.check_integrity()
     assert back in llm.kvflash.resident_chunks, f"chunk {back} was not recalled"
     session.engine.synchronize()
-    assert session._read_block(session.pager.chunks[back].block) == pages[back], f"chunk {back} came back different"
+    assert read_block(session, session.pager.chunks[back].block) == pages[back], f"chunk {back} came back different"
 
     assert np.isfinite(run.after_cut()).all(), "cut: a logit is not finite"
     session.pager.check_integrity()

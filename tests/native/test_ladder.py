@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from harness import CHUNK, KV_TYPES, agreement, row, same_bits, walk
 
+from kvflash_ggml.snapshot.state import read_block
+
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
 ALL_TYPES = list(KV_TYPES.values())
@@ -195,7 +197,7 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
         session.extend(tokens[start : start + 64])
         session.pager.check_integrity()
         chunk = start // CHUNK
-        sealed[chunk] = session._read_block(session.pager.chunks[chunk].block)
+        sealed[chunk] = read_block(session, session.pager.chunks[chunk].block)
     assert session.page_ins == 0
     assert 3 not in session.pager.resident_chunks
     assert [session.store.bytes_of(c) for c in range(24)] == [sealed[c] for c in range(24)]
@@ -206,7 +208,7 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
     assert session.page_ins == 1
     block = session.pager.chunks[3].block
     assert block not in (-1, old_block)
-    assert session._read_block(block) == sealed[3]
+    assert read_block(session, block) == sealed[3]
     cells = session.engine.cells(block * CHUNK, CHUNK)
     assert cells.tolist() == list(range(3 * CHUNK, 4 * CHUNK))
 
@@ -361,7 +363,7 @@ def take(generator: Any, n: int) -> list[int]:
 
 
 def read_blocks(session: Any, blocks: list[int]) -> list[bytes]:
-    return [session._read_block(block) for block in blocks]
+    return [read_block(session, block) for block in blocks]
 
 
 def write_blocks(session: Any, blocks: list[int], pages: list[bytes]) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from harness import CHUNK, same_bits
 
+from kvflash_ggml.snapshot.state import read_block
+
 
 def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
     """0001: the attention cache has the pool's cells, and n_ctx stays the logical context."""
@@ -93,7 +95,7 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
     other.session.mask.fill = hide_other
     engine = other.session.engine
     image = engine.alloc(engine.info.page_bytes)
-    engine.view(image, engine.info.page_bytes)[:] = other.session._read_block(0)
+    engine.view(image, engine.info.page_bytes)[:] = read_block(other.session, 0)
     engine.wait(engine.page_in([1], [image]))
     assert same_bits(second, other.walk(tokens[256:257]))
 
@@ -174,7 +176,7 @@ def read_queries(engine: Any) -> list[Any]:
 def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:
     import gguf
 
-    page = np.frombuffer(session._read_block(block), np.uint8)
+    page = np.frombuffer(read_block(session, block), np.uint8)
     raw = page[layer.k_offset : layer.k_offset + CHUNK * layer.k_row].reshape(CHUNK, layer.k_row)
     return gguf.quants.dequantize(
         raw.view(np.float16) if kv == 1 else raw, gguf.GGMLQuantizationType(kv)
