@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,10 @@ from harness import MODELS, TEXT, Bare, dequantise, write_iswa
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
+
+
+GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
+"""The same tests run on a GPU build: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_ladder.py"""
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +91,7 @@ def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any
 
         def make(kind: str = "dense", **kwargs: Any) -> Any:
             # one thread: the models are so small that threads cost more than they give
-            threads = {"n_threads": 1, "n_threads_batch": 1}
+            threads = {"n_threads": 1, "n_threads_batch": 1, "n_gpu_layers": GPU_LAYERS}
             split = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 256}
             # what leaves the pool is foreseeable only without scores
             if isinstance(kwargs.get("kvflash"), int):
@@ -123,6 +128,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             **config: Any,
         ) -> Bare:
             params = llama_cpp.llama_model_default_params()
+            params.n_gpu_layers = GPU_LAYERS
             loaded = internals.LlamaModel(path_model=str(model(kind)), params=params, verbose=False)
             stack.callback(loaded.close)
             cparams = llama_cpp.llama_context_default_params()

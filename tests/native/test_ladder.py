@@ -336,11 +336,12 @@ def test_two_processes_give_the_same_bytes(
 
 
 WALK = """
-import hashlib, sys
+import hashlib, os, sys
 import numpy as np
 from kvflash_ggml import Llama
 tokens = np.load(sys.argv[2]).tolist()
 settings = {"kvflash": 512, "kvflash_policy": sys.argv[3], "kvflash_tau": 32}
+settings["n_gpu_layers"] = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 llm = Llama(sys.argv[1], n_ctx=4096, n_batch=256, seed=4, verbose=False, n_threads_batch=1, **settings)
 out = []
 for token in llm.generate(tokens, temp=1.1, top_p=0.99):
