@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import ctypes
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +17,6 @@ from harness import MODELS, TEXT, Bare, dequantise, write_iswa
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
-
 
 GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 """The same tests run on a GPU build: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_ladder.py"""
