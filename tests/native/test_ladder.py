@@ -183,7 +183,7 @@ def test_scribbled_pages_change_the_logits(bare: Any, tokens: Any) -> None:
     for one in (moved, still):
         one.session.extend(tokens[:512])
     pages = read_blocks(moved.session, [2, 5])
-    write_blocks(moved.session, [5, 2], pages)
+    write_blocks(moved.session, [5], pages[:1])
     assert not same_bits(moved.walk(tokens[512:513]), still.walk(tokens[512:513]))
 
 
@@ -235,7 +235,8 @@ def test_recall_into_other_blocks_only_reorders_sums(kind: str, bare: Any, token
     still.session.extend(prompt)
     page_around(moved.session, same_blocks=False)
     ours, theirs = moved.walk(rest[:1], rest[1:]), still.walk(rest[:1], rest[1:])
-    assert not same_bits(ours, theirs), "the blocks did not move"
+    moved_blocks = [chunk.block for chunk in moved.session.pager.chunks]
+    assert moved_blocks != [chunk.block for chunk in still.session.pager.chunks], "the blocks did not move"
     assert agreement(ours, theirs) >= 0.95
     assert np.abs(ours - theirs).max() < 0.6  # Q8_0 weights: see rung 4
 

@@ -17,9 +17,9 @@ def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
     one = bare(pool=512, n_ctx=4096)
     info = one.session.engine.info
     assert (info.n_slots, one._ctx.n_ctx()) == (512, 4096)
-    rows = info.device_bytes // info.n_slots
-    assert info.device_bytes == 512 * rows == 8 * info.page_bytes
-    assert sum(layer.k_row + layer.v_row for layer in one.session.engine.layers) == rows
+    staging = info.device_bytes - 8 * info.page_bytes  # a GPU has room to receive pages
+    assert staging == 0 or info.asynchronous
+    assert sum(layer.k_row + layer.v_row for layer in one.session.engine.layers) == info.page_bytes // 64
 
     # layers with a sliding window are not pooled
     swa = bare("iswa", pool=512, n_ctx=4096).session.engine
