@@ -5,6 +5,8 @@ from __future__ import annotations
 from .config import CHUNK
 from .pool.sizing import PoolSize
 from .session import Session
+from .trace import Trace
+from .trace_html import Summary
 
 
 class PoolView:
@@ -116,6 +118,36 @@ class PoolView:
         """Keep tokens [lo, hi) on the device from the next step on, bringing them back if need be."""
         self._session.pin_range(lo, hi)
 
+    def record(self) -> Trace:
+        """Begin to record what is resident when. The trace fills while the model runs, until the next call.
+
+        One recording at a time. `trace.write_html(path)` draws it.
+        """
+        trace = Trace(self._summary)
+        self._session.watch.observer = trace
+        if self.length:
+            self._session.watch.cut(self.length, self.resident_chunks)
+        return trace
+
+    def _summary(self) -> Summary:
+        mass = self.evicted_mass
+        facts = [
+            ("pool", f"{self.pool:,} tokens on the device, {_mib(self.device_bytes)}"),
+            ("context", f"{self.n_ctx:,} tokens"),
+            ("read", f"{self.length:,} tokens in {self.chunks:,} chunks, {self.resident:,} of them resident"),
+            ("policy", self.policy),
+            ("page-ins", f"{self.page_ins:,} chunks, {_mib(self.bytes_in)}"),
+            ("page-outs", f"{self.page_outs:,} chunks, {_mib(self.bytes_out)}"),
+            ("host memory", f"{_mib(self.host_bytes)} of page images, and {_mib(self.spilled_bytes)} spilled"),
+            ("attention on paged-out text", "not estimated" if mass is None else f"about {mass * 100:.0f} %"),
+            ("banner", self.banner()),
+        ]
+        return Summary(facts=facts, evicted_mass=mass)
+
+    def unpin(self) -> None:
+        """Let every pinned token go again, those of the configuration too."""
+        self._session.pager.unpin_all()
+
     def banner(self) -> str:
         """One line that says what runs."""
         info = self._session.engine.info
@@ -131,3 +163,7 @@ class PoolView:
     def _index(self) -> str:
         size = self._session.index_bytes
         return f" ({size / 2**20:.1f} MiB of statistics)" if size else ""
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -27,6 +27,7 @@ class PoolOptions:
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
+    kvflash_report: Path | None
 
     def config(self) -> KVFlashConfig | None:
         """The pool's settings, or None when it is off."""
@@ -101,5 +102,12 @@ pool_options = collected(
         envvar="KVFLASH_SPILL",
         metavar="DIR",
         help="Folder for what passes that ceiling.",
+    ),
+    _pool(
+        "--kvflash-report",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="KVFLASH_REPORT",
+        metavar="FILE",
+        help="Write an HTML page that shows which chunks were resident when.",
     ),
 )

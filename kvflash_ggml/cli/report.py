@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..errors import LibraryError
 from ..native.library import build_info
+from ..trace_html import mass_warning
 from .answer import Answer
 
 _COUNTERS = (
@@ -25,6 +29,7 @@ _COUNTERS = (
     "type_k",
     "type_v",
     "pinned",
+    "evicted_mass",
 )
 
 
@@ -62,9 +67,25 @@ def closing_line(answer: Answer, stats: Any) -> str:
         parts[0] += f" ({answer.reused} more reused)"
     if stats is not None:
         parts += residency(stats)
+        warning = mass_warning(stats.evicted_mass)
+        if warning is not None:
+            parts.append(f"warning: {warning}")
     if answer.interrupted:
         parts.append("interrupted")
     return "kvflash: " + " | ".join(parts)
+
+
+@contextmanager
+def recorded(llm: Any, path: Path | None, *, title: str) -> Iterator[None]:
+    """Record what is resident when, and write it to `path` at the end, however it ends. None: do nothing."""
+    if path is None:
+        yield
+        return
+    trace = llm.kvflash.record()
+    try:
+        yield
+    finally:
+        trace.write_html(path, title=title)
 
 
 def residency(stats: Any) -> list[str]:

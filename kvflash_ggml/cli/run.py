@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..files import check_writable
 from .answer import Answer, Message, ask
 from .chat import Chat
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
@@ -22,7 +23,7 @@ from .options import (
 )
 from .pool_options import PoolOptions, pool_options
 from .prompt import model_and_words, read_prompt
-from .report import closing_line, document
+from .report import closing_line, document, recorded
 from .sections import SectionCommand, option
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
@@ -103,8 +104,14 @@ def run(
         if system is not None and conversation is False:
             raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
 
+        report = None if pool.kvflash == "off" else pool.kvflash_report
+        if report is not None:
+            check_writable(report)
         start = time.perf_counter()
-        with open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm:
+        with (
+            open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm,
+            recorded(llm, report, title=Path(path).name),
+        ):
             load_s = time.perf_counter() - start
             if llm.kvflash is not None and not output.quiet and not output.verbose:
                 note(llm.kvflash.banner())  # with -v the library says it
@@ -160,7 +167,7 @@ def _messages(system: str | None, text: str) -> list[Message]:
 def _refuse_idle_options(ctx: click.Context, pool: PoolOptions) -> None:
     if pool.kvflash != "off":
         return
-    for name in ("policy", "tau", "pin", "host_limit", "spill"):
+    for name in ("policy", "tau", "pin", "host_limit", "spill", "report"):
         source = ctx.get_parameter_source(f"kvflash_{name}")
         if source is click.core.ParameterSource.COMMANDLINE:
             flag = name.replace("_", "-")
