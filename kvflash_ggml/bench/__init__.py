@@ -8,23 +8,8 @@ from typing import Any
 
 import click
 
-from .options import Names, Shares, model_options, user_errors
-
-CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
-
-
-class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Whole numbers with an optional K suffix (1,024), separated by commas."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(x[:-1]) * 1024 if x[-1] in "kK" else int(x) for x in value.split(","))
-        except (ValueError, IndexError):
-            self.fail(f"{value!r} is not a list of numbers such as 4K,64K", param, ctx)
+from ..config import KV_TYPES
+from .options import Names, Numbers, Shares, model_options, user_errors
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,8 +28,8 @@ def main() -> None:
 @click.option("-ub", "--ubatch-size", default=512, show_default=True)
 @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
 @click.option("-t", "--threads", default=None, type=int)
-@click.option("-ctk", "--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
-@click.option("-ctv", "--cache-type-v", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
+@click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+@click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
 def depth(
     model: str, depths: tuple[int, ...], pools: tuple[int, ...], policies: str, full: bool, window: int, decode: int,
     ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
@@ -61,8 +46,8 @@ def depth(
         "n_gpu_layers": n_gpu_layers,
         "n_threads": threads,
         "n_threads_batch": threads,
-        "type_k": CACHE_TYPES[cache_type_k],
-        "type_v": CACHE_TYPES[cache_type_v],
+        "type_k": KV_TYPES[cache_type_k],
+        "type_v": KV_TYPES[cache_type_v],
     }
     points, device = [], ""
     arms: list[tuple[int | None, str]] = [(None, "-")] if full else []
@@ -110,8 +95,8 @@ def depth(
 @click.option("--pool", default=4096, show_default=True, help="Tokens.")
 @click.option("--chunks", type=Numbers(), default="1,4,16,64", show_default=True, help="Chunks moved at once.")
 @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
-@click.option("-ctk", "--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
-@click.option("-ctv", "--cache-type-v", type=click.Choice(list(CACHE_TYPES)), default="f16", show_default=True)
+@click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+@click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
 def paging(
     model: str, pool: int, chunks: tuple[int, ...], n_gpu_layers: int, cache_type_k: str, cache_type_v: str
 ) -> None:
@@ -123,7 +108,7 @@ def paging(
 
     llm = Llama(
         model, n_ctx=2 * pool, kvflash=pool, n_gpu_layers=n_gpu_layers, verbose=False,
-        type_k=CACHE_TYPES[cache_type_k], type_v=CACHE_TYPES[cache_type_v],
+        type_k=KV_TYPES[cache_type_k], type_v=KV_TYPES[cache_type_v],
     )  # fmt: skip
     assert llm._session is not None
     rows = measure(llm._session.engine, chunks)
@@ -139,7 +124,7 @@ def paging(
 @click.option("--contexts", type=Numbers(), default="32K,128K,256K", show_default=True, help="Tokens of text.")
 @click.option("--rows", type=Numbers(), default="1,8", show_default=True, help="Query rows per look.")
 @click.option("--threads", type=Numbers(), default="2", show_default=True, help="Host threads.")
-@click.option("-ctk", "--cache-type-k", type=click.Choice(list(CACHE_TYPES)), default="q8_0", show_default=True)
+@click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="q8_0", show_default=True)
 def scoring(
     model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], cache_type_k: str
 ) -> None:
@@ -154,8 +139,8 @@ def scoring(
         n_ctx=4096,
         kvflash=1024,
         verbose=False,
-        type_k=CACHE_TYPES[cache_type_k],
-        type_v=CACHE_TYPES[cache_type_k],
+        type_k=KV_TYPES[cache_type_k],
+        type_v=KV_TYPES[cache_type_k],
     )
     assert llm._session is not None
     points = measure(llm._session.engine, contexts=contexts, rows=rows, threads=threads)
@@ -190,19 +175,31 @@ def random_model(path: Path, shape: str) -> None:
 
 @main.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False))
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
-              help="Filler to hide facts in. Default: the texts of the checkout's tests.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Filler to hide facts in. Default: the texts of the checkout's tests.",
+)
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
 @click.option("--residency", type=Shares(), default="6.25,3", show_default=True, help="Pools, in % of the context.")
 @click.option("--policies", type=Names(), default="qk,lru", show_default=True)
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
-@click.option("--tasks", type=Names(), default="single,multikey4", show_default=True,
-              help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat.")
+@click.option(
+    "--tasks",
+    type=Names(),
+    default="single,multikey4",
+    show_default=True,
+    help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat.",
+)
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
 @click.option("--trials", default=16, show_default=True, help="Of each task; a trial asks once at every depth.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--drafter", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Small model for the policy of that name.")
+@click.option(
+    "--drafter",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Small model for the policy of that name.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recall against residency (PNG).")
 @model_options
 def recall(
@@ -245,8 +242,12 @@ def recall(
 
 @main.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False))
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
-              help="Filler to hide facts in. Default: the texts of the checkout's tests.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Filler to hide facts in. Default: the texts of the checkout's tests.",
+)
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
 @click.option("--residency", default=6.25, show_default=True, help="Pool, in % of the context.")
 @click.option("--tasks", type=Names(), default="single,multikey4", show_default=True)
@@ -273,9 +274,7 @@ def scores(
         for arm in arms(contexts, (residency,), ("lru",), full=False):
             assert arm.pool is not None
             ranks = []
-            for some in study.study(
-                model, context=arm.context, pool=arm.pool, plan=plan, text=filler, options=options
-            ):
+            for some in study.study(model, context=arm.context, pool=arm.pool, plan=plan, text=filler, options=options):
                 ranks += some
                 if some:
                     click.echo(f"{some[0].task} {some[0].label} of {arm.context}: seed {some[0].seed}", err=True)

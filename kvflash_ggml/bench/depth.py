@@ -42,9 +42,7 @@ class Plan:
     seed: int = 0
 
 
-def run_arm(
-    model: str, pool: int | None, policy: str, plan: Plan, options: dict[str, Any]
-) -> tuple[list[Point], str]:
+def run_arm(model: str, pool: int | None, policy: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], str]:
     """Walk one cache through the depths. Returns its points and the device it ran on."""
     n_ctx = max(plan.depths) + 2 * plan.decode + 256
     if pool is not None:
