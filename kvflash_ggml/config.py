@@ -17,6 +17,9 @@ CHUNK = 64
 POOL_STEP = 256
 """Pool sizes are multiples of this, because llama.cpp widens its attention span in steps of 256 cells."""
 
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
+"""ggml's numbers of the types a KV cache can have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFlashConfig:

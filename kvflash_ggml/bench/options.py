@@ -9,9 +9,22 @@ from typing import Any
 
 import click
 
+from ..config import KV_TYPES
 from ..errors import KVFlashError
 
-KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+
+class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Whole numbers with an optional K suffix (1,024), separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(x[:-1]) * 1024 if x[-1] in "kK" else int(x) for x in value.split(","))
+        except (ValueError, IndexError):
+            self.fail(f"{value!r} is not a list of numbers such as 4K,64K", param, ctx)
 
 
 class Shares(click.ParamType):  # type: ignore[type-arg,unused-ignore]

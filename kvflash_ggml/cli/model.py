@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
+from ..config import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
-from .types import CACHE_TYPES
 
 
 def create_llama(**settings: Any) -> Any:
@@ -46,8 +46,8 @@ def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: 
     settings: dict[str, Any] = {
         "n_ctx": loading.ctx_size,
         "n_gpu_layers": gpu_layers(loading),
-        "type_k": CACHE_TYPES[loading.cache_type_k],
-        "type_v": CACHE_TYPES[loading.cache_type_v],
+        "type_k": KV_TYPES[loading.cache_type_k],
+        "type_v": KV_TYPES[loading.cache_type_v],
         "flash_attn": loading.flash_attn != "off",
         "kvflash": pool.config(),
         "verbose": verbose,

@@ -7,14 +7,15 @@ from typing import Literal
 
 import click
 
+from ..config import KV_TYPES
 from .sections import collected, option
-from .types import CACHE_TYPES, Layers, TokenLimit
+from .types import Layers, TokenLimit
 
 _model = option("Model")
 _sampling = option("Sampling")
 _output = option("Output")
 
-CACHE_TYPE = click.Choice(list(CACHE_TYPES))
+CACHE_TYPE = click.Choice(list(KV_TYPES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ model_options = collected(
         metavar="TYPE",
         default="f16",
         show_default=True,
-        help=f"Type of the K cache: {', '.join(CACHE_TYPES)}.",
+        help=f"Type of the K cache: {', '.join(KV_TYPES)}.",
     ),
     _model(
         "-ctv",

@@ -10,19 +10,6 @@ import click
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
-CACHE_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-}
-"""ggml's numbers of the types a KV cache can have."""
-
-
 class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Click have no parameter
     """A type of option value."""
 

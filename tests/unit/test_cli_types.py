@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from kvflash_ggml.cli.types import CACHE_TYPES, Layers, Pin, Pool, Size, TokenLimit
+from kvflash_ggml.cli.types import Layers, Pin, Pool, Size, TokenLimit
+from kvflash_ggml.config import KV_TYPES
 
 
 @pytest.mark.parametrize(
@@ -50,4 +51,4 @@ def test_mistakes(kind: click.ParamType, text: str) -> None:
 
 
 def test_cache_types_are_ggml_s() -> None:
-    assert sorted(CACHE_TYPES.values()) == [0, 1, 2, 3, 6, 7, 8, 30]
+    assert sorted(KV_TYPES.values()) == [0, 1, 2, 3, 6, 7, 8, 30]
