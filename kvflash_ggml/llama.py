@@ -182,6 +182,9 @@ class Llama(llama_cpp.Llama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
+        self._evaluate(tokens, generated=False)
+
+    def _evaluate(self, tokens: Sequence[int], *, generated: bool) -> None:
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
@@ -195,7 +198,13 @@ class Llama(llama_cpp.Llama):
         data = np.asarray(tokens, np.int32)
         progress = self.kvflash_progress if len(data) > 1 else None
         try:
-            self._session.extend(data, output_all=self._logits_all, after=self._after_step, progress=progress)
+            self._session.extend(
+                data,
+                output_all=self._logits_all,
+                generated=generated,
+                after=self._after_step,
+                progress=progress,
+            )
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
@@ -278,8 +287,9 @@ class Llama(llama_cpp.Llama):
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
         sample_idx = self.n_tokens + len(pending) - 1
+        generated = False
         while True:
-            self.eval(pending)
+            self._evaluate(pending, generated=generated)
             while sample_idx < self.n_tokens:
                 token = self.sample(idx=sample_idx)
                 sample_idx += 1
@@ -288,6 +298,7 @@ class Llama(llama_cpp.Llama):
                 ):
                     return
                 sent = yield token
+                generated = not sent
                 pending = [token, *(sent or ())]
                 if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
                     self._reject_drafts(sample_idx)

@@ -105,10 +105,13 @@ class Session:
         tokens: Int32s,
         *,
         output_all: bool = False,
+        generated: bool = False,
         after: AfterStep | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Evaluate tokens after those read so far. Logits of the last are kept, or of all with `output_all`.
+
+        generated: the tokens are the model's own (one, or drafts to verify that fit one step), not a prompt.
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
         progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the
@@ -121,7 +124,7 @@ class Session:
                 f"Requested tokens ({self.length + len(tokens)}) exceed context window of {self.n_ctx}"
                 f" (the pool holds {self.engine.info.n_slots} of them at a time)"
             )
-        if len(tokens) == 1:
+        if generated or len(tokens) == 1:
             self._generate_step(tokens, output_all=output_all, after=after)
             return
         self._forget_scores()
@@ -180,14 +183,14 @@ class Session:
     # --- relevance
 
     def _generate_step(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
-        """One token of generation: the fast path."""
+        """One step of generation: the fast path."""
         start, chooser = self.length, self._reselector
         reselect = chooser is not None and chooser.ready and self._use_look(only_if_worth=True)
         self._step(tokens, output_all=output_all, output_last=True, reselect=reselect)
         if chooser is not None and chooser.tick():
             self._look(rows=1)
         if after is not None:
-            after(start, 1)
+            after(start, len(tokens))
 
     def _replay_size(self, total: int) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""

@@ -149,9 +149,14 @@ def test_layers_on_a_build_without_a_gpu() -> None:
 def test_ctrl_c_stops_the_answer() -> None:
     line = [*COMMAND, MODEL, "Once upon a time", "-no-cnv", "--kvflash", "1024"]
     # English text never ends for this model, so the answer runs until it is stopped.
-    process = subprocess.Popen(
-        [*map(str, line)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-    )
+    # a shell that starts tests in the background has all below it ignore SIGINT: undo that for the command
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [*map(str, line)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         assert process.stdout is not None
         ready, _, _ = select.select([process.stdout], [], [], 120)

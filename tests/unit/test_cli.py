@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from kvflash_ggml.cli import chat, main, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
+from kvflash_ggml.trace import Trace
 
 REPLY = "an answer"
 BANNER = "kvflash: pool 1024 of 4096 tokens"
@@ -26,7 +27,7 @@ def stats() -> SimpleNamespace:
     return SimpleNamespace(
         pool=1024, n_ctx=4096, resident=16, chunks=84, page_ins=3, page_outs=83, bytes_in=1,
         bytes_out=2, host_bytes=3, device_bytes=4, policy="lru", epoch=5, type_k="f16",
-        type_v="f16", pinned=False, evicted_mass=None, banner=lambda: BANNER,
+        type_v="f16", pinned=False, evicted_mass=None, banner=lambda: BANNER, record=Trace,
     )  # fmt: skip
 
 
@@ -269,6 +270,59 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
     assert cli.settings["kvflash"] == KVFlashConfig(pool="auto")
 
 
+# --- the report of residency
+
+
+def test_a_report_is_written_at_the_end(cli: Stage, tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    result = cli("folder/m.gguf", "hi", "--kvflash", "1024", "--kvflash-report", str(path))
+    assert (result.exit_code, result.stdout) == (0, REPLY + "\n")
+    assert "<h1>m.gguf</h1>" in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ContextFull("too long"), KeyboardInterrupt()])
+def test_a_report_is_written_of_a_run_that_failed(cli: Stage, tmp_path: Path, error: Any) -> None:
+    path = tmp_path / "out.html"
+    assert cli("m.gguf", "hi", "--kvflash", "1024", "--kvflash-report", str(path), error=error).exit_code != 0
+    assert path.exists()
+
+
+def test_a_report_of_a_chat(cli: Stage, tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    result = cli("m.gguf", "-cnv", "--kvflash", "1024", "--kvflash-report", str(path), stdin="hello\n")
+    assert result.exit_code == 0
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["missing/out.html", "."])
+def test_a_report_that_cannot_be_written_stops_the_run_before_it_begins(
+    cli: Stage, tmp_path: Path, name: str
+) -> None:  # fmt: skip
+    result = cli("m.gguf", "hi", "--kvflash", "1024", "--kvflash-report", str(tmp_path / name))
+    assert result.exit_code in (1, 2)
+    assert str(tmp_path / name) in result.stderr.replace("\n", "")
+    assert not cli.made
+
+
+def test_without_a_pool_a_report_of_the_environment_is_ignored(
+    cli: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFLASH_REPORT", str(tmp_path / "missing" / "out.html"))
+    assert cli("m.gguf", "hi").exit_code == 0
+
+
+def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = stats()
+    for mass, told in ((0.304, True), (0.1, False)):
+        monkeypatch.setattr(f"{__name__}.stats", lambda mass=mass: SimpleNamespace(**{**vars(usual), "evicted_mass": mass}))
+        result = cli("m.gguf", "hi", "--kvflash", "1024", "--json")
+        line = result.stderr.splitlines()[-1]
+        warning = "warning: about 30 % of the attention went to paged-out text; a larger pool would help"
+        assert line.endswith(" | " + warning) is told
+        assert json.loads(result.stdout)["kvflash"]["evicted_mass"] == mass
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -280,6 +334,7 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
         ("--kvflash 1024 --kvflash-host-limit lots", "not a size"),
         ("--kvflash-tau 32", "--kvflash-tau needs a pool"),
         ("--kvflash-host-limit 1G", "--kvflash-host-limit needs a pool"),
+        ("--kvflash-report out.html", "--kvflash-report needs a pool"),
         ("-ngl some", "not a number of layers"),
         ("-ctk q9_9", "q9_9"),
         ("-n 0", "not a number of tokens (-1: no limit)"),
