@@ -87,6 +87,8 @@ class Trace:
         evicted_mass: float | None,
         generating: bool,
     ) -> None:
+        if scores is None and not recalled and self.moments and self.moments[-1].resident == tuple(resident):
+            return  # a cut within a chunk, as of drafts that were rejected
         bits = np.zeros(max(resident, default=-1) + 1, np.bool_)
         bits[list(resident)] = True
         moment = Moment(

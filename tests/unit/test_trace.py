@@ -62,6 +62,15 @@ def test_an_empty_page_table_is_a_moment_too() -> None:
     assert trace.moments[0].resident == ()
 
 
+def test_a_cut_that_moves_nothing_is_no_moment() -> None:
+    trace = Trace()
+    for length in (300, 299, 280):
+        trace.changed(
+            length=length, resident=(0, 2, 4), recalled=(), scores=None, evicted_mass=None, generating=True
+        )  # fmt: skip
+    assert len(trace.moments) == 1
+
+
 def test_a_long_trace_thins_out_evenly_and_loses_no_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MOST_MOMENTS", 50)
     trace = Trace()
@@ -118,6 +127,10 @@ def test_a_session_tells_every_change_and_the_truth() -> None:
     assert trace.moments[-1].resident == one.pager.resident_chunks
     assert [moment.generating for moment in trace.moments] == [False] * 12 + [True] * 4
     assert trace.moments[11].length == 3000
+
+    one.extend(np.arange(8, dtype=np.int32), generated=True)  # drafts to verify
+    one.extend(np.arange(60, dtype=np.int32), generated=True)
+    assert trace.moments[-1].generating
 
     one.truncate(500)
     assert trace.moments[-1].length == one.length
