@@ -300,6 +300,8 @@ class Llama(llama_cpp.Llama):
                 sent = yield token
                 generated = not sent
                 pending = [token, *(sent or ())]
+                if sent and not self._logits_all:
+                    sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
                 if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
                     self._reject_drafts(sample_idx)
                     break
@@ -315,6 +317,8 @@ class Llama(llama_cpp.Llama):
             return shared  # the logits of the last token are at hand
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
+        if self._session is not None:
+            shared = self._session.reusable(shared, len(tokens))
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()

@@ -143,15 +143,22 @@ class Reselector:
     # --- looks
 
     def look(
-        self, tokens: npt.NDArray[np.int32], n_chunks: int, kept: frozenset[int], *, rows: int | None = None
+        self,
+        tokens: npt.NDArray[np.int32],
+        n_chunks: int,
+        kept: frozenset[int],
+        *,
+        rows: int | None = None,
+        known: int | None = None,
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute.
 
-        By default against as many as are kept, or as a long text of a large model allows: see MOST_SCORES.
+        By default against as many as are kept, or as a long text of a large model allows: see MOST_SCORES. known: how
+        many of the newest tokens have their queries captured, None for all that are kept.
         """
         self.looks += 1
         affordable = max(2, MOST_SCORES // max(1, n_chunks * sum(shape.n_head for shape in self._keys.shapes)))
-        wanted = min(rows or affordable, self.scorer.query_rows, len(tokens))
+        wanted = min(rows or affordable, self.scorer.query_rows, len(tokens) if known is None else known)
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
         newest = np.arange(len(tokens) - wanted, len(tokens))

@@ -75,6 +75,7 @@ class Session:
         self.page_outs = 0
         self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
         self._wait = 0  # the transfer that frees the blocks the next step writes to
+        self._queries_from = 0  # captured queries of earlier tokens are not of this text
         self._checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.watch = Watch(scorer)
         self._reselector: Reselector | None = None
@@ -196,8 +197,10 @@ class Session:
 
     def _replay_size(self, total: int) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
-        pageable = self._reselector is not None and self.length + total > self.engine.info.n_slots
-        return min(REPLAY, self.n_ubatch, total) if pageable else 0
+        info = self.engine.info
+        pageable = self._reselector is not None and self.length + total > info.n_slots
+        can_go_back = self.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
+        return min(REPLAY, self.n_ubatch, total) if pageable and can_go_back else 0
 
     def _replay(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
         """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it."""
@@ -220,7 +223,8 @@ class Session:
         assert self._reselector is not None
         head = max(0, self.length - 1) // CHUNK
         kept = frozenset(self.pager.protected(head, head))
-        self._reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows)
+        known = self.length - self._queries_from
+        self._reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows, known=known)
 
     def _use_look(self, *, only_if_worth: bool = False, hidden: bool = False) -> bool:
         """Take over the scores of the last look. True if the resident set should be rebuilt from them."""
@@ -304,6 +308,7 @@ class Session:
         """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
         if not self.engine.truncate(self.length):
             self.length = self._checkpoints.restore(self.length)
+        self._queries_from = self.length  # it may have captured some before it failed
         self._apply(self.pager.truncate(self.length))
         self.mask.rewind()
         self.watch.cut(self.length, self.pager.resident_chunks)
@@ -321,6 +326,7 @@ class Session:
         if not self._window_reaches(length) or not self.engine.truncate(length):
             length = self._checkpoints.restore(length)
         self._apply(self.pager.truncate(length))
+        self._queries_from = self._known_from(length)
         self.length = length
         self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
         self._checkpoints.forget(after=length)
@@ -347,12 +353,31 @@ class Session:
         self.pager.reset()
         self.mask.reset()
         self.length = 0
+        self._queries_from = 0
         self._unsaved.clear()
         self._checkpoints.forget(after=0)
         self._cut_scores(0)
         self._pin()
         self.watch.forget()
         self.watch.cut(0, ())
+
+    def reusable(self, shared: int, total: int) -> int:
+        """How much of a known prefix to keep for a prompt of `total` tokens: its end is asked about as a whole.
+
+        Less than `shared` where queries of the newest tokens have been overwritten by those of a text that is cut off.
+        """
+        rows = self.engine.info.query_rows
+        known_from = self._known_from(min(shared, self.length))
+        if self._reselector is None or total <= self.engine.info.n_slots or known_from <= total - rows:
+            return shared
+        return max(0, min(shared, total - rows))
+
+    def _known_from(self, length: int) -> int:
+        """The first token whose query is still kept once the text has been cut to `length`."""
+        if length >= self.length:
+            return self._queries_from
+        # newer tokens have taken the place of older queries
+        return min(length, max(self._queries_from, self.length - self.engine.info.query_rows))
 
     # --- save and restore
 
@@ -365,7 +390,7 @@ class Session:
             self.engine.set_state(before)
             raise
         self.reset()
-        self.length = len(tokens)
+        self.length = self._queries_from = len(tokens)
         self.ids[: self.length] = tokens
         try:
             self.pager.adopt(self.length, blocks)

@@ -6,6 +6,7 @@ import logging
 import pickle
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,6 +128,42 @@ def test_generate_accepts_what_is_sent(llama: Any, stock: Any, tokens: Any) -> N
         runs.append((first, rest, llm.input_ids[: llm.n_tokens].tolist()))
         generator.close()
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+def test_what_is_sent_needs_no_kept_logits(pool: int | None, llama: Any, tokens: Any) -> None:
+    llm, other = llama(kvflash=pool), llama(kvflash=pool)
+    generator = llm.generate(tokens[:50].tolist(), **GREEDY)
+    first = next(generator)
+    sent = generator.send(tokens[100:104].tolist())
+    assert sent == next(other.generate([*tokens[:50].tolist(), first, *tokens[100:104].tolist()], **GREEDY))
+    assert llm.n_tokens == 55
+
+
+@pytest.mark.parametrize("again", [0, 4])
+def test_queries_of_a_text_that_was_cut_are_not_asked(again: int, llama: Any, tokens: Any) -> None:
+    llm, fresh = (llama(n_ctx=4096, kvflash=512, kvflash_policy="qk", kvflash_tau=64) for _ in range(2))
+    prompt = tokens[:1500].tolist()
+    take(llm.generate([*prompt, *tokens[2000:2040].tolist()], **GREEDY), 40)
+    asked = []
+    for each in (llm, fresh):
+        scorer = each._session._reselector.scorer
+        with mock.patch.object(scorer, "score", wraps=scorer.score) as score:
+            take(each.generate([*prompt, *tokens[3000 : 3000 + again].tolist()], **GREEDY), 1)
+        looks = [call.args[0] for call in score.call_args_list]
+        asked.append(next(look for look in reversed(looks) if look.rows > 1))
+    layer = llm._session.engine.layers[0]
+    first = [look.queries[: look.rows * layer.n_head * layer.head_k] for look in asked]
+    assert asked[0].rows == asked[1].rows == 32
+    assert np.allclose(first[0], first[1], atol=1e-3)  # the first layer sees the tokens alone
+
+
+def test_without_checkpoints_a_prompt_is_not_read_again(llama: Any, tokens: Any) -> None:
+    llm = llama("hybrid", n_ctx=4096, kvflash=KVFlashConfig(pool=512, checkpoints=0))
+    llm.eval(tokens[:1500].tolist())
+    assert llm.n_tokens == llm.kvflash.length == 1500
+    assert len(take(llm.generate(tokens[:1500].tolist(), **GREEDY), 40)) == 40
+    check(llm)
 
 
 def test_processor_and_bias_both_act(llama: Any, tokens: Any) -> None:

@@ -41,6 +41,7 @@ class FakeInfo:
     alibi: bool = False
     mask_f32: bool = False
     v_trans: bool = False
+    query_rows: int = 0
     page_bytes: int = PAGE_BYTES
     type_k: str = "f16"
     type_v: str = "f16"
