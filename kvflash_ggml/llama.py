@@ -20,7 +20,7 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from . import drafter, parameters, policy
 from .config import KVFlashConfig
 from .context import PagedContext
-from .errors import ContextFull
+from .errors import ContextFull, KVFlashError
 from .native import engine as native
 from .native import library
 from .policy.base import Scorer
@@ -369,6 +369,8 @@ class Llama(llama_cpp.Llama):
         logit_bias: dict[int, float] | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
+        if self._model.model is None:
+            raise KVFlashError("this model is closed: make a new Llama")
         # upstream loses both when given both
         if logit_bias:
             bias = {int(token): float(value) for token, value in logit_bias.items()}

@@ -116,6 +116,7 @@ class Reselector:
         self._addresses: list[int] = []
         self._buffers = [self._buffer() for _ in range(MOST_PENDING + 1)]
         self._pending: deque[Future[Floats | None]] = deque()
+        self._failed: Exception | None = None
         self._due = 0
         self._since_look = 0
         self._since_reselect = 0
@@ -127,7 +128,15 @@ class Reselector:
 
     def sealed(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self._run(self.scorer.seal, chunk)
+            self._run(self._seal, chunk)
+
+    def _seal(self, chunk: int) -> None:
+        try:
+            self.scorer.seal(chunk)
+        except KeyError:
+            pass  # the text was cut while this was waiting
+        except Exception as err:
+            self._failed = self._failed or err
 
     def cut(self, n_chunks: int) -> None:
         self.forget()
@@ -166,16 +175,24 @@ class Reselector:
 
     def take(self) -> Floats | None:
         """The scores of the last look, waiting for them if need be; None if there are none."""
+        self._raise_failure()
         scores = None
         while self._pending:
             scores = self._pending.popleft().result()
         return scores
+
+    def _raise_failure(self) -> None:
+        """A chunk without statistics would be scored at random: say so, once, to whoever asks next."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def take_hidden(self) -> Floats | None:
         """While a prompt is read: the scores of a look that can be had without holding the device up.
 
         Where the device computes beside the host that is the last look but one, scored while the step after it runs.
         """
+        self._raise_failure()
         if len(self._pending) < (MOST_PENDING if self._worker else 1):
             return None
         return self._pending.popleft().result()
