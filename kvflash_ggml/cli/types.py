@@ -10,6 +10,7 @@ import click
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
+
 class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Click have no parameter
     """A type of option value."""
 
