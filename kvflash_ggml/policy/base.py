@@ -68,7 +68,7 @@ class Look:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A policy. All calls come from one thread, in the order of the text.
+    """A policy. All calls come from one thread, in the order of the text. One object serves one model.
 
     name: as the user wrote it. query_rows: newest query rows it wants per layer, 0 if it looks at tokens only.
     """
