@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from .errors import StateError
+from .errors import SnapshotError
 
 if TYPE_CHECKING:
     from .native.engine import Engine
 
 
 logger = logging.getLogger("kvflash_ggml")
+
+
+class Blob(Protocol):
+    """Some bytes, in memory or in a file."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self) -> bytes:
+        """SnapshotError if they are in a file and damaged."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A blob in memory."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self) -> bytes:
+        return self.data
 
 
 class Checkpoints:
@@ -21,7 +48,7 @@ class Checkpoints:
         self._engine = engine
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
-        self._states: dict[int, bytes] = {}
+        self._states: dict[int, Blob] = {}
 
     def before_step(self, pos: int, *, last: bool) -> None:
         """The text has `pos` tokens and a step of a prompt follows, perhaps its last."""
@@ -31,7 +58,16 @@ class Checkpoints:
         if last or pos - newest >= self._step:
             if len(self._states) >= self._most:
                 del self._states[min(self._states)]
-            self._states[pos] = self._engine.get_state()
+            self._states[pos] = Bytes(self._engine.get_state())
+
+    def freeze(self) -> dict[int, Blob]:
+        """All states by position, to be adopted later."""
+        return dict(self._states)
+
+    def adopt(self, states: Mapping[int, Blob]) -> None:
+        """Take over the newest of the states of a text that has been put back."""
+        kept = sorted(states)[-self._most :] if self._most else []
+        self._states = {pos: states[pos] for pos in kept}
 
     def forget(self, *, after: int) -> None:
         """The text has been cut: states of what came later are void."""
@@ -45,10 +81,10 @@ class Checkpoints:
             self._engine.clear()
             return 0
         try:
-            self._engine.set_state(self._states[at])
+            self._engine.set_state(self._states[at].read(), at)
             if self._engine.truncate(at):
                 return at
-        except StateError as err:
+        except SnapshotError as err:
             logger.warning("the checkpoint at %d cannot be restored: %s", at, err)
         # what is half restored may not be continued
         self._states.clear()

@@ -35,5 +35,15 @@ class DecodeError(KVFlashError, RuntimeError):
     """llama.cpp could not evaluate a batch. The session still holds everything before it."""
 
 
-class StateError(KVFlashError, ValueError):
-    """A saved state does not fit this model or these settings."""
+class SnapshotError(KVFlashError, ValueError):
+    """A snapshot or saved state cannot be written, read or used."""
+
+
+class SnapshotMismatch(SnapshotError):
+    """A sound snapshot of another model, or made with other settings. field, found, expected: what differs."""
+
+    def __init__(self, name: str, field: str, found: object, expected: object) -> None:
+        super().__init__(f"{name} was saved with {field} = {found}, this model has {expected}")
+        self.field = field
+        self.found = found
+        self.expected = expected

@@ -398,7 +398,7 @@ class Llama(llama_cpp.Llama):
         )
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Return to a saved state of the same model and settings. StateError, and no change, if it does not fit."""
+        """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
         if state.n_tokens > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .checkpoints import Checkpoints
 from .config import CHUNK, KVFlashConfig
-from .errors import ConfigError, ContextFull, KVFlashError, StateError
+from .errors import ConfigError, ContextFull, KVFlashError, SnapshotError
 from .pool.blocks import Blocks
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Moves, Pager
@@ -386,7 +386,7 @@ class Session:
         before = self.engine.get_state()
         try:
             self.engine.set_state(state)
-        except StateError:
+        except SnapshotError:
             self.engine.set_state(before)
             raise
         self.reset()

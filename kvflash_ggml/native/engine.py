@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK
-from ..errors import DecodeError, StateError, UnsupportedModelError
+from ..errors import DecodeError, SnapshotError, UnsupportedModelError
 from ._kvf import ffi, lib
 
 Int32s = npt.NDArray[np.int32]
@@ -40,7 +40,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes."""
+    """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
+
+    rotated: bit 0 if keys are stored rotated, bit 1 if values are.
+    """
 
     n_slots: int
     n_layers: int
@@ -55,6 +58,7 @@ class EngineInfo:
     asynchronous: bool
     page_bytes: int
     device_bytes: int
+    rotated: int
     type_k: str
     type_v: str
     device: str
@@ -157,6 +161,12 @@ class Engine:
         assert ticket > 0, "a block out of range, or a cache whose pages cannot move"
         return ticket
 
+    def blank(self, image: memoryview, first: int) -> None:
+        """Zero the rows of a page image from row `first` on: what was there belongs to another text."""
+        for x in self.layers:
+            for at, row in ((x.k_offset, x.k_row), (x.v_offset, x.v_row)):
+                image[at + first * row : at + CHUNK * row] = bytes((CHUNK - first) * row)
+
     # --- what llama.cpp believes about the slots
 
     def clear_cells(self, slot: int, count: int) -> None:
@@ -193,13 +203,17 @@ class Engine:
             return b""
         data = bytearray(size)
         if lib.kvf_state_get(self._engine, ffi.from_buffer("uint8_t[]", data, require_writable=True), size) != size:
-            raise StateError("llama.cpp could not write the recurrent state")
+            raise SnapshotError("llama.cpp could not write the recurrent state")
         return bytes(data)
 
-    def set_state(self, data: bytes) -> None:
-        """Put back what `get_state` returned."""
-        if data and lib.kvf_state_set(self._engine, ffi.from_buffer("uint8_t[]", data), len(data)) != 0:
-            raise StateError("the recurrent state does not fit this context")
+    def set_state(self, data: bytes, length: int) -> None:
+        """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
+        if lib.kvf_state_set(self._engine, ffi.from_buffer("uint8_t[]", data), len(data), length) != 0:
+            raise SnapshotError("the recurrent state or sliding window does not fit this context and this text")
+
+    def set_logits(self, row: npt.NDArray[np.float32]) -> None:
+        """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""
+        _check(lib.kvf_logits_set(self._engine, ffi.from_buffer("float[]", row), len(row)))
 
     # --- host memory (store.HostMemory)
 
@@ -251,6 +265,10 @@ class Engine:
         ticket = int(lib.kvf_query_read(self._engine, ffi.from_buffer("float[]", out, require_writable=True)))
         assert ticket > 0, "queries are captured only where the pool was made with query_rows"
         return ticket
+
+    def write_queries(self, rows: npt.NDArray[np.float32]) -> None:
+        """Put back what `read_queries` has read."""
+        _check(lib.kvf_query_write(self._engine, ffi.from_buffer("float[]", rows)))
 
     def bounds_size(self, group: int) -> int:
         """Bytes that the bounds of one chunk take, for groups of so many rows."""
@@ -318,6 +336,7 @@ class Engine:
             asynchronous=bool(getattr(raw, "async")),
             page_bytes=raw.page_bytes,
             device_bytes=raw.device_bytes,
+            rotated=raw.rotated,
             type_k=ffi.string(raw.type_k).decode(),
             type_v=ffi.string(raw.type_v).decode(),
             device=ffi.string(raw.device).decode(),

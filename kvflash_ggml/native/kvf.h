@@ -10,7 +10,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI        1
+#define KVF_ABI        2
 #define KVF_BLOCK      64
 
 #define KVF_E_ARGUMENT -1
@@ -34,6 +34,7 @@ typedef struct kvf_info {
     int32_t query_rows;    // query rows kept per layer, 0 if capture is off
     int32_t pinned;        // 1 if page images can live in page-locked memory
     int32_t async;         // 1 if transfers run beside the compute
+    int32_t rotated;       // bit 0: keys are stored rotated, bit 1: values
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
     char    type_k[16];
@@ -105,10 +106,11 @@ int      kvf_truncate(kvf_engine * engine, int32_t pos);  // 1: done, 0: this me
 void     kvf_clear(kvf_engine * engine);
 int32_t  kvf_swa_first(const kvf_engine * engine);        // oldest position in the sliding-window cache, -1: none
 
-// The part of the memory that is not pooled: recurrent state and sliding-window rings.
+// The part of the memory that is not pooled: recurrent state, and sliding-window rings with every token in its place.
 int64_t  kvf_state_size(kvf_engine * engine);
 int64_t  kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size);
-int      kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size);
+// The state of a text of `length` tokens. The data may be hostile: what does not fit is refused, and this part is empty then.
+int      kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size, int32_t length);
 
 // Seconds that one plain copy of so many bytes takes between page-locked memory and the device, to compare with.
 double   kvf_plain_copy(kvf_engine * engine, int64_t size, int to_device);
@@ -119,6 +121,10 @@ void     kvf_host_free(kvf_engine * engine, void * data);
 // The newest queries of all layers, behind the compute submitted so far: a ticket. Per layer [query_rows][n_head][head_k]
 // floats; the row of position p is row p % query_rows. The next step does not overwrite them before they are read.
 uint64_t kvf_query_read(kvf_engine * engine, float * out);
+int      kvf_query_write(kvf_engine * engine, const float * rows);  // put them back, all layers
+
+// Make this row the logits of the last token, as if it had just been evaluated.
+int      kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab);
 
 // Scoring of chunks on the host. Queries are per layer [rows][n_head][head_k] floats in the basis of the cached keys, results
 // per layer [rows][n_head][n]. These touch no device and may run on any thread beside a decode.

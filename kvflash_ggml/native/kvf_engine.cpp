@@ -5,7 +5,6 @@
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <chrono>
@@ -15,9 +14,7 @@
 
 namespace {
 
-constexpr llama_seq_id SEQ = 0;  // a pool holds one sequence
-
-llama_seq_id the_seq = SEQ;
+llama_seq_id the_seq = KVF_SEQ;
 
 // The attention cache without a sliding window inside a memory, or null if this kind of memory has none to pool.
 llama_kv_cache * find_pooled(llama_memory_i * memory) {
@@ -37,17 +34,6 @@ llama_kv_cache * find_pooled(llama_memory_i * memory) {
         return hybrid->get_mem_attn()->get_base();
     }
     return nullptr;
-}
-
-llama_kv_cache_iswa * find_iswa(llama_memory_i * memory) {
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_attn();
-    }
-    return dynamic_cast<llama_kv_cache_iswa *>(memory);
-}
-
-bool has_recurrent(llama_memory_i * memory) {
-    return dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
 }
 
 // Why a pool cannot serve this model, or an empty string.
@@ -139,12 +125,13 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.n_slots      = kv.get_size();
     info.n_layers     = layers.size();
     info.n_pos        = model.hparams.n_pos_per_embd();
-    info.n_swa        = find_iswa(&memory) ? model.hparams.n_swa : 0;
-    info.recurrent    = has_recurrent(&memory);
+    info.n_swa        = kvf_find_iswa(&memory) ? model.hparams.n_swa : 0;
+    info.recurrent    = kvf_find_recurrent(&memory) != nullptr;
     info.alibi        = model.hparams.use_alibi;
     info.mask_f32     = !cparams.flash_attn;
     info.v_trans      = kvf_access::v_trans(kv);
     info.query_rows   = pool.query_rows;
+    info.rotated      = kvf_access::rotated(kv);
     info.device_bytes = info.page_bytes*(info.n_slots/KVF_BLOCK);
     snprintf(info.type_k, sizeof(info.type_k), "%s", ggml_type_name(kv.type_k()));
     snprintf(info.type_v, sizeof(info.type_v), "%s", layers[0].has_v ? ggml_type_name(kv.type_v()) : "");
@@ -321,7 +308,7 @@ int kvf_cells_set(kvf_engine * engine, int32_t slot, int32_t n, int32_t pos, con
         }
         cells.pos_set(slot + i, pos + i);
         cells.ext_set(slot + i, ext);
-        cells.seq_add(slot + i, SEQ);
+        cells.seq_add(slot + i, KVF_SEQ);
     }
     return 0;
 }
@@ -338,7 +325,7 @@ int kvf_cells_get(const kvf_engine * engine, int32_t slot, int32_t n, int32_t * 
 }
 
 int kvf_truncate(kvf_engine * engine, int32_t pos) {
-    return engine->memory.seq_rm(SEQ, pos, -1) ? 1 : 0;
+    return engine->memory.seq_rm(KVF_SEQ, pos, -1) ? 1 : 0;
 }
 
 void kvf_clear(kvf_engine * engine) {
@@ -347,20 +334,6 @@ void kvf_clear(kvf_engine * engine) {
 }
 
 int32_t kvf_swa_first(const kvf_engine * engine) {
-    auto * iswa = find_iswa(&engine->memory);
-    return iswa ? iswa->get_swa()->seq_pos_min(SEQ) : -1;
-}
-
-int64_t kvf_state_size(kvf_engine * engine) {
-    const bool plain = dynamic_cast<llama_kv_cache *>(&engine->memory);
-    return plain ? 0 : (int64_t) llama_state_seq_get_size_ext(&engine->ctx, SEQ, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-}
-
-int64_t kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size) {
-    return llama_state_seq_get_data_ext(&engine->ctx, out, size, SEQ, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-}
-
-int kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size) {
-    const auto n = llama_state_seq_set_data_ext(&engine->ctx, data, size, SEQ, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-    return n == (size_t) size ? 0 : KVF_E_STATE;
+    auto * iswa = kvf_find_iswa(&engine->memory);
+    return iswa ? iswa->get_swa()->seq_pos_min(KVF_SEQ) : -1;
 }

@@ -63,6 +63,14 @@ struct kvf_engine {
     kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_cache & kv);
 };
 
+constexpr llama_seq_id KVF_SEQ = 0;  // a pool holds one sequence
+
+// kvf_state.cpp
+class llama_kv_cache_iswa;
+class llama_memory_recurrent;
+llama_kv_cache_iswa *    kvf_find_iswa(llama_memory_i * memory);       // null if there is none
+llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory);  // null if there is none
+
 // kvf_staging.cpp
 std::unique_ptr<kvf_device::staging> kvf_staging_open(const kvf_device & device, int32_t n_blocks);
 void kvf_staging_page_in(const kvf_device & device, int32_t n, const int32_t * block, const uint64_t * image);

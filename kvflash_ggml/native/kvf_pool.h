@@ -8,11 +8,16 @@
 
 #include <map>
 
-// The patch makes this struct a friend of llama_kv_cache.
+struct llama_context;
+
+// The patches make this struct a friend of llama_kv_cache and llama_context.
 struct kvf_access {
     static auto & layers(const llama_kv_cache & kv) { return kv.layers; }
     static auto & cells(llama_kv_cache & kv) { return kv.v_cells[0]; }
+    static auto & head(llama_kv_cache & kv) { return kv.v_heads[0]; }
     static bool   v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
+    static int    rotated(const llama_kv_cache & kv) { return kv.attn_rot_k | kv.attn_rot_v << 1; }
+    static bool   set_logits(llama_context & ctx, const float * row);
 };
 
 struct kvf_query {

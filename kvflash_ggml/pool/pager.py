@@ -7,7 +7,7 @@ nothing. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..errors import ConfigError, PoolExhausted
 from .blocks import Blocks
 
 ABSENT = -1
+ANY = -2
 Scores = npt.NDArray[np.floating]
 
 
@@ -48,6 +49,18 @@ class Moves:
 
 
 NO_MOVES = Moves()
+
+
+@dataclass(slots=True, kw_only=True)
+class PageTable:
+    """A page table that can be put back: per chunk its block (or ABSENT) and its last use; see `Pager` for the rest."""
+
+    blocks: list[int]
+    last_use: list[int]
+    clock: int
+    settled: bool
+    pins: frozenset[int]
+    scores: Scores | None
 
 
 class Pager:
@@ -140,14 +153,17 @@ class Pager:
         if not 0 <= lo < hi:
             raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
         pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
+        self._check_pins(pins, f"pinning [{lo}, {hi})")
+        self.pins = pins
+        self._settled = False
+
+    def _check_pins(self, pins: Set[int], what: str) -> None:
         most = self.blocks.count - self.sinks - self.tail - 2
         if self.bounded and len(pins) > most:
             raise ConfigError(
-                f"pinning [{lo}, {hi}) would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can "
+                f"{what} would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can "
                 f"hold {most} pins: use a larger pool or pin less"
             )
-        self.pins = pins
-        self._settled = False
 
     def unpin_all(self) -> None:
         self.pins = set()
@@ -223,20 +239,56 @@ class Pager:
         self._settled = False
         return moves
 
-    def adopt(self, length: int, blocks: Sequence[int]) -> None:
-        """After a reset: a text of `length` tokens whose chunk c is in blocks[c], or on the host where that is ABSENT.
+    def freeze(self) -> PageTable:
+        """The table as it is, to be adopted later."""
+        return PageTable(
+            blocks=[chunk.block for chunk in self.chunks],
+            last_use=[chunk.last_use for chunk in self.chunks],
+            clock=self._clock,
+            settled=self._settled,
+            pins=frozenset(self.pins),
+            scores=self.scores,
+        )
 
-        Chunks that are sealed have an image too, so that they can leave again.
+    def adopt(self, length: int, table: PageTable) -> None:
+        """After a reset: take over the table of a text of `length` tokens, in the saved places as far as they exist.
+
+        Chunks that are sealed have an image too, so that they can leave again. What a smaller pool cannot hold is on
+        the host only. ConfigError, and nothing changed, if it cannot hold the pins.
         """
         assert not self.chunks
-        assert len(blocks) == -(-length // CHUNK)
-        for c, block in enumerate(blocks):
-            if block != ABSENT:
-                self.blocks.claim(block)
-            self.chunks.append(Chunk(block, on_host=block == ABSENT or c < length // CHUNK, last_use=self._clock))
+        assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
+        pins = self.pins | table.pins
+        self._check_pins(pins, f"pinning {len(pins)} chunks, as saved,")
+        self.pins = set(pins)
+        self.scores = table.scores
         self.length = length
+        self._clock = table.clock
+        sealed = length // CHUNK
+        self.chunks = [Chunk(last_use=use, on_host=c < sealed) for c, use in enumerate(table.last_use)]
+        placed = self._placed(table.blocks)
+        self._settled = table.settled and placed == table.blocks
+        for block in placed:
+            if block >= 0:
+                self.blocks.claim(block)
+        for chunk, block in zip(self.chunks, placed, strict=True):
+            chunk.block = self.blocks.take() if block == ANY else block
+            chunk.on_host = chunk.on_host or block == ABSENT
         self.epoch += 1
-        self._settled = False
+
+    def _placed(self, blocks: Sequence[int]) -> list[int]:
+        """Per chunk its saved block, ANY where this pool has no such block, ABSENT where it has no room."""
+        able = [c for c, block in enumerate(blocks) if block != ABSENT or not self.bounded]
+        if len(able) > self.blocks.count:
+            head = max(0, self.length - 1) // CHUNK
+            kept = self.protected(head, head)
+            able.sort(key=lambda c: (c not in kept, -self._score(c), -self.chunks[c].last_use, -c))
+            able = able[: self.blocks.count]
+        resident = set(able)
+        return [
+            ABSENT if c not in resident else block if 0 <= block < self.blocks.count else ANY
+            for c, block in enumerate(blocks)
+        ]
 
     def reset(self) -> None:
         """Forget the text. Pins stay, as positions of the next one."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import CHUNK
-from ..errors import HostMemoryError, StateError
+from ..errors import HostMemoryError, SnapshotError
 from ..pool.pager import ABSENT
 from ..session import Session
 
@@ -62,16 +62,16 @@ def read_block(session: Session, block: int) -> bytes:
 
 
 def load(session: Session, data: bytes) -> None:
-    """Put a dumped session in place of what this one holds. StateError, and nothing changed, if it does not fit."""
+    """Put a dumped session in place of what this one holds. SnapshotError, and nothing changed, if it does not fit."""
     header, body = _read_header(data)
     ours = _fingerprint(session)
     for name, value in ours.items():
         theirs = header["fingerprint"].get(name)
         if theirs != value:
-            raise StateError(f"the state was saved with {name} = {theirs}, this session has {value}")
+            raise SnapshotError(f"the state was saved with {name} = {theirs}, this session has {value}")
     sections = _read_sections(header["sections"], body)
     if len(sections) < 2 or len(sections[0]) % 4:
-        raise StateError("the state has no tokens")
+        raise SnapshotError("the state has no tokens")
     tokens = np.frombuffer(sections[0], "<i4")
     images, blocks = sections[2:], header["blocks"]
     chunks = -(-len(tokens) // CHUNK)
@@ -84,7 +84,7 @@ def load(session: Session, data: bytes) -> None:
         and len(set(resident)) == len(resident)
     )
     if not sound:
-        raise StateError("the state contradicts itself: tokens, pages and blocks do not match")
+        raise SnapshotError("the state contradicts itself: tokens, pages and blocks do not match")
     session.restore(tokens, images, blocks, sections[1])
 
 
@@ -110,19 +110,19 @@ def _shape(layer: Layer) -> list[int]:
 
 def _read_header(data: bytes) -> tuple[dict[str, Any], memoryview]:
     if len(data) < _PREFIX.size:
-        raise StateError(f"a state of {len(data)} bytes is too short")
+        raise SnapshotError(f"a state of {len(data)} bytes is too short")
     magic, size, checksum = _PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise StateError(f"this is not a state of a paged session (it begins with {magic!r})")
+        raise SnapshotError(f"this is not a state of a paged session (it begins with {magic!r})")
     view = memoryview(data)[_PREFIX.size :]
     if size > len(view) or zlib.crc32(view[:size]) != checksum:
-        raise StateError("the header of the state is damaged")
+        raise SnapshotError("the header of the state is damaged")
     try:
         header = json.loads(bytes(view[:size]))
         if not all(isinstance(header[key], kind) for key, kind in _HEADER.items()):
             raise TypeError("a field has the wrong type")
     except (ValueError, TypeError, KeyError, RecursionError) as err:
-        raise StateError(f"the header of the state cannot be read: {err}") from err
+        raise SnapshotError(f"the header of the state cannot be read: {err}") from err
     return header, view[size:]
 
 
@@ -136,15 +136,15 @@ def _read_sections(sizes: list[Any], body: memoryview) -> list[bytes]:
         try:
             size, checksum = entry
         except (TypeError, ValueError) as err:
-            raise StateError(f"section {len(sections)} of the state has no size and checksum") from err
+            raise SnapshotError(f"section {len(sections)} of the state has no size and checksum") from err
         if type(size) is not int or not 0 <= size <= len(body) - at:
-            raise StateError(f"section {len(sections)} of the state does not fit in its {len(body)} bytes")
+            raise SnapshotError(f"section {len(sections)} of the state does not fit in its {len(body)} bytes")
         end = at + size
         section = bytes(body[at:end])
         if zlib.crc32(section) != checksum:
-            raise StateError(f"section {len(sections)} of the state is damaged")
+            raise SnapshotError(f"section {len(sections)} of the state is damaged")
         sections.append(section)
         at = end
     if at != len(body):
-        raise StateError(f"the state has {len(body) - at} bytes that belong to nothing")
+        raise SnapshotError(f"the state has {len(body) - at} bytes that belong to nothing")
     return sections

@@ -18,7 +18,7 @@ from kvflash_ggml.errors import (
     ContextFull,
     DecodeError,
     KVFlashError,
-    StateError,
+    SnapshotError,
 )
 from kvflash_ggml.snapshot import state as session_state
 
@@ -474,15 +474,15 @@ def test_state_of_other_settings_is_refused(llama: Any, tokens: Any) -> None:
         other = llama(**settings)
         other.eval(tokens[:70].tolist())
         before = row(other)
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             other.load_state(state)
         assert (other.n_tokens, other.kvflash.length) == (70, 70)
         assert same_bits(before, row(other))
-    with pytest.raises(StateError):
+    with pytest.raises(SnapshotError):
         llama("small", kvflash=512).load_state(state)
     plain = llama()
     plain.eval(tokens[:50].tolist())
-    with pytest.raises(StateError):
+    with pytest.raises(SnapshotError):
         llm.load_state(plain.save_state())
 
 
@@ -495,7 +495,7 @@ def test_damaged_states_are_refused(llama: Any, tokens: Any) -> None:
     flipped[-1000] ^= 1
     for data in (b"", whole[:10], whole[:-1], whole[: len(whole) // 2], bytes(flipped)):
         state.llama_state = data
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             llm.load_state(state)
     assert llm.n_tokens == llm.kvflash.length == 300
     state.llama_state = whole

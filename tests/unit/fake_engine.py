@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_ggml.config import CHUNK
-from kvflash_ggml.errors import DecodeError, StateError
+from kvflash_ggml.errors import DecodeError, SnapshotError
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -318,18 +318,18 @@ class FakeEngine(FakeHost):
         if not (self.info.recurrent or self.info.n_swa):
             return b""
         if self._state is None:
-            raise StateError("llama.cpp could not write the recurrent state")
+            raise SnapshotError("llama.cpp could not write the recurrent state")
         return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
 
     def set_state(self, data: bytes) -> None:
         if not (self.info.recurrent or self.info.n_swa):
             if data:
-                raise StateError("the recurrent state does not fit this context")
+                raise SnapshotError("the recurrent state does not fit this context")
             return
         values = np.frombuffer(data, "<i4").tolist() if len(data) % 4 == 0 else []
         if len(values) < 2 or len(values) != values[0] + 2:
             self._state = None  # half read
-            raise StateError("the recurrent state does not fit this context")
+            raise SnapshotError("the recurrent state does not fit this context")
         self._state, self._window_first = values[2:], values[1]
 
     def adopt(self, truth: Sequence[bytes], tokens: Sequence[int]) -> None:

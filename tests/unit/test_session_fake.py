@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvflash_ggml.config import CHUNK, KVFlashConfig
-from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, StateError
+from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.pool import store as store_module
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.pager import ABSENT
@@ -416,7 +416,7 @@ class SessionMachine(RuleBasedStateMachine):
     def load_damaged(self, harm: int) -> None:
         data = bytearray(self.saved.data)
         data[harm % len(data)] ^= 1 << harm % 8
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             snapshot.load(self.session, bytes(data))
         check(self.session, self.tokens)
 
@@ -598,7 +598,7 @@ def test_a_checkpoint_that_cannot_be_restored_empties_the_session(world: Any) ->
     session.extend(some(400))
     session.extend(some(100, 1))
     assert session._checkpoints._states
-    with mock.patch.object(session.engine, "set_state", side_effect=StateError("no")):
+    with mock.patch.object(session.engine, "set_state", side_effect=SnapshotError("no")):
         assert session.truncate(450) == 0
     check(session, session.tokens.tolist())
     session.extend(some(100))
@@ -610,7 +610,7 @@ def test_a_foreign_recurrent_state_changes_nothing(world: Any) -> None:
     other.extend(some(200, 1))
     with mock.patch.object(session.engine, "get_state", return_value=b"some other shape"):
         data = snapshot.dump(session)
-    with pytest.raises(StateError, match="recurrent"):
+    with pytest.raises(SnapshotError, match="recurrent"):
         snapshot.load(other, data)
     check(other, some(200, 1).tolist())
     other.extend(some(100))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.config import CHUNK, KVFlashConfig
-from kvflash_ggml.errors import StateError
+from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.pool.pager import ABSENT
 from kvflash_ggml.session import Session
 from kvflash_ggml.snapshot import state
@@ -94,7 +94,7 @@ def refused(session: Session, data: bytes, match: str | None = None) -> None:
         )
 
     before = everything()
-    with pytest.raises(StateError, match=match):
+    with pytest.raises(SnapshotError, match=match):
         state.load(session, data)
     assert everything() == before
 
@@ -146,7 +146,7 @@ def test_every_single_bit(data: bytes, target: Session) -> None:
     for bit in bits:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             state.load(target, bytes(damaged))
     assert target.tokens.tolist() == before
     refused(target, b"")
@@ -159,14 +159,14 @@ def test_every_bit_of_an_empty_state(target: Session) -> None:
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             state.load(target, bytes(damaged))
     refused(target, data[:-1])
 
 
 def test_every_truncation_and_extension(data: bytes, target: Session) -> None:
     for size in [*range(0, 600), *range(600, len(data), 97), len(data) - 1]:
-        with pytest.raises(StateError):
+        with pytest.raises(SnapshotError):
             state.load(target, data[:size])
     refused(target, data[:-1])
     refused(target, data + b"\0", "belong to nothing")

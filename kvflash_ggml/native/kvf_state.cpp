@@ -1,0 +1,270 @@
+// What a session needs beside the pool to go on bit for bit: recurrent state, sliding windows, queries, the last logits.
+#include "kvf_engine.h"
+
+#include "llama-io.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+
+namespace {
+
+// Counts when it has no room to write to.
+class writer : public llama_io_write_i {
+public:
+    writer(uint8_t * out, size_t size) : out(out), size(size) {}
+
+    void write(const void * src, size_t n) override {
+        if (auto * to = take(n)) {
+            memcpy(to, src, n);
+        }
+    }
+
+    void write_tensor(ggml_tensor * tensor, size_t offset, size_t n) override {
+        if (auto * to = take(n)) {
+            ggml_backend_tensor_get(tensor, to, offset, n);
+        }
+    }
+
+    size_t n_bytes() override { return at; }
+
+private:
+    uint8_t * take(size_t n) {
+        const size_t begin = at;
+        at += n;
+        if (!out) {
+            return nullptr;
+        }
+        if (at > size) {
+            throw std::runtime_error("the buffer is too small");
+        }
+        return out + begin;
+    }
+
+    uint8_t * out;
+    size_t    size;
+    size_t    at = 0;
+};
+
+class reader : public llama_io_read_i {
+public:
+    reader(const uint8_t * data, size_t size) : data(data), size(size) {}
+
+    void read(void * dst, size_t n) override { memcpy(dst, take(n), n); }
+
+    void read_tensor(ggml_tensor * tensor, size_t offset, size_t n) override {
+        ggml_backend_tensor_set(tensor, take(n), offset, n);
+    }
+
+    size_t n_bytes() override { return at; }
+
+private:
+    const uint8_t * take(size_t n) {
+        if (n > size - at) {
+            throw std::runtime_error("the state is too short");
+        }
+        at += n;
+        return data + at - n;
+    }
+
+    const uint8_t * data;
+    size_t          size;
+    size_t          at = 0;
+};
+
+// One cell of a sliding-window ring. A text token has the same position on every axis.
+struct cell {
+    int32_t pos;  // -1: empty
+    int32_t token;
+};
+
+struct window_head {
+    uint32_t head;   // where llama.cpp looks for the next free cell
+    uint32_t count;  // cells up to the last one in use
+};
+
+// Calls f(tensor, bytes of its first `count` cells).
+template <typename F>
+void for_each_tensor(llama_kv_cache & kv, uint32_t count, F && f) {
+    for (const auto & layer : kvf_access::layers(kv)) {
+        f(layer.k, count*layer.k->nb[1]);
+        if (layer.v) {
+            // transposed, the cells are columns
+            f(layer.v, kvf_access::v_trans(kv) ? ggml_nbytes(layer.v) : count*layer.v->nb[1]);
+        }
+    }
+}
+
+void write_window(llama_kv_cache & kv, writer & io) {
+    const auto & cells = kvf_access::cells(kv);
+    const window_head head { kvf_access::head(kv), cells.used_max_p1() };
+    io.write(&head, sizeof(head));
+    for (uint32_t i = 0; i < head.count; ++i) {
+        const bool empty = cells.is_empty(i);
+        const cell c { empty ? -1 : cells.pos_get(i), empty ? LLAMA_TOKEN_NULL : cells.ext_get(i).tok };
+        io.write(&c, sizeof(c));
+    }
+    for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.write_tensor(t, 0, n); });
+}
+
+void read_window(llama_kv_cache & kv, reader & io, int32_t length, bool positions) {
+    auto & cells = kvf_access::cells(kv);
+    window_head head;
+    io.read(&head, sizeof(head));
+    if (head.count > cells.size() || head.head > cells.size()) {
+        throw std::runtime_error("more cells than the sliding window has");
+    }
+    std::vector<bool> seen(length);
+    for (uint32_t i = 0; i < head.count; ++i) {
+        cell c;
+        io.read(&c, sizeof(c));
+        if (c.pos == -1) {
+            continue;
+        }
+        if (c.pos < 0 || c.pos >= length || seen[c.pos]) {
+            throw std::runtime_error("a position beside the text");
+        }
+        seen[c.pos] = true;
+        llama_kv_cell_ext ext;
+        ext.tok = c.token;
+        if (positions) {
+            ext.x = c.pos;
+            ext.y = c.pos;
+        }
+        cells.pos_set(i, c.pos);
+        cells.ext_set(i, ext);
+        cells.seq_add(i, KVF_SEQ);
+    }
+    for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.read_tensor(t, 0, n); });
+    kvf_access::head(kv) = head.head;
+}
+
+void write_state(kvf_engine & engine, writer & io) {
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        write_window(*iswa->get_swa(), io);
+    }
+    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
+        recurrent->state_write(io, KVF_SEQ, 0);
+    }
+}
+
+// Empty what is not pooled.
+void clear_state(kvf_engine & engine) {
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        iswa->get_swa()->clear(false);
+    }
+    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
+        recurrent->clear(false);
+    }
+}
+
+void read_state(kvf_engine & engine, reader & io, int32_t length) {
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        auto * window = iswa->get_swa();
+        read_window(*window, io, length, engine.info.n_pos > 1);
+        if (window->seq_pos_max(KVF_SEQ) != length - 1) {
+            throw std::runtime_error("a window that does not end where the text does");
+        }
+    }
+    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
+        recurrent->state_read(io, KVF_SEQ, 0);
+        if (recurrent->seq_pos_max(KVF_SEQ) != length - 1) {
+            throw std::runtime_error("a recurrent state that does not end where the text does");
+        }
+    }
+}
+
+}  // namespace
+
+llama_kv_cache_iswa * kvf_find_iswa(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    return dynamic_cast<llama_kv_cache_iswa *>(memory);
+}
+
+llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    return nullptr;
+}
+
+int64_t kvf_state_size(kvf_engine * engine) {
+    writer io(nullptr, 0);
+    write_state(*engine, io);
+    return io.n_bytes();
+}
+
+int64_t kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size) {
+    llama_synchronize(&engine->ctx);
+    try {
+        writer io(out, size);
+        write_state(*engine, io);
+        return io.n_bytes();
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        return KVF_E_STATE;
+    }
+}
+
+int kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size, int32_t length) {
+    if (size < 0 || length < 0) {
+        return KVF_E_ARGUMENT;
+    }
+    llama_synchronize(&engine->ctx);
+    clear_state(*engine);
+    try {
+        reader io(data, size);
+        read_state(*engine, io, length);
+        if (io.n_bytes() == (size_t) size) {
+            return 0;
+        }
+        LLAMA_LOG_ERROR("%s: %zu bytes of %lld are left over\n", __func__, size - io.n_bytes(), (long long) size);
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+    }
+    clear_state(*engine);
+    return KVF_E_STATE;
+}
+
+int kvf_query_write(kvf_engine * engine, const float * rows) {
+    kvf_synchronize(engine);
+    for (const auto & layer : engine->layers) {
+        const auto query = engine->pool.queries.find(layer.il);
+        if (query == engine->pool.queries.end()) {
+            return KVF_E_ARGUMENT;
+        }
+        auto * tensor = query->second.rows;
+        ggml_backend_tensor_set(tensor, rows, 0, ggml_nbytes(tensor));
+        rows += ggml_nelements(tensor);
+    }
+    return 0;
+}
+
+bool kvf_access::set_logits(llama_context & ctx, const float * row) {
+    if (ctx.output_reserve(1) == 0) {
+        return false;
+    }
+    memcpy(ctx.logits.data, row, ctx.get_model().vocab.n_tokens()*sizeof(float));
+    ctx.output_ids[0] = 0;
+    ctx.n_outputs     = 1;
+    ctx.output_swaps.clear();
+    return true;
+}
+
+int kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab) {
+    if (n_vocab != (int32_t) engine->ctx.get_model().vocab.n_tokens()) {
+        return KVF_E_ARGUMENT;
+    }
+    kvf_synchronize(engine);
+    return kvf_access::set_logits(engine->ctx, row) ? 0 : KVF_E_MEMORY;
+}

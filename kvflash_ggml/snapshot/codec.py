@@ -1,0 +1,54 @@
+"""How a page image is stored: as it is, or compressed with Zstandard (the optional package `zstandard`)."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+from ..errors import ConfigError, SnapshotError
+
+RAW = 0
+ZSTD = 1
+LEVEL = 3
+
+
+def encode(image: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | memoryview, int]:
+    """The bytes to store and their codec. What does not shrink is stored as it is."""
+    packed: bytes = _zstd().ZstdCompressor(level=LEVEL).compress(image)
+    return (packed, ZSTD) if len(packed) < len(image) else (image, RAW)
+
+
+def decode(stored: bytes, codec: int, image: memoryview) -> None:
+    """Fill `image`. SnapshotError unless the stored bytes are exactly that."""
+    assert codec == ZSTD, "codecs are checked when the file is opened"
+    zstd = _zstd()
+    try:
+        # a hostile frame can promise any size, and the library would believe it
+        if zstd.frame_content_size(stored) != len(image):
+            raise SnapshotError(f"a compressed page image does not hold the {len(image)} bytes of a page")
+        image[:] = zstd.ZstdDecompressor().decompress(stored, max_output_size=len(image))
+    except (zstd.ZstdError, ValueError) as err:
+        raise SnapshotError(f"a compressed page image cannot be read: {err}") from err
+
+
+def check(codecs: set[int], name: str) -> None:
+    """Can this build read all of them?"""
+    unknown = codecs - {RAW, ZSTD}
+    if unknown:
+        raise SnapshotError(f"{name} has page images in an unknown form ({min(unknown)})")
+    if ZSTD in codecs:
+        require()
+
+
+def require() -> None:
+    """ConfigError unless Zstandard is there."""
+    _zstd()
+
+
+@cache
+def _zstd() -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as err:
+        raise ConfigError("compressed snapshots need the package zstandard: pip install kvflash-ggml[zstd]") from err

@@ -1,0 +1,222 @@
+"""A file of named sections and page images, each with its size and checksum.
+
+    prefix     48 bytes: magic, version, file size, place, size and checksum of the directory, checksum of all that
+    data       sections and page images, in any order
+    directory  JSON: what kind of file it is, its facts, and where the sections are
+
+Nothing is believed before it is checked, and nothing larger than the file is allocated. Byte by byte:
+docs/snapshot-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import SnapshotError
+from . import codec
+from .source import Source
+
+MAGIC = b"KVFLASH\x1a"
+VERSION = 1
+PREFIX = struct.Struct("<8sIIQQQII")
+"""magic, version, zero, file size, directory offset, directory size, directory checksum, checksum of what is before."""
+
+MOST_DIRECTORY = 4 << 20
+ALIGNMENT = 64
+
+TABLE = np.dtype([("offset", "<u8"), ("size", "<u8"), ("codec", "<u4"), ("checksum", "<u4")])
+"""One page image: where, how many bytes are stored, how, and the checksum of the image itself."""
+
+Table = npt.NDArray[np.void]
+Buffer = bytes | bytearray | memoryview
+
+
+def checksum(data: Buffer, salt: str) -> int:
+    """CRC-32 that also depends on what the bytes are meant to be, so that sections cannot change places."""
+    return zlib.crc32(data, zlib.crc32(salt.encode()))
+
+
+class Writer:
+    """Writes a container to a stream at its beginning. Sections first, `close` last."""
+
+    def __init__(self, stream: BinaryIO, *, compress: bool = False) -> None:
+        self._stream = stream
+        self._compress = compress
+        self._sections: list[tuple[str, int, int, int]] = []
+        self._at = 0
+        self._put(bytes(PREFIX.size))
+
+    def section(self, name: str, data: Buffer | npt.NDArray[Any]) -> None:
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data).view(np.uint8).data if data.size else b""
+        self._sections.append((name, self._align(), len(data), checksum(data, name)))
+        self._put(data)
+
+    def pages(self, name: str, images: Iterable[Buffer]) -> None:
+        """Page images, and the table that says where they are."""
+        rows = []
+        for number, image in enumerate(images):
+            stored, how = codec.encode(image) if self._compress else (image, codec.RAW)
+            rows.append((self._align(), len(stored), how, checksum(image, f"{name} {number}")))
+            self._put(stored)
+        self.section(name, np.array(rows, TABLE))
+
+    def close(self, kind: str, facts: dict[str, Any]) -> None:
+        """Write the directory, and the prefix that makes all of it valid."""
+        directory = json.dumps({"kind": kind, "facts": facts, "sections": self._sections}).encode()
+        if len(directory) > MOST_DIRECTORY:
+            raise SnapshotError(f"a directory of {len(directory)} bytes is more than the format's {MOST_DIRECTORY}")
+        offset = self._align()
+        self._put(directory)
+        head = (MAGIC, VERSION, 0, self._at, offset, len(directory), zlib.crc32(directory))
+        self._stream.seek(0)
+        self._stream.write(PREFIX.pack(*head, zlib.crc32(PREFIX.pack(*head, 0)[:-4])))
+        self._stream.seek(self._at)
+
+    def _align(self) -> int:
+        self._put(bytes(-self._at % ALIGNMENT))
+        return self._at
+
+    def _put(self, data: Buffer) -> None:
+        self._stream.write(data)
+        self._at += len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section, not read yet."""
+
+    source: Source
+    name: str
+    offset: int
+    size: int
+    checksum: int
+
+    def read(self) -> bytes:
+        """Its bytes. SnapshotError if they are damaged."""
+        data = bytearray(self.size)
+        self.source.read_into(self.offset, memoryview(data))
+        if checksum(data, self.name) != self.checksum:
+            raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' does not match its checksum")
+        return bytes(data)
+
+    def array(self, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Its bytes as a flat array."""
+        data = self.read()
+        if len(data) % np.dtype(kind).itemsize:
+            raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' has {len(data)} bytes")
+        return np.frombuffer(data, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page image, not read yet (pool.heap.PageSource)."""
+
+    source: Source
+    salt: str
+    offset: int
+    size: int
+    codec: int
+    checksum: int
+
+    def read_into(self, image: memoryview) -> None:
+        if self.codec == codec.RAW:
+            self.source.read_into(self.offset, image)
+        else:
+            stored = bytearray(self.size)
+            self.source.read_into(self.offset, memoryview(stored))
+            codec.decode(bytes(stored), self.codec, image)
+        if checksum(image, self.salt) != self.checksum:
+            raise SnapshotError(f"{self.source.name} is damaged: page image '{self.salt}' does not match its checksum")
+
+
+class Container:
+    """A container that has been opened: its directory is read and sound, its sections are not read yet.
+
+    kind: what the file is. facts: as they were given to the writer, but as untrustworthy as the file.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        directory = self._read_directory()
+        try:
+            kind, facts = directory["kind"], directory["facts"]
+            sections = [self._check_section(*entry) for entry in directory["sections"]]
+        except (KeyError, TypeError, ValueError) as err:
+            raise SnapshotError(f"the directory of {source.name} is not one: {err}") from err
+        if not isinstance(kind, str) or not isinstance(facts, dict):
+            raise SnapshotError(f"the directory of {source.name} is not one")
+        self.kind = kind
+        self.facts: dict[str, Any] = facts
+        self._sections = {section.name: section for section in sections}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sections
+
+    def __iter__(self) -> Iterable[str]:
+        return iter(self._sections)
+
+    def section(self, name: str) -> Section:
+        if name not in self._sections:
+            raise SnapshotError(f"{self.source.name} has no section '{name}'")
+        return self._sections[name]
+
+    def pages(self, name: str, page_bytes: int) -> list[StoredPage]:
+        """The page images of a table. SnapshotError unless each lies within the file and can have `page_bytes`."""
+        table: Table = self.section(name).array(TABLE)
+        end = np.uint64(self.source.size)
+        inside = (table["offset"] <= end) & (table["size"] <= end - np.minimum(table["offset"], end))
+        raw = table["codec"] == codec.RAW
+        if not inside.all() or not (table["size"][raw] == page_bytes).all():
+            raise SnapshotError(f"{self.source.name} is damaged: a page image lies outside the file or has a wrong size")
+        codec.check(set(table["codec"].tolist()), self.source.name)
+        return [
+            StoredPage(self.source, f"{name} {number}", offset, size, how, check)
+            for number, (offset, size, how, check) in enumerate(table.tolist())
+        ]
+
+    def _read_directory(self) -> dict[str, Any]:
+        source = self.source
+        if source.size < PREFIX.size:
+            raise SnapshotError(f"{source.name} is no snapshot: it has only {source.size} bytes")
+        prefix = bytearray(PREFIX.size)
+        source.read_into(0, memoryview(prefix))
+        magic, version, _, total, offset, size, check, own = PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise SnapshotError(f"{source.name} is no snapshot: it begins with {bytes(magic)!r}")
+        if zlib.crc32(prefix[:-4]) != own:
+            raise SnapshotError(f"{source.name} is damaged: its first {PREFIX.size} bytes do not match their checksum")
+        if version != VERSION:
+            raise SnapshotError(f"{source.name} has format version {version}; this build reads {VERSION}")
+        if total != source.size:
+            raise SnapshotError(f"{source.name} has {source.size} bytes and was written with {total}")
+        if size > min(MOST_DIRECTORY, total) or offset > total - size:
+            raise SnapshotError(f"{source.name} is damaged: its directory lies outside the file")
+        data = bytearray(size)
+        source.read_into(offset, memoryview(data))
+        if zlib.crc32(data) != check:
+            raise SnapshotError(f"{source.name} is damaged: its directory does not match its checksum")
+        try:
+            directory = json.loads(data)
+        except (ValueError, RecursionError) as err:
+            raise SnapshotError(f"the directory of {source.name} cannot be read: {err}") from err
+        if not isinstance(directory, dict):
+            raise SnapshotError(f"the directory of {source.name} is not one")
+        return directory
+
+    def _check_section(self, name: object, offset: object, size: object, check: object) -> Section:
+        whole = [x for x in (offset, size, check) if type(x) is int and x >= 0]
+        if not isinstance(name, str) or len(whole) != 3:
+            raise SnapshotError(f"{self.source.name} is damaged: a section has no name, place, size and checksum")
+        offset, size, check = whole
+        if size > self.source.size or offset > self.source.size - size:
+            raise SnapshotError(f"{self.source.name} is damaged: section '{name}' lies outside the file")
+        return Section(self.source, name, offset, size, check)
