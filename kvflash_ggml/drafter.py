@@ -146,7 +146,7 @@ class SmallModel:
     def push(self, tokens: Int32s) -> None:
         session, before = self._session, self._session.length // CHUNK
         session.extend(np.asarray(tokens, np.int32))
-        for chunks in session.store.fitting(range(before, session.length // CHUNK)):
+        for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
             images = session.store.allocate(chunks)
             ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
             for chunk in chunks:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .errors import HostMemoryError
-from .policy.base import Floats, KeyShape, Look, Scorer
+from .errors import HostMemoryError, SnapshotError
+from .policy.base import Floats, KeyShape, Look, Resumable, Scorer
+from .saved import SavedPolicy
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -89,7 +90,7 @@ class HostKeys:
     def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
         parts = []
         with self._store.lock:
-            for group in self._store.fitting(chunks):
+            for group in self._store.heap.fitting(chunks):
                 images = [self._store.fetch(chunk) for chunk in group]
                 parts.append(self._engine.score_keys(images, look.rows, look.queries, self._threads))
         return np.concatenate(parts, axis=1)
@@ -229,6 +230,51 @@ class Reselector:
         self._since_reselect = 0
         return True
 
+    # --- save and restore
+
+    def freeze(self, n_chunks: int) -> SavedPolicy:
+        """The clock, the looks that are under way, and the statistics of the first chunks. Waits for the looks."""
+        looks = [future.result() for future in self._pending]
+        dump = self.scorer.dump if isinstance(self.scorer, Resumable) else lambda n_chunks: None
+        rows = self._run(dump, n_chunks)
+        self._raise_failure()
+        return SavedPolicy(
+            name=self.scorer.name,
+            tau=self.tau,
+            since_look=self._since_look,
+            since_reselect=self._since_reselect,
+            due=self._due,
+            looks=looks,
+            rows=rows,
+        )
+
+    def check(self, saved: SavedPolicy | None) -> None:
+        """SnapshotError if what this very policy saved cannot be its own."""
+        if saved is None or saved.name != self.scorer.name or not isinstance(self.scorer, Resumable):
+            return
+        rows, ours = saved.rows.result(), self.scorer.dump(0)
+        if rows is not None and rows.shape[1] != ours.shape[1]:
+            raise SnapshotError(
+                f"the statistics of policy '{saved.name}' have {rows.shape[1]} bytes a chunk, here {ours.shape[1]}"
+            )
+
+    def adopt(self, saved: SavedPolicy | None, n_chunks: int) -> None:
+        """Go on from there. What another policy knew is of no use: then the keys are read again."""
+        if saved is None or saved.name != self.scorer.name:
+            self.sealed(range(n_chunks))
+            return
+        rows = saved.rows.result()
+        if rows is not None and isinstance(self.scorer, Resumable):
+            self._run(self.scorer.load, rows).result()
+        else:
+            self.sealed(range(n_chunks))
+        if self._fixed_tau is None:
+            self.tau = saved.tau
+        self._since_look = saved.since_look
+        self._since_reselect = saved.since_reselect
+        self._due = saved.due
+        self._pending.extend(_done(scores) for scores in saved.looks)
+
     def close(self) -> None:
         self.forget()
         if self._worker is not None:
@@ -289,6 +335,10 @@ class Reselector:
         """On the worker, or at once where the device computes on the caller's thread."""
         if self._worker is not None:
             return self._worker.submit(work, *args)
-        future: Future[object] = Future()
-        future.set_result(work(*args))
-        return future
+        return _done(work(*args))
+
+
+def _done(value: object) -> Future:  # type: ignore[type-arg]
+    future: Future[object] = Future()
+    future.set_result(value)
+    return future

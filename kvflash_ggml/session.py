@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoints import Checkpoints
+from .checkpoints import Blob, Bytes, Checkpoints
 from .config import CHUNK, KVFlashConfig
 from .errors import ConfigError, ContextFull, KVFlashError, SnapshotError
 from .pool.blocks import Blocks
+from .paging import Paging
+from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
-from .pool.pager import ABSENT, Moves, Pager
-from .pool.store import HostStore
+from .pool.pager import ABSENT, Pager
 from .reselect import Reselector
+from .saved import SavedSession
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
 AfterStep = Callable[[int, int], None]
 
@@ -67,14 +71,12 @@ class Session:
         blocks = Blocks(info.n_slots // CHUNK, block_order)
         self.pager = Pager(blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.mask = (AlibiMask if info.alibi else SlotMask)(info.n_slots, n_ubatch, f32=info.mask_f32)
-        self.store = HostStore(engine, info.page_bytes, limit=config.host_limit, spill=config.spill)
+        heap = PageHeap(engine, info.page_bytes, limit=config.host_limit, spill=config.spill)
+        self.paging = Paging(engine, self.pager, self.mask, heap, self.ids, self._indexed)
+        self.store = self.paging.store
         engine.use_mask(self.mask.rows)
         self._pin()
 
-        self.page_ins = 0
-        self.page_outs = 0
-        self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
-        self._wait = 0  # the transfer that frees the blocks the next step writes to
         self._queries_from = 0  # captured queries of earlier tokens are not of this text
         self._checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.watch = Watch(scorer)
@@ -86,6 +88,14 @@ class Session:
     def tokens(self) -> Int32s:
         """The tokens whose KV is in the pool or on the host, shape [length]."""
         return self.ids[: self.length]
+
+    @property
+    def page_ins(self) -> int:
+        return self.paging.page_ins
+
+    @property
+    def page_outs(self) -> int:
+        return self.paging.page_outs
 
     @property
     def policy(self) -> str:
@@ -157,11 +167,11 @@ class Session:
         self, tokens: Int32s, *, output_all: bool, output_last: bool, reselect: bool = False, generated: bool = False
     ) -> None:
         engine, start, n = self.engine, self.length, len(tokens)
-        if self._unsaved:
-            self._save()
+        if self.bounded:
+            self.paging.save()
         try:
             moves = self.pager.reserve(start, n, reselect=reselect)
-            self._apply(moves)
+            self.paging.apply(moves, start)
             if self.watch.looked or (moves and self.watch.observer is not None):
                 recalled = [chunk for chunk, _ in moves.recall]
                 self.watch.changed(start + n, self.pager.resident_chunks, recalled, generating=generated)
@@ -171,17 +181,16 @@ class Session:
             engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
             engine.output[:n] = output_all
             engine.output[n - 1] = output_all or output_last
-            engine.step(n, self._wait)
+            engine.step(n, self.paging.wait)
         except BaseException:
             self._undo_step()
             raise
-        self._wait = 0
+        self.paging.wait = 0
         self.ids[start : start + n] = tokens
         self.length += n
         sealed = self.pager.commit(n)
         if sealed and self.bounded:
-            self._unsaved.extend(sealed)
-            self._save()
+            self.paging.save(sealed)
 
     # --- relevance
 
@@ -246,70 +255,17 @@ class Session:
         if self._reselector is not None:
             self._reselector.forget()
 
-    # --- moves
-
-    def _apply(self, moves: Moves) -> None:
-        """Do what the pager has decided."""
-        if not moves:
-            return
-        for chunk, block in moves.evict:
-            self.engine.clear_cells(block * CHUNK, CHUNK)
-            self.mask.clear(block)
-            self._wait = max(self._wait, self.store.ticket(chunk))
-        for chunk in moves.drop:
-            self.store.drop(chunk)
-        if moves.recall:
-            self._recall(moves.recall)
-        for chunk, block in moves.fresh:
-            self.mask.place(block, chunk)
-
-    def _save(self) -> None:
-        """Copy the chunks sealed since the last time to the host, behind the compute."""
-        for chunk in self._unsaved:
-            self.store.drop(chunk)  # an image from before a truncation
-        for chunks in self.store.fitting(self._unsaved):
-            with self.store.lock:  # or the scoring thread could spill an image that is not written yet
-                images = self.store.allocate(chunks)
-                ticket = self.engine.page_out([self.pager.chunks[chunk].block for chunk in chunks], images)
-                for chunk in chunks:
-                    self.store.written(chunk, ticket)
-            self.page_outs += len(chunks)
-            for chunk in chunks:
-                self.pager.saved(chunk)
-            self._unsaved = self._unsaved[len(chunks) :]
-            if self._reselector is not None:
-                self._reselector.sealed(chunks)
-
-    def _recall(self, pages: list[tuple[int, int]]) -> None:
-        try:
-            self._fill(pages)
-        except BaseException:
-            for chunk, block in pages:
-                self.engine.clear_cells(block * CHUNK, CHUNK)
-                self.mask.clear(block)
-                self.pager.recall_failed(chunk)
-            raise
-        self.page_ins += len(pages)
-
-    def _fill(self, pages: list[tuple[int, int]]) -> None:
-        """Copy page images into their blocks, ahead of the next compute."""
-        for group in self.store.fitting(pages):
-            with self.store.lock:  # or the scoring thread could spill an image that is being read
-                images = [self.store.fetch(chunk) for chunk, _ in group]
-                ticket = self.engine.page_in([block for _, block in group], images)
-                for chunk, _ in group:
-                    self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
-            for chunk, block in group:
-                lo = chunk * CHUNK
-                self.engine.set_cells(block * CHUNK, lo, self.ids[lo : min(lo + CHUNK, self.length)])
-                self.mask.place(block, chunk)
+    def _indexed(self, chunks: Sequence[int]) -> None:
+        """Images of sealed chunks are on the host: the policy may read their keys."""
+        if self._reselector is not None:
+            self._reselector.sealed(chunks)
 
     def _undo_step(self) -> None:
         """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
         if not self.engine.truncate(self.length):
             self.length = self._checkpoints.restore(self.length)
         self._queries_from = self.length  # it may have captured some before it failed
-        self._apply(self.pager.truncate(self.length))
+        self.paging.apply(self.pager.truncate(self.length), self.length)
         self.mask.rewind()
         self.watch.cut(self.length, self.pager.resident_chunks)
 
@@ -325,10 +281,10 @@ class Session:
             return self.length
         if not self._window_reaches(length) or not self.engine.truncate(length):
             length = self._checkpoints.restore(length)
-        self._apply(self.pager.truncate(length))
+        self.paging.apply(self.pager.truncate(length), length)
         self._queries_from = self._known_from(length)
         self.length = length
-        self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
+        self.paging.cut(length)
         self._checkpoints.forget(after=length)
         self._cut_scores(length)
         self.mask.rewind()
@@ -349,12 +305,11 @@ class Session:
     def reset(self) -> None:
         """Forget everything but the settings."""
         self.engine.clear()
-        self.store.clear()
+        self.paging.clear()
         self.pager.reset()
         self.mask.reset()
         self.length = 0
         self._queries_from = 0
-        self._unsaved.clear()
         self._checkpoints.forget(after=0)
         self._cut_scores(0)
         self._pin()
@@ -381,33 +336,103 @@ class Session:
 
     # --- save and restore
 
-    def restore(self, tokens: Int32s, pages: Sequence[bytes], blocks: Sequence[int], state: bytes) -> None:
-        """Replace everything by a text of `tokens`, its page images, their blocks (ABSENT: host only) and the state."""
+    def freeze(self, length: int | None = None) -> SavedSession:
+        """The session as it is, or cut to its first `length` tokens, to be restored later. It goes on unchanged.
+
+        Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
+        state or a sliding window is not known.
+        """
+        whole = length is None or length == self.length
+        length = self.length if length is None else length
+        if not 0 <= length <= self.length:
+            raise SnapshotError(f"cannot save {length} tokens of a text of {self.length}")
+        state = self._state_at(length)
+        if self.bounded:
+            self.paging.save()
+        table = self.pager.freeze()
+        chunks = -(-length // CHUNK)
+        table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
+        checkpoints = self._checkpoints.freeze()
+        queries = self._read_queries()
+        policy = None
+        if not whole:
+            table.scores = None
+            table.settled = False
+            checkpoints = {pos: blob for pos, blob in checkpoints.items() if pos <= length}
+        elif self._reselector is not None:
+            policy = self._reselector.freeze(length // CHUNK)
+        return SavedSession(
+            tokens=self.ids[:length].copy(),
+            table=table,
+            heap=self.paging.heap,
+            pages=self.paging.hold(length),
+            state=state,
+            checkpoints=checkpoints,
+            queries=queries,
+            queries_from=self._known_from(length),
+            policy=policy,
+        )
+
+    def restore(self, saved: SavedSession) -> None:
+        """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
+
+        SnapshotError and HostMemoryError: nothing has changed.
+        """
+        if saved.length > self.n_ctx:
+            raise ContextFull(f"the saved text has {saved.length} tokens, the context window {self.n_ctx}")
+        for page, block in zip(saved.pages, saved.table.blocks, strict=True):
+            if block != ABSENT:
+                saved.heap.fetch(page)  # read and checked while there is a way back
+        if self._reselector is not None:
+            self._reselector.check(saved.policy)
+        state = saved.state.read()
         before = self.engine.get_state()
         try:
-            self.engine.set_state(state)
+            self.engine.set_state(state, saved.length)
         except SnapshotError:
-            self.engine.set_state(before)
+            self.engine.set_state(before, self.length)
             raise
         self.reset()
-        self.length = self._queries_from = len(tokens)
-        self.ids[: self.length] = tokens
         try:
-            self.pager.adopt(self.length, blocks)
-            for c, page in enumerate(pages):
-                (address,) = self.store.allocate([c])
-                self.engine.view(address, len(page))[:] = page
-            self._fill([(c, block) for c, block in enumerate(blocks) if block != ABSENT])
-            for c, chunk in enumerate(self.pager.chunks):
-                if not chunk.on_host:
-                    self.store.drop(c)
-            self.engine.set_state(state)
+            self.ids[: saved.length] = saved.tokens
+            self.pager.adopt(saved.length, saved.table)
+            self.length = saved.length
+            self.paging.adopt(saved.pages, self.length)
+            self.engine.set_state(state, self.length)
+            self._checkpoints.adopt(saved.checkpoints)
+            self._queries_from = self.length
+            if saved.queries.size and saved.queries.size == self._query_size:
+                self.engine.write_queries(saved.queries)
+                self._queries_from = saved.queries_from
             if self._reselector is not None:
-                self._reselector.sealed(range(self.length // CHUNK))
+                self._reselector.adopt(saved.policy, self.length // CHUNK)
             self.watch.cut(self.length, self.pager.resident_chunks)
         except BaseException:
             self.reset()
             raise
+
+    def _state_at(self, length: int) -> Blob:
+        """What is not pooled, as it was after `length` tokens."""
+        if length == self.length or not (self.engine.info.recurrent or self.engine.info.n_swa):
+            return Bytes(self.engine.get_state())
+        states = self._checkpoints.freeze()
+        if length not in states:
+            known = ", ".join(map(str, [*sorted(states), self.length]))
+            raise SnapshotError(
+                f"the recurrent state or sliding window after {length} tokens is not known: it is after {known}"
+            )
+        return states[length]
+
+    @property
+    def _query_size(self) -> int:
+        return sum(math.prod(shape) for shape in self.engine.query_shapes)
+
+    def _read_queries(self) -> Floats:
+        """The captured ring, flat; empty if none is kept."""
+        queries = np.zeros(self._query_size, np.float32)
+        if queries.size:
+            self.engine.wait(self.engine.read_queries(queries))
+        return queries
 
     def _cut_scores(self, length: int) -> None:
         self.pager.scores = None
@@ -418,7 +443,7 @@ class Session:
         self.engine.synchronize()
         if self._reselector is not None:
             self._reselector.close()
-        self.store.close()
+        self.paging.close()
         self.engine.close()
 
     def pin_range(self, lo: int, hi: int) -> None:

@@ -70,12 +70,12 @@ class PoolView:
     @property
     def host_bytes(self) -> int:
         """Bytes of page images in host memory."""
-        return self._session.store.host_bytes
+        return self._session.paging.heap.host_bytes
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes of page images in the spill file."""
-        return self._session.store.spilled_bytes
+        return self._session.paging.heap.spilled_bytes
 
     @property
     def device_bytes(self) -> int:

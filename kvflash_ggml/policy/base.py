@@ -102,6 +102,19 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A scorer whose statistics are saved with the text. One that is not reads all keys again after a restore."""
+
+    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
+        """A copy of the statistics of the first chunks, a row of bytes each: [n_chunks, bytes]."""
+        ...
+
+    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+        """Take over what `dump` gave, for the first chunks of the text. ValueError if the rows have another length."""
+        ...
+
+
 REGISTRY: dict[str, Callable[[], Scorer]] = {}
 
 

@@ -162,6 +162,12 @@ class DrafterScorer:
         if n_chunks == 0:
             self._failed = False
 
+    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
+        return self._scores[:n_chunks, None].copy().view(np.uint8)
+
+    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+        self._scores[: len(rows), None].view(np.uint8)[:] = rows
+
     def score(self, look: Look) -> Floats | None:
         if self._failed or look.n_chunks == 0:
             return None

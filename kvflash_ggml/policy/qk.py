@@ -74,6 +74,12 @@ class QKScorer:
     def cut(self, n_chunks: int) -> None:
         """Rows of chunks that are gone are overwritten when others take their place."""
 
+    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
+        return self._bounds[:n_chunks].copy()
+
+    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+        self._bounds[: len(rows)] = rows
+
     def score(self, look: Look) -> Floats | None:
         if look.n_chunks == 0:
             return None

@@ -6,10 +6,12 @@ qk-mean: cosine with the mean post-RoPE key, max over heads, mean over layers. q
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from .base import Floats, Keys, KeyShape, Look, register
 
@@ -36,6 +38,16 @@ class StatisticScorer(ABC):
 
     def cut(self, n_chunks: int) -> None:  # noqa: B027 (rows of chunks that are gone are overwritten)
         ...
+
+    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
+        return np.concatenate([_rows(index, n_chunks) for index in self._index], axis=1)
+
+    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+        at = 0
+        for index in self._index:
+            part = _rows(index, len(rows))
+            part[:] = rows[:, at : at + part.shape[1]]
+            at += part.shape[1]
 
     def score(self, look: Look) -> Floats | None:
         if look.n_chunks == 0:
@@ -71,6 +83,11 @@ class StatisticScorer(ABC):
     @abstractmethod
     def columns(self, index: Floats, queries: Floats) -> Floats:
         """Statistics [n, n_statistics, head] and queries [c, head] of one KV head -> scores [c, n]."""
+
+
+def _rows(index: Floats, n_chunks: int) -> npt.NDArray[np.uint8]:
+    """The first chunks of an index as bytes, a row each."""
+    return index[:n_chunks].reshape(n_chunks, math.prod(index.shape[1:])).view(np.uint8)
 
 
 @register("qk-mean")

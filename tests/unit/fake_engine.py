@@ -275,6 +275,11 @@ class FakeEngine(FakeHost):
                     rows[:] = np.frombuffer(data, np.uint8)
         return pool, lambda image: images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
 
+    def blank(self, image: memoryview, first: int) -> None:
+        image[first * ROW_BYTES :] = bytes((CHUNK - first) * ROW_BYTES)
+
+    query_shapes: Sequence[tuple[int, int, int]] = ()
+
     # --- cells
 
     def clear_cells(self, slot: int, count: int) -> None:
@@ -321,13 +326,13 @@ class FakeEngine(FakeHost):
             raise SnapshotError("llama.cpp could not write the recurrent state")
         return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
 
-    def set_state(self, data: bytes) -> None:
+    def set_state(self, data: bytes, length: int) -> None:
         if not (self.info.recurrent or self.info.n_swa):
             if data:
                 raise SnapshotError("the recurrent state does not fit this context")
             return
         values = np.frombuffer(data, "<i4").tolist() if len(data) % 4 == 0 else []
-        if len(values) < 2 or len(values) != values[0] + 2:
+        if len(values) < 2 or len(values) != values[0] + 2 or values[0] != length:
             self._state = None  # half read
             raise SnapshotError("the recurrent state does not fit this context")
         self._state, self._window_first = values[2:], values[1]

@@ -1,0 +1,174 @@
+"""Moves page images between the pool and the host, as the page table says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import CHUNK
+from .pool.heap import Page, PageHeap
+from .pool.masks import SlotMask
+from .pool.pager import Moves, Pager
+from .pool.store import HostStore
+
+if TYPE_CHECKING:
+    from .native.engine import Engine
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Paging:
+    """Between a page table and the engine.
+
+    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now. keep_images: also
+    of resident chunks, once made. A bounded pool needs them to evict; another saves copying them anew for each snapshot.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pager: Pager,
+        mask: SlotMask,
+        heap: PageHeap,
+        ids: Int32s,
+        sealed: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.keep_images = pager.bounded
+        self.heap = heap
+        self.store = HostStore(heap)
+        self.page_ins = 0
+        self.page_outs = 0
+        self._engine = engine
+        self._pager = pager
+        self._mask = mask
+        self._ids = ids
+        self._sealed = sealed
+        self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
+        self.wait = 0  # the transfer that frees the blocks the next step writes to
+
+    def apply(self, moves: Moves, length: int) -> None:
+        """Do what the pager has decided, for a text of `length` tokens."""
+        if not moves:
+            return
+        for chunk, block in moves.evict:
+            self._engine.clear_cells(block * CHUNK, CHUNK)
+            self._mask.clear(block)
+            self.wait = max(self.wait, self.store.ticket(chunk))
+        for chunk in moves.drop:
+            self.store.drop(chunk)
+        if moves.recall:
+            self._recall(moves.recall, length)
+        for chunk, block in moves.fresh:
+            self._mask.place(block, chunk)
+
+    # --- out
+
+    def save(self, sealed: Sequence[int] = ()) -> None:
+        """Copy chunks sealed since the last time to the host, behind the compute."""
+        self._unsaved.extend(sealed)
+        if not self._unsaved:
+            return
+        for chunk in self._unsaved:
+            self.store.drop(chunk)  # an image from before a truncation
+        for chunks in self.heap.fitting(self._unsaved):
+            with self.store.lock:  # or the scoring thread could spill an image that is not written yet
+                images = self.store.allocate(chunks)
+                ticket = self._engine.page_out([self._pager.chunks[chunk].block for chunk in chunks], images)
+                for chunk in chunks:
+                    self.store.written(chunk, ticket)
+            self.page_outs += len(chunks)
+            for chunk in chunks:
+                self._pager.saved(chunk)
+            self._unsaved = self._unsaved[len(chunks) :]
+            self._sealed(chunks)
+
+    def cut(self, length: int) -> None:
+        """The text has been cut: chunks that were not saved yet may be gone."""
+        self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
+
+    def hold(self, length: int) -> list[Page]:
+        """One image per chunk of the first `length` tokens, each held for the caller.
+
+        Images that the host has are shared. The rest are copied, which waits for the compute. HostMemoryError, and
+        nothing held, if there is no memory for them.
+        """
+        pages: list[Page] = []
+        try:
+            for c in range(-(-length // CHUNK)):
+                pages.append(self._hold(c, min(CHUNK, length - c * CHUNK)))
+        except BaseException:
+            for page in pages:
+                self.heap.release(page)
+            raise
+        return pages
+
+    def _hold(self, chunk: int, rows: int) -> Page:
+        """The image of the first rows of a chunk."""
+        entry = self._pager.chunks[chunk]
+        with self.heap.lock:
+            if rows == CHUNK and entry.on_host:
+                return self.heap.hold(self.store.page(chunk))
+            (page,) = self.heap.new(1)
+            try:
+                if entry.block >= 0:
+                    page.ticket = self._engine.page_out([entry.block], [page.address])
+                else:
+                    self.heap.view(page)[:] = self.store.bytes_of(chunk)
+                if rows < CHUNK:
+                    self._engine.wait(page.ticket)
+                    self._engine.blank(self.heap.view(page), rows)
+            except BaseException:
+                self.heap.release(page)
+                raise
+        if self.keep_images and chunk < self._pager.length // CHUNK and rows == CHUNK:
+            self.store.drop(chunk)
+            self.store.adopt(chunk, page)
+            self._pager.saved(chunk)
+        return page
+
+    # --- in
+
+    def adopt(self, pages: Sequence[Page], length: int) -> None:
+        """Fill the blocks of a table that has been adopted from images; keep those that are the only true copy."""
+        for c, page in enumerate(pages):
+            self.store.adopt(c, page)
+        self._fill([(c, chunk.block) for c, chunk in enumerate(self._pager.chunks) if chunk.block >= 0], length)
+        for c, chunk in enumerate(self._pager.chunks):
+            if not chunk.on_host or not (self.keep_images or chunk.block < 0):
+                self.store.drop(c)
+                chunk.on_host = False
+
+    def clear(self) -> None:
+        self.store.clear()
+        self._unsaved.clear()
+
+    def close(self) -> None:
+        self.store.clear()
+        self.heap.close()
+
+    def _recall(self, pages: list[tuple[int, int]], length: int) -> None:
+        try:
+            self._fill(pages, length)
+        except BaseException:
+            for chunk, block in pages:
+                self._engine.clear_cells(block * CHUNK, CHUNK)
+                self._mask.clear(block)
+                self._pager.recall_failed(chunk)
+            raise
+        self.page_ins += len(pages)
+
+    def _fill(self, pages: list[tuple[int, int]], length: int) -> None:
+        """Copy page images into their blocks, ahead of the next compute."""
+        for group in self.heap.fitting(pages):
+            with self.store.lock:  # or the scoring thread could spill an image that is being read
+                images = [self.store.fetch(chunk) for chunk, _ in group]
+                ticket = self._engine.page_in([block for _, block in group], images)
+                for chunk, _ in group:
+                    self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
+            for chunk, block in group:
+                lo = chunk * CHUNK
+                self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
+                self._mask.place(block, chunk)

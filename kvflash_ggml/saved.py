@@ -1,0 +1,78 @@
+"""A session that has been put aside: everything it needs to go on bit for bit, and nothing that is on the device."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .checkpoints import Blob
+from .config import CHUNK
+from .pool.heap import Page, PageHeap
+from .pool.pager import PageTable
+
+Int32s = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedPolicy:
+    """A policy and its clock, between two looks.
+
+    looks: scores that have been asked for and not used yet, the oldest first. rows: the policy's statistics, a row of
+    bytes per sealed chunk, as soon as they have been copied; None if it keeps them to itself.
+    """
+
+    name: str
+    tau: int
+    since_look: int
+    since_reselect: int
+    due: int
+    looks: list[Floats | None]
+    rows: Future[Rows | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedSession:
+    """tokens: all that were read. pages: an image per chunk, held until `release`. state, checkpoints: what is not
+    pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
+    of the last token, if it was just evaluated. seed: of the next random numbers.
+    """
+
+    tokens: Int32s
+    table: PageTable
+    heap: PageHeap
+    pages: list[Page]
+    state: Blob
+    checkpoints: dict[int, Blob]
+    queries: Floats
+    queries_from: int
+    policy: SavedPolicy | None
+    logits: Floats | None = None
+    seed: int = 0
+    _released: bool = field(default=False, init=False)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def size(self) -> int:
+        """Bytes of everything, wherever they are."""
+        states = self.state.size + sum(blob.size for blob in self.checkpoints.values())
+        return len(self.pages) * self.heap.page_bytes + states + self.queries.nbytes + self.tokens.nbytes
+
+    def release(self) -> None:
+        """Let go of the page images."""
+        if not self._released:
+            self._released = True
+            for page in self.pages:
+                self.heap.release(page)
+
+
+def chunks_of(length: int) -> int:
+    """Chunks of a text, the last one perhaps partly filled."""
+    return -(-length // CHUNK)
