@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import ConfigError
+
+PART = ".part"
+"""How files end that are being written."""
 
 
 def check_writable(path: Path) -> None:
@@ -23,12 +28,18 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file beside its place and move it there. Raises OSError, and leaves what was there."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write beside `path`, moved there once it is complete and on the disk.
+
+    Raises OSError, and what was there stays as it was, however this process ends.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         Path(name).chmod(0o666 & ~mask)  # as open() would have made it
@@ -37,3 +48,20 @@ def write_atomically(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+    _sync_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file beside its place and move it there. Raises OSError, and leaves what was there."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last. Some file systems cannot, and lose nothing but that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

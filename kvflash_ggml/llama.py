@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from .policy.base import Scorer
 from .policy.drafter import NAME as DRAFTER
 from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize, resolve
+from .saved import SavedSession
 from .session import Progress, Session
-from .snapshot import state as session_state
+from .snapshot import fingerprint
 from .snapshot import stock as stock_state
+from .snapshot.keeper import Keeper
 from .tokenizer import IncrementalTokenizer
 from .view import PoolView
 
@@ -76,6 +79,7 @@ class Llama(llama_cpp.Llama):
         }
         self._config = parameters.merge(kvflash, {name: value for name, value in fields.items() if value is not None})
         self._session: Session | None = None
+        self._keeper: Keeper | None = None
         self._size: PoolSize | None = None
         self.kvflash_progress = kvflash_progress
         if self._config is not None:
@@ -147,6 +151,10 @@ class Llama(llama_cpp.Llama):
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
         )
         self._stack.callback(self._session.close)
+        self._keeper = Keeper(
+            self._session, fingerprint=partial(fingerprint.of_llama, self, engine), n_vocab=self.n_vocab()
+        )
+        self._stack.callback(self._keeper.close)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None
         if self.verbose:
@@ -380,13 +388,38 @@ class Llama(llama_cpp.Llama):
 
     # --- states
 
+    def save_snapshot(
+        self, path: str | Path, *, length: int | None = None, compress: bool = False, wait: bool = True
+    ) -> Future[int]:
+        """Write the text and its memory to a file, from which this or another process goes on bit for bit.
+
+        length: only the first tokens, None for all. With recurrent state or a sliding window it must be a position that
+        has a checkpoint. compress: with Zstandard. wait: False returns as soon as what only the device holds has been
+        copied; the file is written behind the decode, and is there when the future is done. Its result is the size in
+        bytes.
+
+        A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
+        """
+        keeper = self._snapshots()
+        done = keeper.save(self._freeze(length), Path(path), compress=compress)
+        if wait:
+            done.result()
+        return done
+
+    def load_snapshot(self, path: str | Path) -> int:
+        """Go on from a file that `save_snapshot` has written; how many tokens it holds.
+
+        Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
+        Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
+        changed then.
+        """
+        saved = self._snapshots().load(Path(path))
+        self._thaw(saved)
+        return self.n_tokens
+
     def save_state(self) -> llama_cpp.LlamaState:
-        """The text and its memory. Logits are carried only with `logits_all`."""
-        if self._session is None:
-            data = stock_state.read(self._ctx.ctx)
-        else:
-            self._catch_up(self._session)
-            data = session_state.dump(self._session)
+        """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
+        data = stock_state.read(self._ctx.ctx) if self._session is None else self._snapshots().dump(self._freeze(None))
         rows = self.n_tokens if self._logits_all else 0
         return llama_cpp.LlamaState(
             scores=self.scores[:rows].copy(),
@@ -405,15 +438,47 @@ class Llama(llama_cpp.Llama):
             )
         if self._session is None:
             stock_state.write(self._ctx.ctx, state.llama_state)
+            self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+            self.n_tokens = state.n_tokens
+            self._requires_eval = True
         else:
-            session_state.load(self._session, state.llama_state)
-        self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
-        self.n_tokens = state.n_tokens
-        self._requires_eval = True
+            self._thaw(self._snapshots().load(state.llama_state))
         self._seed = state.seed
         if self._logits_all:
             self._grow_scores(self.n_tokens)
             self.scores[: len(state.scores)] = state.scores
+
+    def _snapshots(self) -> Keeper:
+        if self._keeper is None:
+            raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
+        return self._keeper
+
+    def _freeze(self, length: int | None) -> SavedSession:
+        assert self._session is not None
+        self._catch_up(self._session)
+        saved = self._session.freeze(length)
+        saved.seed = self._seed
+        if length in (None, self.n_tokens) and not self._requires_eval and self.n_tokens:
+            saved.logits = self._logits_row(self.n_tokens - 1).copy()
+        return saved
+
+    def _thaw(self, saved: SavedSession) -> None:
+        """Go on from a saved session, and release it."""
+        assert self._session is not None
+        try:
+            self._session.restore(saved)
+        finally:
+            saved.release()
+        self.input_ids[: saved.length] = saved.tokens
+        self.n_tokens = saved.length
+        self._seed = saved.seed
+        self._requires_eval = saved.logits is None
+        if saved.logits is not None:
+            self._session.engine.set_logits(saved.logits)
+        if self._logits_all:
+            self._grow_scores(self.n_tokens)
+            if saved.logits is not None:
+                self.scores[self.n_tokens - 1] = saved.logits
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

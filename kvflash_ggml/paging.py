@@ -24,7 +24,7 @@ class Paging:
     """Between a page table and the engine.
 
     ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now. keep_images: also
-    of resident chunks, once made. A bounded pool needs them to evict; another saves copying them anew for each snapshot.
+    of resident chunks, once made: a bounded pool evicts them, another need not copy them anew for the next snapshot.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from .checkpoints import Blob, Bytes, Checkpoints
 from .config import CHUNK, KVFlashConfig
 from .errors import ConfigError, ContextFull, KVFlashError, SnapshotError
-from .pool.blocks import Blocks
 from .paging import Paging
+from .pool.blocks import Blocks
 from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Pager

@@ -163,7 +163,8 @@ class DrafterScorer:
             self._failed = False
 
     def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        return self._scores[:n_chunks, None].copy().view(np.uint8)
+        rows: npt.NDArray[np.uint8] = self._scores[:n_chunks, None].copy().view(np.uint8)
+        return rows
 
     def load(self, rows: npt.NDArray[np.uint8]) -> None:
         self._scores[: len(rows), None].view(np.uint8)[:] = rows

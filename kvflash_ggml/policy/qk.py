@@ -75,7 +75,8 @@ class QKScorer:
         """Rows of chunks that are gone are overwritten when others take their place."""
 
     def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        return self._bounds[:n_chunks].copy()
+        rows: npt.NDArray[np.uint8] = self._bounds[:n_chunks].copy()
+        return rows
 
     def load(self, rows: npt.NDArray[np.uint8]) -> None:
         self._bounds[: len(rows)] = rows

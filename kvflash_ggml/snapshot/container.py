@@ -29,7 +29,7 @@ VERSION = 1
 PREFIX = struct.Struct("<8sIIQQQII")
 """magic, version, zero, file size, directory offset, directory size, directory checksum, checksum of what is before."""
 
-MOST_DIRECTORY = 4 << 20
+MOST_DIRECTORY = 1 << 20
 ALIGNMENT = 64
 
 TABLE = np.dtype([("offset", "<u8"), ("size", "<u8"), ("codec", "<u4"), ("checksum", "<u4")])
@@ -56,7 +56,7 @@ class Writer:
 
     def section(self, name: str, data: Buffer | npt.NDArray[Any]) -> None:
         if isinstance(data, np.ndarray):
-            data = np.ascontiguousarray(data).view(np.uint8).data if data.size else b""
+            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         self._sections.append((name, self._align(), len(data), checksum(data, name)))
         self._put(data)
 
@@ -161,27 +161,25 @@ class Container:
     def __contains__(self, name: str) -> bool:
         return name in self._sections
 
-    def __iter__(self) -> Iterable[str]:
-        return iter(self._sections)
+    @property
+    def sections(self) -> list[Section]:
+        return list(self._sections.values())
 
     def section(self, name: str) -> Section:
         if name not in self._sections:
             raise SnapshotError(f"{self.source.name} has no section '{name}'")
         return self._sections[name]
 
-    def pages(self, name: str, page_bytes: int) -> list[StoredPage]:
-        """The page images of a table. SnapshotError unless each lies within the file and can have `page_bytes`."""
+    def pages(self, name: str, page_bytes: int, *, count: int) -> list[StoredPage]:
+        """The `count` page images of a table. SnapshotError unless each lies within the file and can be one."""
         table: Table = self.section(name).array(TABLE)
-        end = np.uint64(self.source.size)
-        inside = (table["offset"] <= end) & (table["size"] <= end - np.minimum(table["offset"], end))
-        raw = table["codec"] == codec.RAW
-        if not inside.all() or not (table["size"][raw] == page_bytes).all():
-            raise SnapshotError(f"{self.source.name} is damaged: a page image lies outside the file or has a wrong size")
+        offset, size, total = table["offset"], table["size"], np.uint64(self.source.size)
+        inside = (offset <= total) & (size <= total - np.minimum(offset, total))
+        fits = (size == page_bytes) | ((table["codec"] != codec.RAW) & (size < page_bytes))
+        if len(table) != count or not (inside & fits).all():
+            raise SnapshotError(f"{self.source.name} is damaged: table '{name}' has other page images than it should")
         codec.check(set(table["codec"].tolist()), self.source.name)
-        return [
-            StoredPage(self.source, f"{name} {number}", offset, size, how, check)
-            for number, (offset, size, how, check) in enumerate(table.tolist())
-        ]
+        return [StoredPage(self.source, f"{name} {number}", *row) for number, row in enumerate(table.tolist())]
 
     def _read_directory(self) -> dict[str, Any]:
         source = self.source

@@ -1,0 +1,236 @@
+"""A saved session as a container, and back. What each section means, byte by byte: docs/snapshot-format.md."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoints import Blob
+from ..config import CHUNK
+from ..errors import SnapshotError, SnapshotMismatch
+from ..pool.heap import Page, PageHeap
+from ..pool.pager import ABSENT, PageTable
+from ..saved import SavedPolicy, SavedSession
+from .container import Container, Writer
+from .fingerprint import Fingerprint
+
+KIND = "snapshot"
+
+LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last_use", "<u8")])
+"""One chunk: its block in the pool or -1, whether it has a score, the score, and the clock of its last use."""
+
+MOST_LOOKS = 8
+MOST_CHECKPOINTS = 1024
+LARGEST = 2**31 - 1
+
+
+def write(
+    saved: SavedSession, stream: BinaryIO, fingerprint: Fingerprint, settings: dict[str, Any], *, compress: bool = False
+) -> None:
+    """Write a saved session as a snapshot. The stream is seekable and at its beginning."""
+    writer = Writer(stream, compress=compress)
+    facts = write_sections(writer, saved)
+    writer.pages("pages", (saved.heap.bytes_of(page) for page in saved.pages))
+    rows = None if saved.policy is None else saved.policy.rows.result()
+    if rows is not None:
+        writer.section("statistics", rows)
+    writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
+
+
+def write_sections(writer: Writer, saved: SavedSession) -> dict[str, Any]:
+    """Everything but the chunks' images and statistics. Returns the facts for the directory."""
+    table, policy = saved.table, saved.policy
+    writer.section("tokens", saved.tokens.astype("<i4"))
+    writer.section("ledger", _ledger(table))
+    writer.section("state", saved.state.read())
+    for pos, blob in sorted(saved.checkpoints.items()):
+        writer.section(f"checkpoint {pos}", blob.read())
+    writer.section("queries", saved.queries.astype("<f4"))
+    if saved.logits is not None:
+        writer.section("logits", saved.logits.astype("<f4"))
+    facts: dict[str, Any] = {
+        "length": saved.length,
+        "clock": table.clock,
+        "settled": table.settled,
+        "pins": sorted(table.pins),
+        "checkpoints": sorted(saved.checkpoints),
+        "queries_from": saved.queries_from,
+        "seed": saved.seed,
+        "policy": None,
+    }
+    if policy is not None:
+        for i, scores in enumerate(policy.looks):
+            writer.section(f"look {i}", np.empty(0) if scores is None else scores.astype("<f8"))
+        facts["policy"] = {
+            "name": policy.name,
+            "tau": policy.tau,
+            "since_look": policy.since_look,
+            "since_reselect": policy.since_reselect,
+            "due": policy.due,
+            "looks": len(policy.looks),
+        }
+    return facts
+
+
+def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vocab: int) -> SavedSession:
+    """A saved session whose page images are still in the file. SnapshotError unless the file is one of this model."""
+    if container.kind != KIND:
+        raise SnapshotError(f"{container.source.name} is no snapshot but a {container.kind!r}")
+    compare(container, fingerprint)
+    saved = read_sections(container, heap, n_vocab=n_vocab)
+    stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
+    saved.pages = [Page(source=page) for page in stored]
+    if saved.policy is not None and "statistics" in container:
+        saved.policy.rows = _done(_rows(container, saved.length // CHUNK))
+    return saved
+
+
+def compare(container: Container, fingerprint: Fingerprint) -> None:
+    """SnapshotMismatch at the first fact that differs."""
+    theirs = container.facts.get("fingerprint")
+    if not isinstance(theirs, dict):
+        raise SnapshotError(f"{container.source.name} does not say what model it belongs to")
+    for field, value in fingerprint.items():
+        if theirs.get(field) != value:
+            raise SnapshotMismatch(container.source.name, field, theirs.get(field), value)
+
+
+def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> SavedSession:
+    """Everything but the chunks' images and statistics, checked against itself."""
+    tokens = container.section("tokens").array("<i4").astype(np.int32)
+    length = len(tokens)
+    if length != _count(container, "length") or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
+        raise _damaged(container, "tokens")
+    return SavedSession(
+        tokens=tokens,
+        table=_table(container, length),
+        heap=heap,
+        pages=[],
+        state=container.section("state"),
+        checkpoints=_checkpoints(container, length),
+        queries=container.section("queries").array("<f4").astype(np.float32),
+        queries_from=_count(container, "queries_from", most=length),
+        policy=_policy(container, length // CHUNK),
+        logits=_logits(container, n_vocab),
+        seed=_count(container, "seed", most=2**63),
+    )
+
+
+# --- parts
+
+
+def _ledger(table: PageTable) -> npt.NDArray[np.void]:
+    rows = np.zeros(len(table.blocks), LEDGER)
+    rows["block"] = table.blocks
+    rows["last_use"] = table.last_use
+    if table.scores is not None:
+        known = min(len(table.scores), len(rows))
+        rows["scored"][:known] = 1
+        rows["score"][:known] = table.scores[:known]
+    return rows
+
+
+def _table(container: Container, length: int) -> PageTable:
+    rows = container.section("ledger").array(LEDGER)
+    blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
+    resident = [block for block in blocks if block != ABSENT]
+    scored = int(rows["scored"].sum(dtype=np.int64))
+    pins = _facts(container, "pins", list)
+    sound = (
+        len(rows) == -(-length // CHUNK)
+        and all(block >= 0 for block in resident)
+        and len(set(resident)) == len(resident)
+        and max(uses, default=0) <= clock
+        and np.array_equal(rows["scored"], np.arange(len(rows)) < scored)
+        and all(type(pin) is int and 0 <= pin <= LARGEST for pin in pins)
+    )
+    if not sound:
+        raise _damaged(container, "ledger")
+    return PageTable(
+        blocks=blocks,
+        last_use=uses,
+        clock=clock,
+        settled=_facts(container, "settled", bool),
+        pins=frozenset(pins),
+        scores=rows["score"][:scored].copy() if scored else None,
+    )
+
+
+def _checkpoints(container: Container, length: int) -> dict[int, Blob]:
+    positions = _facts(container, "checkpoints", list)
+    sound = all(type(pos) is int and 0 < pos <= length for pos in positions)
+    if not sound or len(positions) > MOST_CHECKPOINTS:
+        raise _damaged(container, "checkpoints")
+    return {pos: container.section(f"checkpoint {pos}") for pos in positions}
+
+
+def _policy(container: Container, chunks: int) -> SavedPolicy | None:
+    facts = container.facts.get("policy")
+    if facts is None:
+        return None
+    if not isinstance(facts, dict) or not isinstance(facts.get("name"), str):
+        raise _damaged(container, "policy")
+    numbers = [facts.get(key) for key in ("tau", "since_look", "since_reselect", "due", "looks")]
+    whole = [x for x in numbers if type(x) is int and -LARGEST <= x <= LARGEST]
+    if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MOST_LOOKS:
+        raise _damaged(container, "policy")
+    tau, since_look, since_reselect, due, count = whole
+    return SavedPolicy(
+        name=facts["name"],
+        tau=tau,
+        since_look=since_look,
+        since_reselect=since_reselect,
+        due=due,
+        looks=[_look(container, i, chunks) for i in range(count)],
+        rows=_done(None),
+    )
+
+
+def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.float32] | None:
+    scores = container.section(f"look {number}").array("<f8")
+    if len(scores) > chunks:
+        raise _damaged(container, f"look {number}")
+    return scores.astype(np.float32) if len(scores) else None
+
+
+def _rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
+    rows = container.section("statistics").array(np.uint8)
+    if len(rows) % max(1, chunks):
+        raise _damaged(container, "statistics")
+    return rows.reshape(chunks, len(rows) // max(1, chunks))
+
+
+def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | None:
+    if "logits" not in container:
+        return None
+    logits = container.section("logits").array("<f4").astype(np.float32)
+    if len(logits) != n_vocab:
+        raise _damaged(container, "logits")
+    return logits
+
+
+def _count(container: Container, name: str, *, most: int = LARGEST) -> int:
+    value = container.facts.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise _damaged(container, name)
+    return value
+
+
+def _facts(container: Container, name: str, kind: type) -> Any:
+    value = container.facts.get(name)
+    if type(value) is not kind:
+        raise _damaged(container, name)
+    return value
+
+
+def _damaged(container: Container, name: str) -> SnapshotError:
+    return SnapshotError(f"{container.source.name} contradicts itself: '{name}' cannot be as it says")
+
+
+def _done(value: npt.NDArray[np.uint8] | None) -> Future[npt.NDArray[np.uint8] | None]:
+    future: Future[npt.NDArray[np.uint8] | None] = Future()
+    future.set_result(value)
+    return future
