@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,8 +30,10 @@ def check_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, moved there once it is complete and on the disk.
+def replacing(
+    path: Path, *, guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+) -> Iterator[BinaryIO]:
+    """A file to write beside `path`, moved there once it is complete and on the disk. guard: entered for the move.
 
     Raises OSError, and what was there stays as it was, however this process ends.
     """
@@ -43,7 +46,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         mask = os.umask(0)
         os.umask(mask)
         Path(name).chmod(0o666 & ~mask)  # as open() would have made it
-        Path(name).replace(path)
+        with guard():
+            Path(name).replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(name).unlink()

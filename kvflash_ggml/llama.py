@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,30 +20,29 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from . import drafter, parameters, policy
 from .config import KVFlashConfig
 from .context import PagedContext
-from .errors import ContextFull, KVFlashError
+from .errors import ContextFull, KVFlashError, SnapshotError
+from .keeping import Keeping
 from .native import engine as native
 from .native import library
 from .policy.base import Scorer
 from .policy.drafter import NAME as DRAFTER
 from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize, resolve
-from .saved import SavedSession
 from .session import Progress, Session
-from .snapshot import fingerprint
-from .snapshot import stock as stock_state
-from .snapshot.keeper import Keeper
+from .snapshot.cache import PrefixCache
 from .tokenizer import IncrementalTokenizer
 from .view import PoolView
 
 logger = logging.getLogger("kvflash_ggml")
 
 
-class Llama(llama_cpp.Llama):
+class Llama(Keeping):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; a number of tokens or "auto" for a pool of that size; or a KVFlashConfig.
     kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of
         KVFlashConfig, by keyword.
+    kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
@@ -62,6 +60,7 @@ class Llama(llama_cpp.Llama):
         kvflash_pins: Sequence[tuple[int, int]] | None = None,
         kvflash_spill: str | Path | None = None,
         kvflash_host_limit: int | None = None,
+        kvflash_cache: PrefixCache | str | Path | None = None,
         kvflash_progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
@@ -78,8 +77,7 @@ class Llama(llama_cpp.Llama):
             "host_limit": kvflash_host_limit,
         }
         self._config = parameters.merge(kvflash, {name: value for name, value in fields.items() if value is not None})
-        self._session: Session | None = None
-        self._keeper: Keeper | None = None
+        self._session = None
         self._size: PoolSize | None = None
         self.kvflash_progress = kvflash_progress
         if self._config is not None:
@@ -107,6 +105,9 @@ class Llama(llama_cpp.Llama):
         self._replace_batch()
         if self._size is not None:
             self._open_session(self._size)
+        if kvflash_cache is not None:
+            folder = Path(kvflash_cache) if isinstance(kvflash_cache, (str, Path)) else None
+            self.set_cache(kvflash_cache if isinstance(kvflash_cache, PrefixCache) else PrefixCache(folder=folder))
 
     # --- construction
 
@@ -151,10 +152,7 @@ class Llama(llama_cpp.Llama):
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
         )
         self._stack.callback(self._session.close)
-        self._keeper = Keeper(
-            self._session, fingerprint=partial(fingerprint.of_llama, self, engine), n_vocab=self.n_vocab()
-        )
-        self._stack.callback(self._keeper.close)
+        self._open_keeper(self._session)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None
         if self.verbose:
@@ -192,7 +190,7 @@ class Llama(llama_cpp.Llama):
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
         self._evaluate(tokens, generated=False)
 
-    def _evaluate(self, tokens: Sequence[int], *, generated: bool) -> None:
+    def _evaluate(self, tokens: Sequence[int], *, generated: bool, checkpoint: int | None = None) -> None:
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
@@ -205,24 +203,20 @@ class Llama(llama_cpp.Llama):
         self._catch_up(self._session)
         data = np.asarray(tokens, np.int32)
         progress = self.kvflash_progress if len(data) > 1 else None
+        extend = partial(self._session.extend, output_all=self._logits_all, after=self._after_step, progress=progress)
+        start = self._session.length
         try:
-            self._session.extend(
-                data,
-                output_all=self._logits_all,
-                generated=generated,
-                after=self._after_step,
-                progress=progress,
-            )
+            try:
+                extend(data, generated=generated, checkpoint=checkpoint)
+            except SnapshotError as err:
+                # a chunk that was restored lazily is lost, so what was read with it cannot go on
+                logger.warning("%s: the whole text is read again", err)
+                text = np.concatenate([self._session.ids[:start], data])
+                self._session.reset()
+                extend(text)
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
-
-    def _catch_up(self, session: Session) -> None:
-        """Bring the session to `n_tokens`, which inherited methods and users may have set."""
-        if self.n_tokens < session.length:
-            session.rewind(self.n_tokens)
-        elif self.n_tokens > session.length:
-            session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
 
     def _after_step(self, start: int, count: int) -> None:
         assert self._session is not None
@@ -232,12 +226,6 @@ class Llama(llama_cpp.Llama):
             self.scores[start : start + count] = logits
         self.n_tokens = start + count
         self._requires_eval = False
-
-    def _grow_scores(self, rows: int) -> None:
-        if rows > len(self.scores):
-            grown = np.empty((min(self._n_ctx, max(rows, 2 * len(self.scores))), self._n_vocab), np.single)
-            grown[: len(self.scores)] = self.scores
-            self.scores = grown
 
     def reset(self) -> None:
         """Forget the text. Settings and pins stay."""
@@ -295,28 +283,34 @@ class Llama(llama_cpp.Llama):
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
         sample_idx = self.n_tokens + len(pending) - 1
-        generated = False
-        while True:
-            self._evaluate(pending, generated=generated)
-            while sample_idx < self.n_tokens:
-                token = self.sample(idx=sample_idx)
-                sample_idx += 1
-                if stopping_criteria is not None and stopping_criteria(
-                    self._input_ids[:sample_idx], self._logits_row(sample_idx - 1)
-                ):
-                    return
-                sent = yield token
-                generated = not sent
-                pending = [token, *(sent or ())]
-                if sent and not self._logits_all:
-                    sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
-                if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
-                    self._reject_drafts(sample_idx)
-                    break
-            pending += self._draft(pending)
+        self._evaluate(pending, generated=False, checkpoint=self._branch(tokens))
+        try:
+            self._keep_prefix()
+            while True:
+                while sample_idx < self.n_tokens:
+                    token = self.sample(idx=sample_idx)
+                    sample_idx += 1
+                    if stopping_criteria is not None and stopping_criteria(
+                        self._input_ids[:sample_idx], self._logits_row(sample_idx - 1)
+                    ):
+                        return
+                    sent = yield token
+                    generated = not sent
+                    pending = [token, *(sent or ())]
+                    if sent and not self._logits_all:
+                        sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
+                    if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
+                        self._reject_drafts(sample_idx)
+                        break
+                pending += self._draft(pending)
+                self._evaluate(pending, generated=generated)
+        finally:
+            self._keep_prefix()
 
     def _reuse_prefix(self, tokens: Sequence[int]) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        if self._prefixes is not None:
+            self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
         known = self._input_ids
         n = min(len(known), len(tokens))
         differs = np.flatnonzero(known[:n] != np.asarray(tokens[:n], np.intc))
@@ -364,11 +358,6 @@ class Llama(llama_cpp.Llama):
         self.input_ids[self.n_tokens : start] = pending
         return [int(token) for token in self.draft_model(self.input_ids[:start])[:room]]
 
-    def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
-        """Logits of the token at `pos`, which must be among those evaluated last."""
-        row = self._ctx.get_logits_ith(pos - self.n_tokens)
-        return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
-
     def _create_completion(  # type: ignore[override]  # the keywords between are upstream's and only passed on
         self,
         prompt: str | list[int],
@@ -385,100 +374,6 @@ class Llama(llama_cpp.Llama):
             logits_processor = llama_cpp.LogitsProcessorList([*(logits_processor or ()), _bias_processor(bias)])
         completion: Iterator[Any] = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
         return completion
-
-    # --- states
-
-    def save_snapshot(
-        self, path: str | Path, *, length: int | None = None, compress: bool = False, wait: bool = True
-    ) -> Future[int]:
-        """Write the text and its memory to a file, from which this or another process goes on bit for bit.
-
-        length: only the first tokens, None for all. With recurrent state or a sliding window it must be a position that
-        has a checkpoint. compress: with Zstandard. wait: False returns as soon as what only the device holds has been
-        copied; the file is written behind the decode, and is there when the future is done. Its result is the size in
-        bytes.
-
-        A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
-        """
-        keeper = self._snapshots()
-        done = keeper.save(self._freeze(length), Path(path), compress=compress)
-        if wait:
-            done.result()
-        return done
-
-    def load_snapshot(self, path: str | Path) -> int:
-        """Go on from a file that `save_snapshot` has written; how many tokens it holds.
-
-        Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
-        Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
-        changed then.
-        """
-        saved = self._snapshots().load(Path(path))
-        self._thaw(saved)
-        return self.n_tokens
-
-    def save_state(self) -> llama_cpp.LlamaState:
-        """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
-        data = stock_state.read(self._ctx.ctx) if self._session is None else self._snapshots().dump(self._freeze(None))
-        rows = self.n_tokens if self._logits_all else 0
-        return llama_cpp.LlamaState(
-            scores=self.scores[:rows].copy(),
-            input_ids=self._input_ids.copy(),
-            n_tokens=self.n_tokens,
-            llama_state=data,
-            llama_state_size=len(data),
-            seed=self._seed,
-        )
-
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
-        if state.n_tokens > self._n_ctx:
-            raise ContextFull(
-                f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
-            )
-        if self._session is None:
-            stock_state.write(self._ctx.ctx, state.llama_state)
-            self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
-            self.n_tokens = state.n_tokens
-            self._requires_eval = True
-        else:
-            self._thaw(self._snapshots().load(state.llama_state))
-        self._seed = state.seed
-        if self._logits_all:
-            self._grow_scores(self.n_tokens)
-            self.scores[: len(state.scores)] = state.scores
-
-    def _snapshots(self) -> Keeper:
-        if self._keeper is None:
-            raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
-        return self._keeper
-
-    def _freeze(self, length: int | None) -> SavedSession:
-        assert self._session is not None
-        self._catch_up(self._session)
-        saved = self._session.freeze(length)
-        saved.seed = self._seed
-        if length in (None, self.n_tokens) and not self._requires_eval and self.n_tokens:
-            saved.logits = self._logits_row(self.n_tokens - 1).copy()
-        return saved
-
-    def _thaw(self, saved: SavedSession) -> None:
-        """Go on from a saved session, and release it."""
-        assert self._session is not None
-        try:
-            self._session.restore(saved)
-        finally:
-            saved.release()
-        self.input_ids[: saved.length] = saved.tokens
-        self.n_tokens = saved.length
-        self._seed = saved.seed
-        self._requires_eval = saved.logits is None
-        if saved.logits is not None:
-            self._session.engine.set_logits(saved.logits)
-        if self._logits_all:
-            self._grow_scores(self.n_tokens)
-            if saved.logits is not None:
-                self.scores[self.n_tokens - 1] = saved.logits
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

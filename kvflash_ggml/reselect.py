@@ -248,6 +248,12 @@ class Reselector:
             rows=rows,
         )
 
+    def fresh(self) -> SavedPolicy:
+        """The state of one that has not looked yet, without statistics."""
+        return SavedPolicy(
+            name=self.scorer.name, tau=self.tau, since_look=0, since_reselect=0, due=0, looks=[], rows=_done(None)
+        )
+
     def check(self, saved: SavedPolicy | None) -> None:
         """SnapshotError if what this very policy saved cannot be its own."""
         if saved is None or saved.name != self.scorer.name or not isinstance(self.scorer, Resumable):

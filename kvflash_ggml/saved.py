@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from .checkpoints import Blob
-from .config import CHUNK
 from .pool.heap import Page, PageHeap
 from .pool.pager import PageTable
 
@@ -18,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.uint8]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SavedPolicy:
     """A policy and its clock, between two looks.
 
@@ -35,7 +34,7 @@ class SavedPolicy:
     rows: Future[Rows | None]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SavedSession:
     """tokens: all that were read. pages: an image per chunk, held until `release`. state, checkpoints: what is not
     pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
@@ -62,8 +61,21 @@ class SavedSession:
     @property
     def size(self) -> int:
         """Bytes of everything, wherever they are."""
+        return len(self.pages) * self.heap.page_bytes + self.own_size
+
+    @property
+    def own_size(self) -> int:
+        """Bytes of all but the page images, which may be shared."""
         states = self.state.size + sum(blob.size for blob in self.checkpoints.values())
-        return len(self.pages) * self.heap.page_bytes + states + self.queries.nbytes + self.tokens.nbytes
+        ready = self.policy is not None and self.policy.rows.done()
+        rows = self.policy.rows.result() if self.policy is not None and ready else None
+        return states + self.queries.nbytes + self.tokens.nbytes + (0 if rows is None else rows.nbytes)
+
+    def share(self) -> SavedSession:
+        """The same for another holder, who releases it too."""
+        for page in self.pages:
+            self.heap.hold(page)
+        return replace(self)
 
     def release(self) -> None:
         """Let go of the page images."""
@@ -71,8 +83,3 @@ class SavedSession:
             self._released = True
             for page in self.pages:
                 self.heap.release(page)
-
-
-def chunks_of(length: int) -> int:
-    """Chunks of a text, the last one perhaps partly filled."""
-    return -(-length // CHUNK)

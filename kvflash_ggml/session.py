@@ -19,7 +19,7 @@ from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import ABSENT, Pager
 from .reselect import Reselector
-from .saved import SavedSession
+from .saved import SavedPolicy, SavedSession
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -119,12 +119,14 @@ class Session:
         generated: bool = False,
         after: AfterStep | None = None,
         progress: Progress | None = None,
+        checkpoint: int | None = None,
     ) -> None:
         """Evaluate tokens after those read so far. Logits of the last are kept, or of all with `output_all`.
 
         generated: the tokens are the model's own (one, or drafts to verify that fit one step), not a prompt.
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
+        checkpoint: a position within a prompt at which to keep what is not pooled, to go back to.
         progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the
         steps that were done stay done: `length` tells how far.
         """
@@ -144,8 +146,10 @@ class Session:
         while done < total:
             batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
             count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length))
-            self._checkpoints.before_step(self.length, last=done + count == total)
             start = self.length
+            if checkpoint is not None and done < last and start < checkpoint < start + count:
+                count = checkpoint - start
+            self._checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             reselect = self._use_look(hidden=True)
             self._step(
                 tokens[done : done + count],
@@ -295,6 +299,12 @@ class Session:
         """Would `truncate` leave exactly `length` tokens? Recurrent state can only stay or go as a whole."""
         return length in (0, self.length) or (not self.engine.info.recurrent and self._window_reaches(length))
 
+    def left_after(self, length: int) -> int:
+        """What `truncate` would leave."""
+        if length >= self.length or (not self.engine.info.recurrent and self._window_reaches(length)):
+            return min(length, self.length)
+        return self._checkpoints.nearest(length)
+
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
         again = self.ids[:length].copy()
@@ -410,6 +420,11 @@ class Session:
         except BaseException:
             self.reset()
             raise
+
+    @property
+    def fresh_policy(self) -> SavedPolicy | None:
+        """The clock of a policy that has not looked yet."""
+        return None if self._reselector is None else self._reselector.fresh()
 
     def _state_at(self, length: int) -> Blob:
         """What is not pooled, as it was after `length` tokens."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -79,6 +79,7 @@ class PageHeap:
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
+        self.reclaim: Callable[[], bool] | None = None  # lets go of something that is only kept for later
 
     # --- queries
 
@@ -189,6 +190,9 @@ class PageHeap:
             if self._slab_pages() > 0:
                 self._add_slab()
             else:
+                while not self._free and self.reclaim is not None and self.reclaim():
+                    pass
+            if not self._free:
                 self._make_room()
         return self._free.pop()
 

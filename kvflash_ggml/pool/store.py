@@ -29,6 +29,10 @@ class HostStore:
     def page(self, chunk: int) -> Page:
         return self._pages[chunk]
 
+    def pages(self) -> list[Page]:
+        """All images it holds."""
+        return list(self._pages.values())
+
     def ticket(self, chunk: int) -> int:
         """The transfer after which the chunk's image is whole; 0 if it has been for long."""
         page = self._pages.get(chunk)

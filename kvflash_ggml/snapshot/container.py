@@ -170,13 +170,16 @@ class Container:
             raise SnapshotError(f"{self.source.name} has no section '{name}'")
         return self._sections[name]
 
-    def pages(self, name: str, page_bytes: int, *, count: int) -> list[StoredPage]:
-        """The `count` page images of a table. SnapshotError unless each lies within the file and can be one."""
+    def pages(self, name: str, page_bytes: int, *, count: int | None = None) -> list[StoredPage]:
+        """The page images of a table. SnapshotError unless there are `count`, each within the file and possible.
+
+        count: bounds what is allocated for a table in a file of a stranger; None takes as many as there are.
+        """
         table: Table = self.section(name).array(TABLE)
         offset, size, total = table["offset"], table["size"], np.uint64(self.source.size)
         inside = (offset <= total) & (size <= total - np.minimum(offset, total))
         fits = (size == page_bytes) | ((table["codec"] != codec.RAW) & (size < page_bytes))
-        if len(table) != count or not (inside & fits).all():
+        if len(table) != (len(table) if count is None else count) or not (inside & fits).all():
             raise SnapshotError(f"{self.source.name} is damaged: table '{name}' has other page images than it should")
         codec.check(set(table["codec"].tolist()), self.source.name)
         return [StoredPage(self.source, f"{name} {number}", *row) for number, row in enumerate(table.tolist())]

@@ -12,7 +12,7 @@ from ..checkpoints import Blob
 from ..config import CHUNK
 from ..errors import SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
-from ..pool.pager import ABSENT, PageTable
+from ..pool.pager import ABSENT, ANY, PageTable
 from ..saved import SavedPolicy, SavedSession
 from .container import Container, Writer
 from .fingerprint import Fingerprint
@@ -20,7 +20,8 @@ from .fingerprint import Fingerprint
 KIND = "snapshot"
 
 LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last_use", "<u8")])
-"""One chunk: its block in the pool or -1, whether it has a score, the score, and the clock of its last use."""
+"""One chunk: its block in the pool, -1 if it is on the host only, -2 for any block; whether it has a score, the score,
+and the clock of its last use."""
 
 MOST_LOOKS = 8
 MOST_CHECKPOINTS = 1024
@@ -84,7 +85,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vo
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
     saved.pages = [Page(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
-        saved.policy.rows = _done(_rows(container, saved.length // CHUNK))
+        saved.policy.rows = _done(read_rows(container, saved.length // CHUNK))
     return saved
 
 
@@ -136,7 +137,7 @@ def _ledger(table: PageTable) -> npt.NDArray[np.void]:
 def _table(container: Container, length: int) -> PageTable:
     rows = container.section("ledger").array(LEDGER)
     blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
-    resident = [block for block in blocks if block != ABSENT]
+    resident = [block for block in blocks if block not in (ABSENT, ANY)]
     scored = int(rows["scored"].sum(dtype=np.int64))
     pins = _facts(container, "pins", list)
     sound = (
@@ -196,7 +197,8 @@ def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.floa
     return scores.astype(np.float32) if len(scores) else None
 
 
-def _rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
+def read_rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
+    """The statistics of so many chunks, a row each."""
     rows = container.section("statistics").array(np.uint8)
     if len(rows) % max(1, chunks):
         raise _damaged(container, "statistics")
