@@ -179,12 +179,14 @@ class Keeping(llama_cpp.Llama):
         """Bring the session to the text that shares most with `tokens`, if that is not the one at hand."""
         assert self._session is not None
         self._catch_up(self._session)
-        mine = self._session.left_after(common_prefix(self._session.tokens, tokens))
-        if mine < len(tokens) - 1:
-            self._keep_prefix()
-            saved = prefixes.restore(tokens, mine)
-            if saved is not None:
-                self._take_over(saved)
+        shared = common_prefix(self._session.tokens, tokens)
+        if shared == len(tokens) == self._session.length and not self._requires_eval:
+            return
+        mine = self._session.left_after(self._session.reusable(min(shared, len(tokens) - 1), len(tokens)))
+        self._keep_prefix()
+        saved = prefixes.restore(tokens, mine)
+        if saved is not None:
+            self._take_over(saved)
 
     def _keep_prefix(self) -> None:
         """Keep the text for later, if there is a cache."""
