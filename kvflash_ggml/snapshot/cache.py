@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ..config import CHUNK
 from ..errors import ConfigError, SnapshotError
 from ..saved import SavedSession
 from ..session import Session
@@ -77,13 +78,15 @@ class Prefixes:
 
         Returns what was restored. It may go on beyond what is shared: cut it then.
         """
-        wanted = max(mine, self.cache.least - 1)
         saved, length = self._memory.find(tokens, stateful=self._stateful)
         found = None if self._disk is None else self._disk.find(tokens)
-        if found is not None and found.length > max(length, wanted):
-            return self._restore_found(found, tokens)
-        if saved is None or length <= wanted:
+        best = length if found is None else max(length, found.length)
+        # less than a chunk is read sooner than restored, but the end of the text comes with its logits
+        if best < max(mine + CHUNK, self.cache.least) and not mine < best == len(tokens):
             return None
+        if found is not None and found.length > length:
+            return self._restore_found(found, tokens)
+        assert saved is not None
         self._session.restore(saved)
         self._memory.touch(saved)
         return saved
