@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from harness import CHUNK, agreement, check, row, same_bits, walk
+from harness import CHUNK, agreement, check, pages, row, same_bits, walk
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import (
@@ -20,7 +20,6 @@ from kvflash_ggml.errors import (
     KVFlashError,
     SnapshotError,
 )
-from kvflash_ggml.snapshot import state as session_state
 
 GREEDY = {"temp": 0.0}
 
@@ -542,7 +541,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
 
 
 def same_pages(a: Any, b: Any, *, chunks: int) -> bool:
-    return session_state.pages(a._session)[:chunks] == session_state.pages(b._session)[:chunks]
+    return pages(a._session)[:chunks] == pages(b._session)[:chunks]
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 500, 512, 513, 1999])
