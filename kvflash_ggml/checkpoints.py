@@ -22,7 +22,7 @@ class Blob(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read(self) -> bytes:
+    def read(self) -> bytes | bytearray:
         """SnapshotError if they are in a file and damaged."""
         ...
 

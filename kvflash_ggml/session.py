@@ -386,12 +386,13 @@ class Session:
     def restore(self, saved: SavedSession) -> None:
         """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
 
-        SnapshotError and HostMemoryError: nothing has changed.
+        ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, HostMemoryError: nothing has changed.
         """
         if saved.length > self.n_ctx:
             raise ContextFull(f"the saved text has {saved.length} tokens, the context window {self.n_ctx}")
+        self.pager.check(saved.table)
         for page, block in zip(saved.pages, saved.table.blocks, strict=True):
-            if block != ABSENT:
+            if block != ABSENT or not self.bounded:
                 saved.heap.fetch(page)  # read and checked while there is a way back
         if self._reselector is not None:
             self._reselector.check(saved.policy)

@@ -206,7 +206,7 @@ class Engine:
             raise SnapshotError("llama.cpp could not write the recurrent state")
         return bytes(data)
 
-    def set_state(self, data: bytes, length: int) -> None:
+    def set_state(self, data: bytes | bytearray, length: int) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         if lib.kvf_state_set(self._engine, ffi.from_buffer("uint8_t[]", data), len(data), length) != 0:
             raise SnapshotError("the recurrent state or sliding window does not fit this context and this text")

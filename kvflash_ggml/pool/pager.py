@@ -250,6 +250,11 @@ class Pager:
             scores=self.scores,
         )
 
+    def check(self, table: PageTable) -> None:
+        """ConfigError unless the pins of a table can be adopted beside those that are here."""
+        pins = self.pins | table.pins
+        self._check_pins(pins, f"pinning {len(pins)} chunks, as saved,")
+
     def adopt(self, length: int, table: PageTable) -> None:
         """After a reset: take over the table of a text of `length` tokens, in the saved places as far as they exist.
 
@@ -258,9 +263,8 @@ class Pager:
         """
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
-        pins = self.pins | table.pins
-        self._check_pins(pins, f"pinning {len(pins)} chunks, as saved,")
-        self.pins = set(pins)
+        self.check(table)
+        self.pins |= table.pins
         self.scores = table.scores
         self.length = length
         self._clock = table.clock

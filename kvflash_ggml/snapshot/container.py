@@ -100,13 +100,13 @@ class Section:
     size: int
     checksum: int
 
-    def read(self) -> bytes:
+    def read(self) -> bytearray:
         """Its bytes. SnapshotError if they are damaged."""
         data = bytearray(self.size)
         self.source.read_into(self.offset, memoryview(data))
         if checksum(data, self.name) != self.checksum:
             raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' does not match its checksum")
-        return bytes(data)
+        return data
 
     def array(self, kind: npt.DTypeLike) -> npt.NDArray[Any]:
         """Its bytes as a flat array."""
@@ -157,6 +157,9 @@ class Container:
         self.kind = kind
         self.facts: dict[str, Any] = facts
         self._sections = {section.name: section for section in sections}
+        # or a small file could ask for much memory
+        if len(self._sections) != len(sections) or sum(section.size for section in sections) > source.size:
+            raise SnapshotError(f"{source.name} is damaged: its sections overlap")
 
     def __contains__(self, name: str) -> bool:
         return name in self._sections

@@ -36,7 +36,7 @@ def write(
     facts = write_sections(writer, saved)
     writer.pages("pages", (saved.heap.bytes_of(page) for page in saved.pages))
     rows = None if saved.policy is None else saved.policy.rows.result()
-    if rows is not None:
+    if rows is not None and len(rows):
         writer.section("statistics", rows)
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
@@ -116,7 +116,7 @@ def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> Save
         queries_from=_count(container, "queries_from", most=length),
         policy=_policy(container, length // CHUNK),
         logits=_logits(container, n_vocab),
-        seed=_count(container, "seed", most=2**63),
+        seed=_seed(container),
     )
 
 
@@ -136,13 +136,14 @@ def _ledger(table: PageTable) -> npt.NDArray[np.void]:
 
 def _table(container: Container, length: int) -> PageTable:
     rows = container.section("ledger").array(LEDGER)
+    if len(rows) != -(-length // CHUNK):
+        raise _damaged(container, "ledger")
     blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
     resident = [block for block in blocks if block not in (ABSENT, ANY)]
     scored = int(rows["scored"].sum(dtype=np.int64))
     pins = _facts(container, "pins", list)
     sound = (
-        len(rows) == -(-length // CHUNK)
-        and all(block >= 0 for block in resident)
+        all(block >= 0 for block in resident)
         and len(set(resident)) == len(resident)
         and max(uses, default=0) <= clock
         and np.array_equal(rows["scored"], np.arange(len(rows)) < scored)
@@ -200,9 +201,9 @@ def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.floa
 def read_rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
     """The statistics of so many chunks, a row each."""
     rows = container.section("statistics").array(np.uint8)
-    if len(rows) % max(1, chunks):
+    if chunks == 0 or len(rows) % chunks:
         raise _damaged(container, "statistics")
-    return rows.reshape(chunks, len(rows) // max(1, chunks))
+    return rows.reshape(chunks, len(rows) // chunks)
 
 
 def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | None:
@@ -212,6 +213,13 @@ def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | Non
     if len(logits) != n_vocab:
         raise _damaged(container, "logits")
     return logits
+
+
+def _seed(container: Container) -> int:
+    seed: int = _facts(container, "seed", int)
+    if abs(seed) > 2**63:  # -1 asks for a random one
+        raise _damaged(container, "seed")
+    return seed
 
 
 def _count(container: Container, name: str, *, most: int = LARGEST) -> int:

@@ -40,15 +40,15 @@ class FileSource:
             raise SnapshotError(f"cannot open {path}: {err.strerror or err}") from err
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        try:
-            while out:
+        while out:
+            try:
                 read = os.preadv(self._file.fileno(), [out[:MOST_AT_ONCE]], offset)
-                if not read:
-                    raise SnapshotError(f"{self.name} has been cut short: it ends before byte {offset + len(out)}")
-                offset += read
-                out = out[read:]
-        except (OSError, ValueError) as err:
-            raise SnapshotError(f"cannot read {self.name}: {err}") from err
+            except OSError as err:
+                raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
+            if not read:
+                raise SnapshotError(f"{self.name} has been cut short: it ends before byte {offset + len(out)}")
+            offset += read
+            out = out[read:]
 
 
 class BytesSource:

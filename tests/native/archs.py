@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvflash_ggml.snapshot.state import read_block
+from harness import read_block
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("arch_models.cpp")

@@ -63,6 +63,26 @@ def check(llm: Any) -> None:
         assert (session.mask.slot_pos[block * CHUNK : (block + 1) * CHUNK] == -1).all()
 
 
+def read_block(session: Any, block: int) -> bytes:
+    """The bytes of one block of the pool."""
+    engine = session.engine
+    size = engine.info.page_bytes
+    image = engine.alloc(size)
+    try:
+        engine.wait(engine.page_out([block], [image]))
+        return bytes(engine.view(image, size))
+    finally:
+        engine.free(image)
+
+
+def pages(session: Any) -> list[bytes]:
+    """One image per chunk, in the order of the text; the last may be partly filled."""
+    return [
+        session.store.bytes_of(c) if chunk.on_host else read_block(session, chunk.block)
+        for c, chunk in enumerate(session.pager.chunks)
+    ]
+
+
 # --- a session without a Llama
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from harness import CHUNK, check, same_bits, walk
+from harness import pages as all_pages
 
 from kvflash_ggml.errors import DecodeError, HostMemoryError, PoolExhausted
-from kvflash_ggml.snapshot import state as session_state
 
 N_CTX = 4096
 
@@ -35,8 +35,7 @@ def once(owner: Any, name: str, error: BaseException, *, call: int = 1) -> None:
 
 def pages(llm: Any) -> list[bytes]:
     """All page images, the last cut to the rows that are in use."""
-    out: list[bytes] = session_state.pages(llm._session)
-    return out[: llm.kvflash.length // CHUNK]
+    return all_pages(llm._session)[: llm.kvflash.length // CHUNK]
 
 
 # --- host memory
@@ -119,14 +118,14 @@ def test_a_spill_file_that_cannot_be_read(llama: Any, tokens: Any, tmp_path: Pat
     llm = make(llama, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     before = pages(llm)
-    store = llm._session.store
-    store._file = BrokenFile(store._file)
+    heap = llm._session.store.heap
+    heap._file = BrokenFile(heap._file)
     llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
-    with pytest.raises(HostMemoryError, match="could not read chunk 5"):
+    with pytest.raises(HostMemoryError, match="could not read a chunk back"):
         llm.eval(tokens[1500:1501].tolist())
     assert llm.n_tokens == 1500
     check(llm)
-    store._file = store._file.file
+    heap._file = heap._file.file
     llm.eval(tokens[1500:1501].tolist())
     check(llm)
     assert 5 in llm.kvflash.resident_chunks
@@ -139,13 +138,13 @@ def test_a_recall_that_fails_half_way(llama: Any, tokens: Any, tmp_path: Path) -
     llm = make(llama, kvflash=768, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     assert not {5, 6} & set(llm.kvflash.resident_chunks)
-    store = llm._session.store
-    store._file = BrokenFile(store._file, good=1)
+    heap = llm._session.store.heap
+    heap._file = BrokenFile(heap._file, good=1)
     llm.kvflash.pin(5 * CHUNK, 7 * CHUNK)
-    with pytest.raises(HostMemoryError, match="could not read chunk 6"):
+    with pytest.raises(HostMemoryError, match="could not read a chunk back"):
         llm.eval(tokens[1500:1501].tolist())
     check(llm)
-    store._file = store._file.file
+    heap._file = heap._file.file
     llm.eval(tokens[1500:1501].tolist())
     check(llm)
     assert {5, 6} <= set(llm.kvflash.resident_chunks)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, KV_TYPES, agreement, row, same_bits, walk
+from harness import CHUNK, KV_TYPES, agreement, read_block, row, same_bits, walk
 
-from kvflash_ggml.snapshot.state import read_block
 
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
@@ -286,14 +285,14 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     ours = llama("f32", n_ctx=4096, kvflash=768, n_batch=n_ubatch, n_ubatch=n_ubatch)
     theirs = stock("f32", n_ctx=4096, n_batch=n_ubatch, n_ubatch=n_ubatch, flash_attn=True)
     evicted: list[int] = []
-    apply = ours._session._apply
+    apply = ours._session.paging.apply
 
-    def spy(moves: Any) -> None:
+    def spy(moves: Any, length: int) -> None:
         evicted.extend(chunk for chunk, _ in moves.evict)
         assert not moves.recall
-        apply(moves)
+        apply(moves, length)
 
-    ours._session._apply = spy
+    ours._session.paging.apply = spy
     pieces = [tokens[i : i + n_ubatch] for i in range(0, 1800, n_ubatch)]
     pieces += [tokens[i : i + 1] for i in range(len(pieces) * n_ubatch, len(pieces) * n_ubatch + 150)]
     rows: tuple[list[Any], list[Any]] = ([], [])
@@ -399,5 +398,5 @@ def page_around(session: Any, *, same_blocks: bool) -> None:
     for c, block in zip(sealed, targets, strict=True):
         pager.blocks.claim(block)
         pager.chunks[c].block = block
-    session._recall(list(zip(sealed, targets, strict=True)))
+    session.paging._recall(list(zip(sealed, targets, strict=True)), session.length)
     pager.check_integrity()

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, same_bits
-
-from kvflash_ggml.snapshot.state import read_block
+from harness import CHUNK, read_block, same_bits
 
 
 def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:

@@ -1,30 +1,35 @@
-"""Page images in host memory and on disk."""
+"""Page images in host memory, on disk and in the file they came from, and who holds them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import POISON, FakeHost
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflash_ggml.errors import HostMemoryError
-from kvflash_ggml.pool import store as store_module
+from kvflash_ggml.errors import HostMemoryError, SnapshotError
+from kvflash_ggml.pool import heap as heap_module
+from kvflash_ggml.pool.heap import NOWHERE, Page, PageHeap
 from kvflash_ggml.pool.store import HostStore
 
 PAGE = 100
 SLAB = 3
+SEEDS = st.integers(0, 1 << 16)
 
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "SLAB_BYTES", SLAB * PAGE + 50)
+    monkeypatch.setattr(heap_module, "SLAB_BYTES", SLAB * PAGE + 50)
 
 
 @pytest.fixture
@@ -38,14 +43,23 @@ def build(memory: FakeHost, tmp_path: Path) -> Iterator[Any]:
 
     def make(pages: int | None = None, *, spill: bool = False, slack: int = 0) -> HostStore:
         limit = None if pages is None else pages * PAGE + slack
-        stores.append(HostStore(memory, PAGE, limit=limit, spill=tmp_path if spill else None))
+        stores.append(store_of(memory, limit=limit, spill=tmp_path if spill else None))
         return stores[-1]
 
     yield make
     for store in stores:
-        store.close()
+        close(store)
     assert not memory.slabs, "memory was not given back"
     assert not list(tmp_path.iterdir()), "something is left in the spill folder"
+
+
+def store_of(memory: FakeHost, *, limit: int | None = None, spill: Path | None = None) -> HostStore:
+    return HostStore(PageHeap(memory, PAGE, limit=limit, spill=spill))
+
+
+def close(store: HostStore) -> None:
+    store.clear()
+    store.heap.close()
 
 
 def write(store: HostStore, memory: FakeHost, chunk: int, ticket: int = 0) -> bytes:
@@ -58,9 +72,9 @@ def write(store: HostStore, memory: FakeHost, chunk: int, ticket: int = 0) -> by
 
 
 def settle(store: HostStore) -> None:
-    if store._next is not None:
+    if store.heap._next is not None:
         with contextlib.suppress(HostMemoryError):
-            store._next.result()
+            store.heap._next.result()
 
 
 def test_images_come_back(build: Any, memory: FakeHost) -> None:
@@ -72,8 +86,8 @@ def test_images_come_back(build: Any, memory: FakeHost) -> None:
     assert sorted(store) == list(range(10))
     assert 5 in store
     assert 10 not in store
-    assert store.host_bytes == 10 * PAGE
-    assert store.spilled_bytes == 0
+    assert store.heap.host_bytes == 10 * PAGE
+    assert store.heap.spilled_bytes == 0
 
 
 def test_neighbours_in_the_text_are_neighbours_in_memory(build: Any) -> None:
@@ -84,14 +98,12 @@ def test_neighbours_in_the_text_are_neighbours_in_memory(build: Any) -> None:
 def test_a_chunk_has_one_image(build: Any) -> None:
     store = build()
     store.allocate([1])
-    with pytest.raises(AssertionError, match="chunk 1"):
+    with pytest.raises(AssertionError, match="has an image"):
         store.allocate([1])
 
 
 @pytest.mark.parametrize(("pages", "slack"), [(1, 0), (2, 99), (3, 0), (4, 0), (7, 5), (9, 0)])
-def test_the_ceiling_is_reached_and_not_passed(
-    build: Any, memory: FakeHost, pages: int, slack: int
-) -> None:
+def test_the_ceiling_is_reached_and_not_passed(build: Any, memory: FakeHost, pages: int, slack: int) -> None:
     store = build(pages, slack=slack)
     for chunk in range(pages):
         write(store, memory, chunk)
@@ -123,8 +135,8 @@ def test_the_longest_waiting_is_spilled(build: Any, memory: FakeHost, tmp_path: 
     data = {chunk: write(store, memory, chunk) for chunk in range(4)}
     store.fetch(0)
     data[4] = write(store, memory, 4)
-    assert list(store._spilled) == [1]
-    assert (store.host_bytes, store.spilled_bytes) == (4 * PAGE, PAGE)
+    assert [chunk for chunk in store if store.page(chunk).place != NOWHERE] == [1]
+    assert (store.heap.host_bytes, store.heap.spilled_bytes) == (4 * PAGE, PAGE)
     assert not list(tmp_path.iterdir()), "the spill file has a name"
     for chunk, want in data.items():
         assert store.bytes_of(chunk) == want
@@ -137,8 +149,8 @@ def test_places_in_the_file_are_used_again(build: Any, memory: FakeHost) -> None
         write(store, memory, chunk)
         if chunk > 2:
             store.drop(chunk - 2)
-    assert store._file is not None
-    assert os.fstat(store._file.fileno()).st_size <= 4 * PAGE
+    assert store.heap._file is not None
+    assert os.fstat(store.heap._file.fileno()).st_size <= 4 * PAGE
 
 
 def test_a_page_is_reused_only_after_its_transfer(build: Any, memory: FakeHost) -> None:
@@ -147,24 +159,25 @@ def test_a_page_is_reused_only_after_its_transfer(build: Any, memory: FakeHost) 
     write(store, memory, 1, ticket=8)
     assert store.ticket(0) == 7
     write(store, memory, 2, ticket=9)
-    assert memory.waits == [7]  # before it went to the disk
+    assert set(memory.waits) == {7}  # before it went to the disk
     assert store.ticket(0) == 0
     store.drop(1)
-    assert memory.waits == [7, 8]
+    assert set(memory.waits) == {7, 8}
     assert store.ticket(1) == 0
     store.bytes_of(2)
-    assert memory.waits == [7, 8, 9]
+    assert set(memory.waits) == {7, 8, 9}
+    del memory.waits[:]
     store.clear()
-    assert memory.waits == [7, 8, 9, 9]
+    assert memory.waits == [9]
 
 
 def test_closing_waits_too(memory: FakeHost) -> None:
-    store = HostStore(memory, PAGE, limit=None, spill=None)
+    store = store_of(memory)
     write(store, memory, 0, ticket=3)
-    store.close()
+    store.heap.close()
     assert memory.waits == [3]
     assert not memory.slabs
-    store.close()
+    store.heap.close()
 
 
 def test_refused_memory_is_an_error_and_may_be_had_later(build: Any, memory: FakeHost) -> None:
@@ -198,30 +211,30 @@ def test_a_slab_refused_ahead_of_need_is_no_error(build: Any, memory: FakeHost) 
 
 
 def test_closing_after_refused_memory(memory: FakeHost) -> None:
-    store = HostStore(memory, PAGE, limit=None, spill=None)
+    store = store_of(memory)
     write(store, memory, 0)
     settle(store)
     memory.refuse_alloc = True
     store.allocate(range(1, 6))
     settle(store)
-    store.close()
+    close(store)
     assert not memory.slabs
 
 
 def test_a_spill_folder_that_is_not_there(memory: FakeHost, tmp_path: Path) -> None:
-    store = HostStore(memory, PAGE, limit=PAGE, spill=tmp_path / "missing")
+    store = store_of(memory, limit=PAGE, spill=tmp_path / "missing")
     data = write(store, memory, 0)
     with pytest.raises(HostMemoryError, match="missing"):
         store.allocate([1])
     assert store.bytes_of(0) == data
-    store.close()
+    close(store)
 
 
 def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
     store = build(1, spill=True)
     data = {chunk: write(store, memory, chunk) for chunk in range(3)}
     store.drop(0)  # its place in the file is free, the one of chunk 1 behind it is not
-    store._file = disk = Disk(store._file)
+    store.heap._file = disk = Disk(store.heap._file)
     disk.trouble = True
     with pytest.raises(HostMemoryError, match="No space"):
         store.allocate([3])
@@ -232,9 +245,153 @@ def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
 
 
 def test_groups_that_fit(build: Any) -> None:
-    assert list(build(2).fitting([1, 2, 3, 4, 5])) == [[1, 2], [3, 4], [5]]
-    assert list(build().fitting([1, 2, 3])) == [[1, 2, 3]]
-    assert list(build(9).fitting([])) == []
+    assert list(build(2).heap.fitting([1, 2, 3, 4, 5])) == [[1, 2], [3, 4], [5]]
+    assert list(build().heap.fitting([1, 2, 3])) == [[1, 2, 3]]
+    assert list(build(9).heap.fitting([])) == []
+
+
+# --- several holders
+
+
+def test_a_page_lives_as_long_as_somebody_holds_it(build: Any, memory: FakeHost) -> None:
+    text = build(4)
+    other = HostStore(text.heap)
+    data = write(text, memory, 0)
+    page = text.page(0)
+    other.adopt(7, page)
+    kept = text.heap.hold(page)
+    text.drop(0)
+    assert other.bytes_of(7) == text.heap.bytes_of(kept) == data
+    with pytest.raises(AssertionError, match="has an image"):
+        other.adopt(7, page)
+    other.clear()
+    assert text.heap.bytes_of(kept) == data
+    assert text.heap.host_bytes == PAGE
+    text.heap.release(kept)
+    assert text.heap.host_bytes == 0
+    with pytest.raises(AssertionError):
+        text.heap.release(kept)
+    assert sorted(text.allocate(range(4))) == sorted({text.page(chunk).address for chunk in range(4)})
+
+
+def test_a_spilled_page_that_is_held_twice_has_one_place(build: Any, memory: FakeHost) -> None:
+    store = build(1, spill=True)
+    data = write(store, memory, 0)
+    kept = store.heap.hold(store.page(0))
+    write(store, memory, 1)
+    assert store.heap.spilled_bytes == PAGE
+    store.drop(0)
+    assert store.heap.bytes_of(kept) == data
+    assert store.heap.spilled_bytes == PAGE
+    store.heap.release(kept)
+    assert store.heap.spilled_bytes == 0
+
+
+# --- pages of a file
+
+
+class Origin:
+    """A page image in a file (heap.PageSource)."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.trouble = False
+        self.reads = 0
+
+    def read_into(self, image: memoryview) -> None:
+        self.reads += 1
+        if self.trouble:
+            image[: PAGE // 2] = bytes(PAGE // 2)  # half of it was read
+            raise SnapshotError("the file is damaged")
+        image[:] = self.data
+
+
+def test_a_page_of_a_file_is_read_when_it_is_needed(build: Any, memory: FakeHost) -> None:
+    store = build()
+    origin = Origin(b"o" * PAGE)
+    page = Page(source=origin)
+    store.adopt(3, page)
+    store.heap.release(page)
+    assert (store.heap.host_bytes, origin.reads) == (0, 0)
+    assert store.bytes_of(3) == origin.data
+    assert (store.heap.host_bytes, origin.reads) == (0, 1)
+    assert bytes(memory.view(store.fetch(3), PAGE)) == origin.data
+    store.fetch(3)
+    assert store.bytes_of(3) == origin.data
+    assert (store.heap.host_bytes, origin.reads) == (PAGE, 2)
+
+
+def test_pages_of_a_file_leave_first_and_are_not_spilled(build: Any, memory: FakeHost) -> None:
+    """Also without a spill folder: the file has them."""
+    for spill in (False, True):
+        store = build(2, spill=spill)
+        data = write(store, memory, 0)
+        page = Page(source=Origin(b"o" * PAGE))
+        store.adopt(1, page)
+        store.fetch(1)
+        write(store, memory, 2)
+        assert (page.address, page.place) == (0, NOWHERE)
+        assert store.heap.spilled_bytes == 0
+        assert store.bytes_of(0) == data
+        assert store.bytes_of(1) == b"o" * PAGE
+    with pytest.raises(HostMemoryError):
+        build(0, slack=50).heap.fetch(page)
+
+
+def test_a_damaged_file_costs_no_memory(build: Any, memory: FakeHost) -> None:
+    store = build(1)
+    origin = Origin(b"o" * PAGE)
+    store.adopt(0, Page(source=origin))
+    origin.trouble = True
+    for _ in range(5):
+        with pytest.raises(SnapshotError):
+            store.fetch(0)
+        with pytest.raises(SnapshotError):
+            store.bytes_of(0)
+    assert store.heap.host_bytes == 0
+    origin.trouble = False
+    assert bytes(memory.view(store.fetch(0), PAGE)) == origin.data
+
+
+def test_threads_share_a_heap(build: Any, memory: FakeHost) -> None:
+    """One reads the text, one writes a snapshot, one scores: nobody sees the bytes of another page."""
+    store = build(5, spill=True)
+    heap = store.heap
+    for chunk in range(12):
+        write(store, memory, chunk)
+    wrong: list[object] = []
+
+    def look(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(300):
+                chunk = rng.randrange(12)
+                with store.lock:
+                    page = heap.hold(store.page(chunk))
+                if rng.random() < 0.5:
+                    with heap.lock:
+                        data = bytes(memory.view(heap.fetch(page), PAGE))
+                else:
+                    data = heap.bytes_of(page)
+                if data != bytes([chunk]) * PAGE:
+                    wrong.append((chunk, data))
+                heap.release(page)
+        except BaseException as err:
+            wrong.append(err)
+
+    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    rng = random.Random(9)
+    for _ in range(300):
+        chunk = rng.randrange(12)
+        with store.lock:
+            store.drop(chunk)
+            write(store, memory, chunk)
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert heap.host_bytes + heap.spilled_bytes == 12 * PAGE
 
 
 class Disk:
@@ -257,92 +414,203 @@ class Disk:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: chunk -> bytes."""
+    """The model: chunk -> bytes for two texts, and pages that snapshots hold."""
 
-    @initialize(limit=st.one_of(st.none(), st.integers(1, 7)), spill=st.booleans())
+    @initialize(limit=st.sampled_from([2, 1, 3, 5, 7, None]), spill=st.booleans())
     def begin(self, limit: int | None, spill: bool) -> None:
         self.memory = FakeHost()
         self.limit = limit
         folder = Path(tempfile.gettempdir()) if spill else None
-        self.store = HostStore(
-            self.memory, PAGE, limit=None if limit is None else limit * PAGE, spill=folder
-        )
+        self.heap = PageHeap(self.memory, PAGE, limit=None if limit is None else limit * PAGE, spill=folder)
         self.spill = spill
-        self.model: dict[int, bytes] = {}
+        self.stores = [HostStore(self.heap), HostStore(self.heap)]
+        self.models: list[dict[int, Page]] = [{}, {}]
+        self.held: list[Page] = []
+        self.data: dict[Page, bytes] = {}
+        self.busy: dict[int, int] = {}  # address -> the transfer that must be over before it is used again
         self.serial = 0
 
-    def _disk(self) -> Disk | None:
-        if self.store._file is not None and not isinstance(self.store._file, Disk):
-            self.store._file = Disk(self.store._file)  # type: ignore[assignment]
-        return self.store._file  # type: ignore[return-value]
+    # --- what the model says
+
+    def live(self) -> set[Page]:
+        return {*self.models[0].values(), *self.models[1].values(), *self.held}
+
+    def must_stay(self) -> int:
+        """Pages that nothing but memory can hold."""
+        return sum(page.source is None and page.place == NOWHERE for page in self.live())
+
+    def image(self) -> bytes:
+        self.serial += 1
+        return self.serial.to_bytes(4, "little") * (PAGE // 4)
+
+    @contextlib.contextmanager
+    def trouble(self, on: bool) -> Iterator[None]:
+        """The disk fails: the spill file, and the files that pages came from."""
+        if self.heap._file is not None and not isinstance(self.heap._file, Disk):
+            self.heap._file = Disk(self.heap._file)  # type: ignore[assignment]
+        ill = [self.heap._file, *(page.source for page in self.live())] if on else []
+        for each in ill:
+            if each is not None:
+                each.trouble = True  # type: ignore[union-attr]
+        yield
+        for each in ill:
+            if each is not None:
+                each.trouble = False  # type: ignore[union-attr]
+
+    def pick(self, seed: int, most: int = 5) -> list[Page]:
+        """Some pages, in any order, the ones that are not in memory rather than others."""
+        rng = random.Random(seed)
+        pages = sorted(self.live(), key=lambda page: self.data[page])
+        away = [page for page in pages if not page.address]
+        pages = away if away and rng.random() < 0.5 else pages
+        return rng.sample(pages, min(len(pages), rng.randint(1, most)))
+
+    # --- what may happen
 
     @rule(
-        chunks=st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=4),
+        which=st.integers(0, 1),
+        chunks=st.lists(st.integers(0, 30), unique=True, min_size=1, max_size=3),
         trouble=st.booleans(),
+        transfer=st.booleans(),
     )
-    def allocate(self, chunks: list[int], trouble: bool) -> None:
-        chunks = [chunk for chunk in chunks if chunk not in self.model]
-        disk = self._disk()
-        if disk is not None:
-            disk.trouble = trouble
-        try:
-            addresses = self.store.allocate(chunks)
-        except HostMemoryError:
-            assert self.limit is not None
-            assert len(self.model) + len(chunks) > self.limit
-            assert trouble or not self.spill or len(chunks) > self.limit
+    def allocate(self, which: int, chunks: list[int], trouble: bool, transfer: bool) -> None:
+        store, model = self.stores[which], self.models[which]
+        chunks = [chunk for chunk in chunks if chunk not in model]
+        fits = self.limit is None or self.must_stay() + len(chunks) <= self.limit
+        with self.trouble(trouble):
+            try:
+                addresses = store.allocate(chunks)
+            except HostMemoryError:
+                assert self.limit is not None
+                assert not fits
+                assert trouble or not self.spill or len(chunks) > self.limit
+                return
+        assert fits or self.spill
+        assert len(set(addresses)) == len(chunks)
+        for chunk, address in zip(chunks, addresses, strict=True):
+            if address in self.busy:
+                assert self.busy.pop(address) in self.memory.waits, "the memory is still being read"
+            page = model[chunk] = store.page(chunk)
+            self.data[page] = self.image()
+            self.memory.view(address, PAGE)[:] = self.data[page]
+            if transfer:
+                store.written(chunk, self.serial)
+                self.busy[address] = self.serial
+
+    @rule(which=st.integers(0, 1), chunk=st.integers(0, 30), keep=st.booleans())
+    def adopt_from_a_file(self, which: int, chunk: int, keep: bool) -> None:
+        if chunk in self.models[which]:
+            return
+        data = self.image()
+        page = Page(source=Origin(data))
+        self.stores[which].adopt(chunk, page)
+        self.models[which][chunk] = page
+        self.data[page] = data
+        if keep:
+            self.held.append(page)
         else:
-            assert len(set(addresses)) == len(chunks)
-            for chunk, address in zip(chunks, addresses, strict=True):
-                self.serial += 1
-                self.model[chunk] = self.serial.to_bytes(4, "little") * (PAGE // 4)
-                self.memory.view(address, PAGE)[:] = self.model[chunk]
-        if disk is not None:
-            disk.trouble = False
+            self.heap.release(page)
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), trouble=st.booleans())
-    def read(self, data: st.DataObject, trouble: bool) -> None:
-        chunk = data.draw(st.sampled_from(sorted(self.model)))
-        disk = self._disk()
-        if disk is not None and trouble:
-            disk.trouble = True
-            with contextlib.suppress(HostMemoryError):
-                assert self.store.bytes_of(chunk) == self.model[chunk]
-            disk.trouble = False
-        assert self.store.bytes_of(chunk) == self.model[chunk]
+    @precondition(lambda self: self.live())
+    @rule(seed=SEEDS, which=st.integers(0, 1), chunk=st.integers(0, 30))
+    def adopt(self, seed: int, which: int, chunk: int) -> None:
+        if chunk not in self.models[which]:
+            (page,) = self.pick(seed, 1)
+            self.stores[which].adopt(chunk, page)
+            self.models[which][chunk] = page
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.live())
+    @rule(seed=SEEDS)
+    def hold(self, seed: int) -> None:
+        for page in self.pick(seed):
+            assert self.heap.hold(page) is page
+            self.held.append(page)
+
+    @precondition(lambda self: self.held)
+    @rule(seed=SEEDS)
+    def release(self, seed: int) -> None:
+        """In any order, and not the one they were taken in."""
+        rng = random.Random(seed)
+        rng.shuffle(self.held)
+        for _ in range(rng.randint(1, len(self.held))):
+            self.heap.release(self.held.pop())
+
+    @precondition(lambda self: self.live())
+    @rule(seed=SEEDS, trouble=st.booleans())
+    def read(self, seed: int, trouble: bool) -> None:
+        for page in self.pick(seed):
+            if trouble:
+                with self.trouble(True), contextlib.suppress(HostMemoryError, SnapshotError):
+                    assert self.heap.bytes_of(page) == self.data[page]
+            assert self.heap.bytes_of(page) == self.data[page]
+
+    @precondition(lambda self: self.live())
+    @rule(seed=SEEDS, trouble=st.booleans())
+    def fetch(self, seed: int, trouble: bool) -> None:
+        for page in self.pick(seed):
+            room = self.limit is None or self.must_stay() < self.limit or self.spill or bool(page.address)
+            with self.trouble(trouble):
+                try:
+                    address = self.heap.fetch(page)
+                except (HostMemoryError, SnapshotError):
+                    assert trouble or not room
+                    continue
+            assert room
+            assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+            self.holds()
+
+    @precondition(lambda self: self.models[0] or self.models[1])
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        chunk = data.draw(st.sampled_from(sorted(self.model)))
-        self.store.drop(chunk)
-        del self.model[chunk]
-        self.store.drop(chunk)
+        which = data.draw(st.sampled_from([i for i in (0, 1) if self.models[i]]))
+        chunk = data.draw(st.sampled_from(sorted(self.models[which])))
+        self.stores[which].drop(chunk)
+        del self.models[which][chunk]
+        self.stores[which].drop(chunk)
 
-    @rule()
-    def clear(self) -> None:
-        self.store.clear()
-        self.model.clear()
+    @rule(which=st.integers(0, 1))
+    def clear(self, which: int) -> None:
+        self.stores[which].clear()
+        self.models[which].clear()
+
+    # --- what is always so
 
     @invariant()
     def holds(self) -> None:
-        assert set(self.store) == set(self.model)
-        assert self.store.host_bytes + self.store.spilled_bytes == len(self.model) * PAGE
+        live, heap = self.live(), self.heap
+        for store, model in zip(self.stores, self.models, strict=True):
+            assert {chunk: store.page(chunk) for chunk in store} == model
+        for page in live:
+            owners = sum(p is page for model in self.models for p in model.values())
+            assert page.holders == owners + self.held.count(page)
+            assert page.address or page.place != NOWHERE or page.source is not None, "an image is lost"
+            assert page.place == NOWHERE or not page.address, "a place in the file is wasted"
+            if page.address:
+                assert bytes(self.memory.view(page.address, PAGE)) == self.data[page]
+        assert set(heap._pages) == {page for page in live if page.address}
+        assert heap.host_bytes == sum(bool(page.address) for page in live) * PAGE
+        assert heap.spilled_bytes == sum(page.place != NOWHERE for page in live) * PAGE
+        places = [page.place for page in live if page.place != NOWHERE]
+        assert sorted([*places, *heap._free_places]) == list(range(heap._places))
         if self.limit is not None:
             assert self.memory.allocated <= self.limit * PAGE
-        for chunk, address in self.store._pages.items():
-            assert bytes(self.memory.view(address, PAGE)) == self.model[chunk]
 
     def teardown(self) -> None:
-        if hasattr(self, "store"):
-            for chunk, want in self.model.items():
-                assert self.store.bytes_of(chunk) == want
-            self.store.close()
+        if hasattr(self, "heap"):
+            for page in self.live():
+                assert self.heap.bytes_of(page) == self.data[page]
+            for page in self.held:
+                self.heap.release(page)
+            for store in self.stores:
+                store.clear()
+            assert self.heap.host_bytes == self.heap.spilled_bytes == 0
+            self.heap.close()
             assert not self.memory.slabs
 
 
 TestStore = StoreMachine.TestCase
+if not settings.get_current_profile_name().endswith("long"):
+    TestStore.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_fresh_memory_is_not_zero(memory: FakeHost) -> None:
