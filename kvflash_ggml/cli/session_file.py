@@ -11,7 +11,7 @@ from ..snapshot import codec
 from ..snapshot.container import Container
 from ..snapshot.source import FileSource
 from .snapshot_options import SnapshotOptions
-from .terminal import busy, note, stderr_is_terminal
+from .terminal import busy, note, size_text, stderr_is_terminal
 
 
 class SessionFile:
@@ -62,9 +62,7 @@ class SessionFile:
             size = llm.save_snapshot(self._path, compress=self._compress).result()
         seconds = time.perf_counter() - began
         self._saved = {"tokens": llm.n_tokens, "bytes": size, "seconds": round(seconds, 6)}
-        self._say(
-            f"kvflash: saved {llm.n_tokens} tokens to {self._path}: {size / (1 << 20):.1f} MiB in {seconds:.2f} s"
-        )
+        self._say(f"kvflash: saved {llm.n_tokens} tokens to {self._path}: {size_text(size)} in {seconds:.2f} s")
 
     def document(self) -> dict[str, Any] | None:
         """What was done, for machines; None without a file."""

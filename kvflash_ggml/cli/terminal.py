@@ -40,6 +40,14 @@ def end_answer(text: str, *, streamed: bool) -> None:
     click.echo("" if streamed else text, nl=bool(text) and not text.endswith("\n"))
 
 
+def size_text(size: int) -> str:
+    """Bytes for people: 55.9 MiB."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):.1f} {unit}"
+    return f"{size} bytes"
+
+
 @contextmanager
 def busy(text: str, *, shown: bool) -> Iterator[None]:
     """A line on stderr while something is done that cannot tell how far it is."""
