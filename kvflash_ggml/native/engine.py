@@ -196,7 +196,7 @@ class Engine:
 
     # --- state that is not pooled
 
-    def get_state(self) -> bytes:
+    def get_state(self) -> bytes | bytearray:
         """Recurrent state and sliding-window rings; empty for a plain cache."""
         size = lib.kvf_state_size(self._engine)
         if size == 0:
@@ -204,9 +204,9 @@ class Engine:
         data = bytearray(size)
         if lib.kvf_state_get(self._engine, ffi.from_buffer("uint8_t[]", data, require_writable=True), size) != size:
             raise SnapshotError("llama.cpp could not write the recurrent state")
-        return bytes(data)
+        return data
 
-    def set_state(self, data: bytes, length: int) -> None:
+    def set_state(self, data: bytes | bytearray, length: int) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         if lib.kvf_state_set(self._engine, ffi.from_buffer("uint8_t[]", data), len(data), length) != 0:
             raise SnapshotError("the recurrent state or sliding window does not fit this context and this text")

@@ -102,12 +102,12 @@ class Section:
     size: int
     checksum: int
 
-    def read(self) -> bytes:
+    def read(self) -> bytes | bytearray:
         """Its bytes. SnapshotError if they are damaged."""
         data = bytearray(self.size)
         self.source.read_into(self.offset, memoryview(data))
         self._compare(checksum(data, self.name))
-        return bytes(data)
+        return data
 
     def check(self) -> Iterator[int]:
         """Read it piece by piece and keep nothing; the size of each piece. SnapshotError at the end if damaged."""
