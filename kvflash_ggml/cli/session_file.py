@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..errors import SnapshotError
+from ..errors import SnapshotError, SnapshotMismatch
 from ..files import check_writable
 from ..snapshot import codec
 from ..snapshot.container import Container
@@ -46,8 +46,11 @@ class SessionFile:
         if self._path is None or not self._there:
             return
         began = time.perf_counter()
-        with busy(f"restoring {self._path}", shown=self._shows_work):
-            count = llm.load_snapshot(self._path)
+        try:
+            with busy(f"restoring {self._path}", shown=self._shows_work):
+                count = llm.load_snapshot(self._path)
+        except SnapshotMismatch as error:
+            raise SnapshotError(f"{error}: give another file with --snapshot, or delete this one") from error
         seconds = time.perf_counter() - began
         self._tokens = _tokens(llm)
         self._restored = {"tokens": count, "seconds": round(seconds, 6)}

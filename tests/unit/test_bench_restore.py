@@ -26,7 +26,7 @@ def row(*warm: Any) -> dict[str, Any]:
 
 
 def warm(restore_s: float, turn_s: float, answer: tuple[int, ...] = (1, 2, 3), logits: bytes = b"abc") -> Any:
-    return bench.Warm(restore_s=restore_s, turn_s=turn_s, answer=list(answer), logits=logits)
+    return bench.Warm(identify_s=restore_s / 2, restore_s=restore_s, turn_s=turn_s, answer=list(answer), logits=logits)
 
 
 def test_a_row_has_medians_and_ratios() -> None:
@@ -34,6 +34,7 @@ def test_a_row_has_medians_and_ratios() -> None:
     assert (it["restore_s"], it["question_s"], it["question_tps"]) == (0.2, 0.4, pytest.approx(160))
     assert it["warm_turn_s"] == pytest.approx(0.6)
     assert it["cold_turn_s"] == 12
+    assert it["identify_s"] == 0.1
     assert it["ratio"] == pytest.approx(20)
     assert it["read_tps"] == 100
     assert it["file_mib"] == 3
