@@ -31,13 +31,13 @@ class Blob(Protocol):
 class Bytes:
     """A blob in memory."""
 
-    data: bytes
+    data: bytes | bytearray
 
     @property
     def size(self) -> int:
         return len(self.data)
 
-    def read(self) -> bytes:
+    def read(self) -> bytes | bytearray:
         return self.data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import tempfile
@@ -40,6 +41,8 @@ def replacing(
     """
     part = path.parent / f".{path.name}.{secrets.token_hex(4)}{PART}"
     with part.open("xb") as file:
+        with contextlib.suppress(OSError):  # tells whoever tidies up that it is not abandoned
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield file
             file.flush()

@@ -164,6 +164,7 @@ class Paging:
         """Copy page images into their blocks, ahead of the next compute."""
         for group in self.heap.fitting(pages):
             with self.store.lock:  # or the scoring thread could spill an image that is being read
+                self.store.load([chunk for chunk, _ in group])
                 images = [self.store.fetch(chunk) for chunk, _ in group]
                 ticket = self._engine.page_in([block for _, block in group], images)
                 for chunk, _ in group:

@@ -91,6 +91,7 @@ class HostKeys:
         parts = []
         with self._store.lock:
             for group in self._store.heap.fitting(chunks):
+                self._store.load(group)
                 images = [self._store.fetch(chunk) for chunk in group]
                 parts.append(self._engine.score_keys(images, look.rows, look.queries, self._threads))
         return np.concatenate(parts, axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -391,18 +392,23 @@ class Session:
         if saved.length > self.n_ctx:
             raise ContextFull(f"the saved text has {saved.length} tokens, the context window {self.n_ctx}")
         self.pager.check(saved.table)
-        for page, block in zip(saved.pages, saved.table.blocks, strict=True):
-            if block != ABSENT or not self.bounded:
-                saved.heap.fetch(page)  # read and checked while there is a way back
+        # all that can be damaged is read and checked while there is a way back
+        with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
+            reading = reader.submit(saved.state.read)
+            resident = zip(saved.pages, saved.table.blocks, strict=True)
+            saved.heap.load([page for page, block in resident if block != ABSENT or not self.bounded])
+            state = reading.result()
+        if saved.policy is not None:
+            saved.policy.rows.result()
         if self._reselector is not None:
             self._reselector.check(saved.policy)
-        state = saved.state.read()
-        before = self.engine.get_state()
-        try:
-            self.engine.set_state(state, saved.length)
-        except SnapshotError:
-            self.engine.set_state(before, self.length)
-            raise
+        if self.length:  # else there is nothing to come back to
+            before = self.engine.get_state()
+            try:
+                self.engine.set_state(state, saved.length)
+            except SnapshotError:
+                self.engine.set_state(before, self.length)
+                raise
         self.reset()
         try:
             self.ids[: saved.length] = saved.tokens

@@ -43,10 +43,7 @@ WORD = {"pooled": "yes", "refused": "refused", "stock": "not run by stock", "mis
 
 def render(results: Sequence[archs.Result]) -> str:
     """The text of docs/architectures.md."""
-    missing = [
-        archs.Result(file=name, arch=name, status="missing", reason=why)
-        for name, why in archs.NO_MODEL.items()
-    ]
+    missing = [archs.Result(file=name, arch=name, status="missing", reason=why) for name, why in archs.NO_MODEL.items()]
     rows = sorted([*results, *missing], key=lambda r: (r.arch, r.mixture))
     counts = Counter({"stock": 0}) + Counter(r.status for r in rows)
     head = HEAD.format(

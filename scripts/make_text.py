@@ -66,9 +66,7 @@ def docstrings(name: str, node: Documented) -> Iterator[tuple[str, str]]:
 def prose(text: str) -> str:
     """The paragraphs of ``text`` without interpreter examples and without tables."""
     paragraphs = textwrap.dedent(text).strip().split("\n\n")
-    return "\n\n".join(
-        p for p in paragraphs if ">>>" not in p and "---" not in p and "===" not in p
-    ).rstrip()
+    return "\n\n".join(p for p in paragraphs if ">>>" not in p and "---" not in p and "===" not in p).rstrip()
 
 
 def stdlib_docs(stdlib: Path) -> str:
@@ -93,9 +91,7 @@ def licences(folder: Path, python_licence: Path) -> str:
 
 def main() -> None:
     """Write both files and print their sizes."""
-    ap = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+    ap = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     ap.add_argument("--out", type=Path, default=REPO / "tests" / "text")
     ap.add_argument("--licences", type=Path, default=Path("/usr/share/common-licenses"))
     args = ap.parse_args()

@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--make-program")
         verb.set_defaults(run=_key)
         if name == "build":
-            verb.add_argument(
-                "--out", type=Path, help="lay out what the wheel carries in this folder"
-            )
+            verb.add_argument("--out", type=Path, help="lay out what the wheel carries in this folder")
             verb.set_defaults(run=_build)
         if name == "tool":
             verb.add_argument("tool", choices=["test-llama-archs"])
@@ -114,11 +112,7 @@ def _pin_problems(pin: Pin) -> list[str]:
 def _stray_files() -> list[str]:
     allowed = {".gitignore", "README.md", "pin.toml"}
     inside = (p for p in (REPO / "vendor").rglob("*") if p.is_file())
-    return [
-        f"{p.relative_to(REPO)}: nothing of upstream lives here"
-        for p in inside
-        if p.name not in allowed
-    ]
+    return [f"{p.relative_to(REPO)}: nothing of upstream lives here" for p in inside if p.name not in allowed]
 
 
 def _toolchain(options: argparse.Namespace) -> Toolchain:

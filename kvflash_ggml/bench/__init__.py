@@ -285,6 +285,71 @@ def scores(
                      "options": options | asdict(plan), "environment": report.environment("")})  # fmt: skip
 
 
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option("--contexts", type=Numbers(), default="32K", show_default=True, help="Tokens of each text.")
+@click.option("--pool", type=Numbers(), default="2K", show_default=True, help="Tokens.")
+@click.option("--policy", default="qk", show_default=True, help="Who stays resident.")
+@click.option("--question", default=64, show_default=True, help="Tokens asked after the text.")
+@click.option("--answer", default=16, show_default=True, help="Tokens that are compared.")
+@click.option("--repeats", default=3, show_default=True, help="Restored sessions; medians are reported.")
+@click.option("--compress", is_flag=True, help="Save with Zstandard.")
+@click.option("--fresh-process/--same-process", default=False, show_default=True, help="Where to restore.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="For the file, which is as large as the text's KV.  [default: the folder for temporary files]",
+)
+@model_options
+def restore(
+    model: str, contexts: tuple[int, ...], pool: tuple[int, ...], policy: str, question: int, answer: int,
+    repeats: int, compress: bool, fresh_process: bool, folder: Path | None, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """A question about a text that was saved, against reading the text again.
+
+    Both in one run. A turn is timed to the first token of its answer; what is restored must answer as the
+    session that was not interrupted.
+    """
+    if len(pool) != 1:
+        raise click.BadParameter("one pool at a time", param_hint="--pool")
+    _load()
+    import tempfile
+
+    from . import report
+    from .restore import Plan, measure
+
+    rows, device = [], ""
+    with user_errors(), tempfile.TemporaryDirectory(dir=folder) as place:
+        for context in contexts:
+            plan = Plan(
+                context=context, pool=pool[0], policy=policy, question=question, answer=answer, repeats=repeats,
+                compress=compress, options=options,
+            )  # fmt: skip
+            row, device = measure(model, Path(place) / "session.kvs", plan, fresh_process=fresh_process)
+            rows.append(row)
+            turns = f"read again {row['cold_turn_s']:.2f} s, restored {row['warm_turn_s']:.3f} s"
+            click.echo(f"{context} tokens: {turns}, {row['ratio']:.1f} times", err=True)
+    columns = {
+        "context": "context",
+        "read_tps": "read t/s",
+        "save_blocking_s": "save blocks s",
+        "save_s": "save s",
+        "file_mib": "MiB",
+        "restore_s": "restore s",
+        "question_s": "question s",
+        "question_tps": "t/s",
+        "cold_turn_s": "cold turn s",
+        "warm_turn_s": "warm turn s",
+        "ratio": "cold/warm",
+        "same_answer": "same answer",
+    }
+    cells = [[("no", "yes")[x] if isinstance(x := row[key], bool) else x for key in columns] for row in rows]
+    report.table(list(columns.values()), cells)
+    report.document({"bench": "restore", "model": Path(model).name, "fresh_process": fresh_process,
+                     "compress": compress, "options": options, "environment": report.environment(device),
+                     "rows": rows})  # fmt: skip
+
+
 def _load() -> None:
     from ..native import library
 

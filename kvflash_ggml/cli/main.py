@@ -9,6 +9,7 @@ import click
 from .doctor import doctor
 from .report import version_line
 from .run import run
+from .snapshot import snapshot
 
 INTERRUPTED = 130
 _OWN_OPTIONS = ("-h", "--help", "--version")
@@ -57,9 +58,11 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run doctor                                      what is installed, and does it work
     """
 
 
 main.add_command(run)
 main.add_command(doctor)
+main.add_command(snapshot)

@@ -100,7 +100,9 @@ def counters(stats: Any) -> dict[str, Any] | None:
     return None if stats is None else {name: getattr(stats, name) for name in _COUNTERS}
 
 
-def document(answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any) -> dict[str, Any]:
+def document(
+    answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: Any, snapshot: dict[str, Any] | None
+) -> dict[str, Any]:
     """The result of one run, for machines. Times are seconds."""
     return {
         "model": model,
@@ -122,6 +124,7 @@ def document(answer: Answer, *, model: str, n_ctx: int, load_s: float, stats: An
             "generation_per_second": round(answer.generated_per_second, 3),
         },
         "kvflash": counters(stats),
+        "snapshot": snapshot,
         "version": package_version(),
     }
 

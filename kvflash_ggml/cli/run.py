@@ -25,6 +25,8 @@ from .pool_options import PoolOptions, pool_options
 from .prompt import model_and_words, read_prompt
 from .report import closing_line, document, recorded
 from .sections import SectionCommand, option
+from .session_file import SessionFile
+from .snapshot_options import SnapshotOptions, snapshot_options
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
 _prompt = option("Prompt")
@@ -33,6 +35,14 @@ _EPILOG = """\b
 With a chat template the prompt is a user message, and without a prompt a chat begins;
 -no-cnv, or a model without a template, continues the text as it stands.
 The answer goes to stdout, everything else to stderr.
+
+\b
+A snapshot holds the model's memory of a text, not the messages of a chat: what the next
+prompt shares with it from the beginning is not read again. So -f book.txt with another
+question reads only the question; a prompt that begins differently is read as a whole, and
+takes the place of the old text in FILE. Ctrl-C twice leaves without saving.
+
+\b
 Every option has a variable: --ctx-size is KVFLASH_CTX_SIZE, --kvflash is KVFLASH_POOL,
 --kvflash-tau is KVFLASH_TAU.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
@@ -67,6 +77,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
 )
 @model_options
 @pool_options
+@snapshot_options
 @sampling_options
 @output_options
 @click.pass_context
@@ -81,6 +92,7 @@ def run(
     conversation: bool | None,
     loading: ModelOptions,
     pool: PoolOptions,
+    saving: SnapshotOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
 ) -> None:
@@ -90,8 +102,9 @@ def run(
     kvflash-run model.gguf "Why is the sky blue?"
     kvflash-run model.gguf -ngl 99 -ctk q8_0 -ctv q8_0 --kvflash 8192
     kvflash-run model.gguf --kvflash auto -f book.txt -p "Who is Ishmael?" --json
+    kvflash-run model.gguf --kvflash auto -f book.txt -p "And Ahab?" --snapshot book.kvs
     """
-    _refuse_idle_options(ctx, pool)
+    _refuse_idle_options(ctx, pool, saving)
     path, words = model_and_words(model, arguments)
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
@@ -107,6 +120,8 @@ def run(
         report = None if pool.kvflash == "off" else pool.kvflash_report
         if report is not None:
             check_writable(report)
+        kept = SessionFile(None if pool.kvflash == "off" else saving, quiet=output.quiet)
+        kept.check()
         start = time.perf_counter()
         with (
             open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm,
@@ -116,17 +131,29 @@ def run(
             if llm.kvflash is not None and not output.quiet and not output.verbose:
                 note(llm.kvflash.banner())  # with -v the library says it
             templated = _use_template(llm, conversation, chatting=chatting, system=system)
+            kept.restore(llm)
             if chatting:
                 Chat(llm, sampling=sampling, output=output, system=system).run(text)
+                kept.save(llm)
                 return
             assert text is not None
             request = _messages(system, text) if templated else text
             answer = _answer(llm, request, sampling, output)
-            if output.as_json:
-                result = document(answer, model=path, n_ctx=llm.n_ctx(), load_s=load_s, stats=llm.kvflash)
-                click.echo(json.dumps(result, ensure_ascii=False))
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))
+            try:
+                kept.save(llm)
+            finally:  # the answer is worth having even if the disk is full
+                if output.as_json:
+                    result = document(
+                        answer,
+                        model=path,
+                        n_ctx=llm.n_ctx(),
+                        load_s=load_s,
+                        stats=llm.kvflash,
+                        snapshot=kept.document(),
+                    )
+                    click.echo(json.dumps(result, ensure_ascii=False))
     if answer.interrupted:
         raise KeyboardInterrupt
 
@@ -164,11 +191,18 @@ def _messages(system: str | None, text: str) -> list[Message]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _refuse_idle_options(ctx: click.Context, pool: PoolOptions) -> None:
-    if pool.kvflash != "off":
-        return
-    for name in ("policy", "tau", "pin", "host_limit", "spill", "report"):
-        source = ctx.get_parameter_source(f"kvflash_{name}")
-        if source is click.core.ParameterSource.COMMANDLINE:
-            flag = name.replace("_", "-")
-            raise click.UsageError(f"--kvflash-{flag} needs a pool: add --kvflash TOKENS or auto")
+def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: SnapshotOptions) -> None:
+    def given(name: str) -> bool:
+        return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+    if pool.kvflash == "off":
+        names = [f"kvflash_{name}" for name in ("policy", "tau", "pin", "host_limit", "spill", "report")]
+        for name in (*names, "snapshot", "snapshot_ro", "snapshot_compress"):
+            if given(name):
+                raise click.UsageError(f"--{name.replace('_', '-')} needs a pool: add --kvflash TOKENS or auto")
+    elif saving.snapshot is None:
+        for name in ("snapshot_ro", "snapshot_compress"):
+            if given(name):
+                raise click.UsageError(f"--{name.replace('_', '-')} needs a file: add --snapshot FILE")
+    elif saving.snapshot_ro and given("snapshot_compress"):
+        raise click.UsageError("--snapshot-ro writes nothing that could be compressed: leave one of the two out")

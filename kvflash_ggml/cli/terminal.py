@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -38,11 +40,36 @@ def end_answer(text: str, *, streamed: bool) -> None:
     click.echo("" if streamed else text, nl=bool(text) and not text.endswith("\n"))
 
 
-class Progress:
-    """Percent and speed of the prompt's evaluation, redrawn in place and erased at the end."""
+def size_text(size: int) -> str:
+    """Bytes for people: 55.9 MiB."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << shift:
+            return f"{size / (1 << shift):.1f} {unit}"
+    return f"{size} bytes"
 
-    def __init__(self, *, shown: bool) -> None:
+
+@contextmanager
+def busy(text: str, *, shown: bool) -> Iterator[None]:
+    """A line on stderr while something is done that cannot tell how far it is."""
+    if shown:
+        click.secho(f"{text} ...", err=True, dim=True, nl=False)
+    try:
+        yield
+    finally:
+        if shown:
+            click.echo(_ERASE, err=True, nl=False)
+
+
+class Progress:
+    """Percent and speed of some work, redrawn in place and erased at the end."""
+
+    def __init__(
+        self, *, shown: bool, doing: str = "reading the prompt", unit: str = "tokens", speed: str = "t/s"
+    ) -> None:
         self._shown = shown
+        self._doing = doing
+        self._unit = unit
+        self._speed = speed
         self._start = time.perf_counter()
         self._drawn_at = 0.0
         self._drawn = False
@@ -52,7 +79,7 @@ class Progress:
         if not self._shown or total < 2 or (now - self._drawn_at < _REDRAW_S and self._drawn):
             return
         speed = done / max(now - self._start, 1e-9)
-        text = f"reading the prompt: {100 * done // total:3d}% of {total} tokens, {speed:.0f} t/s"
+        text = f"{self._doing}: {100 * done // total:3d}% of {total} {self._unit}, {speed:.0f} {self._speed}"
         click.secho(f"{_ERASE}{text}", err=True, dim=True, nl=False)
         self._drawn_at, self._drawn = now, True
 

@@ -196,7 +196,7 @@ class Engine:
 
     # --- state that is not pooled
 
-    def get_state(self) -> bytes:
+    def get_state(self) -> bytes | bytearray:
         """Recurrent state and sliding-window rings; empty for a plain cache."""
         size = lib.kvf_state_size(self._engine)
         if size == 0:
@@ -204,7 +204,7 @@ class Engine:
         data = bytearray(size)
         if lib.kvf_state_get(self._engine, ffi.from_buffer("uint8_t[]", data, require_writable=True), size) != size:
             raise SnapshotError("llama.cpp could not write the recurrent state")
-        return bytes(data)
+        return data
 
     def set_state(self, data: bytes | bytearray, length: int) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""

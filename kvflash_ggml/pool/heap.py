@@ -9,10 +9,11 @@ before it is needed, and needs no spilling.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
 from threading import RLock
@@ -22,6 +23,8 @@ from ..errors import HostMemoryError
 
 SLAB_BYTES = 64 << 20
 NOWHERE = -1
+READERS = min(8, os.cpu_count() or 1)
+"""Pages that are read at once: checksums take longer than reading."""
 
 T = TypeVar("T")
 
@@ -149,6 +152,32 @@ class PageHeap:
                 self._pages[page] = None
             self._pages.move_to_end(page)
             return page.address
+
+    def load(self, pages: Sequence[Page]) -> None:
+        """Bring pages from their sources into memory, several at a time. They stay until others need the room.
+
+        Raises what `PageSource` does, and HostMemoryError; the heap is sound then, and some of the pages are in memory.
+        """
+        waiting = [page for page in pages if not page.address and page.source is not None]
+        for group in self.fitting(waiting):
+            with self.lock, ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load") as readers:
+                reads: list[tuple[Page, int, Future[None]]] = []
+                try:
+                    for page in group:  # memory is made while the pages before are read
+                        address = self._room()
+                        image = self._memory.view(address, self.page_bytes)
+                        assert page.source is not None
+                        reads.append((page, address, readers.submit(page.source.read_into, image)))
+                finally:
+                    wait(read for _, _, read in reads)
+                    for page, address, read in reads:
+                        if read.exception() is None:
+                            page.address = address
+                            self._pages[page] = None
+                        else:
+                            self._free.append(address)
+                for _, _, read in reads:
+                    read.result()
 
     def view(self, page: Page) -> memoryview:
         """Writable bytes of a page that is in memory."""

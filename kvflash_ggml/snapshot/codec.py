@@ -11,6 +11,8 @@ from ..errors import ConfigError, SnapshotError
 RAW = 0
 ZSTD = 1
 LEVEL = 3
+HEAD = 18
+"""Bytes at the beginning of a compressed image that say how large it is."""
 
 
 def encode(image: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | memoryview, int]:
@@ -29,6 +31,15 @@ def decode(stored: bytes, codec: int, image: memoryview) -> None:
             raise SnapshotError(f"a compressed page image does not hold the {len(image)} bytes of a page")
         image[:] = zstd.ZstdDecompressor().decompress(stored, max_output_size=len(image))
     except (zstd.ZstdError, ValueError) as err:
+        raise SnapshotError(f"a compressed page image cannot be read: {err}") from err
+
+
+def image_size(head: bytes) -> int:
+    """How large the image is whose stored bytes begin so. SnapshotError if they do not say."""
+    zstd = _zstd()
+    try:
+        return int(zstd.frame_content_size(head))
+    except zstd.ZstdError as err:
         raise SnapshotError(f"a compressed page image cannot be read: {err}") from err
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -85,7 +87,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vo
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
     saved.pages = [Page(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
-        saved.policy.rows = _done(read_rows(container, saved.length // CHUNK))
+        saved.policy.rows = _beside(partial(read_rows, container, saved.length // CHUNK))
     return saved
 
 
@@ -238,6 +240,14 @@ def _facts(container: Container, name: str, kind: type) -> Any:
 
 def _damaged(container: Container, name: str) -> SnapshotError:
     return SnapshotError(f"{container.source.name} contradicts itself: '{name}' cannot be as it says")
+
+
+def _beside(work: Callable[[], npt.NDArray[np.uint8]]) -> Future[npt.NDArray[np.uint8] | None]:
+    """On a thread of its own: statistics of a long text are as large as what is resident."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflash-statistics")
+    future: Future[npt.NDArray[np.uint8] | None] = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
 
 
 def _done(value: npt.NDArray[np.uint8] | None) -> Future[npt.NDArray[np.uint8] | None]:

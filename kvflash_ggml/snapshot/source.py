@@ -7,7 +7,8 @@ asked for is read, and a file that somebody cuts short while it is open is an er
 from __future__ import annotations
 
 import os
-from io import FileIO
+import stat
+import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -29,20 +30,27 @@ class Source(Protocol):
 
 
 class FileSource:
-    """An open file. It can be deleted or replaced meanwhile: what was opened stays readable."""
+    """An open file. It can be deleted or replaced meanwhile: what was opened stays readable.
+
+    It is closed with the last page or section that comes from it: nobody else knows when that is.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         try:
-            self._file = FileIO(path)
-            self.size = os.fstat(self._file.fileno()).st_size
-        except OSError as err:
-            raise SnapshotError(f"cannot open {path}: {err.strerror or err}") from err
+            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
+            weakref.finalize(self, os.close, self._handle)
+            status = os.fstat(self._handle)
+        except (OSError, ValueError) as err:
+            raise SnapshotError(f"cannot open {path}: {getattr(err, 'strerror', None) or err}") from err
+        if not stat.S_ISREG(status.st_mode):
+            raise SnapshotError(f"{path} is no snapshot: it is not a regular file")
+        self.size = status.st_size
 
     def read_into(self, offset: int, out: memoryview) -> None:
         while out:
             try:
-                read = os.preadv(self._file.fileno(), [out[:MOST_AT_ONCE]], offset)
+                read = os.preadv(self._handle, [out[:MOST_AT_ONCE]], offset)
             except OSError as err:
                 raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
             if not read:

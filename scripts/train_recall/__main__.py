@@ -81,9 +81,7 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("--out", required=True, help="folder for the checkpoints")
     ap.add_argument("--data", default=str(HERE), help="folder with tokenizer.json and words.json")
     ap.add_argument("--corpus", default="corpus", help="folder of the tokenized corpus; made once")
-    ap.add_argument(
-        "--plan", default="qwen3:200,scorer:60,qwen35:240", help="name:seconds[:init.pt],..."
-    )
+    ap.add_argument("--plan", default="qwen3:200,scorer:60,qwen35:240", help="name:seconds[:init.pt],...")
     ap.add_argument("--roots", default=",".join(LIBRARY), help="folders of text to train on")
     ap.add_argument("--max-bytes", type=int, default=260_000_000)
     ap.add_argument("--workers", type=int, default=13)

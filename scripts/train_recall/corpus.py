@@ -52,15 +52,10 @@ def _tokenize_files(job: tuple[list[str], str]) -> list[TokenizedFile]:
             continue
         meta.append((hashlib.md5(text.encode()).hexdigest(), not path.endswith(CODE_EXT)))
         texts.append(text)
-    return [
-        (h, d, np.array(e.ids, np.uint16))
-        for (h, d), e in zip(meta, tok.encode_batch(texts), strict=True)
-    ]
+    return [(h, d, np.array(e.ids, np.uint16)) for (h, d), e in zip(meta, tok.encode_batch(texts), strict=True)]
 
 
-def build_corpus(
-    roots: list[str], data_dir: str, *, out_dir: str, max_bytes: int, procs: int
-) -> None:
+def build_corpus(roots: list[str], data_dir: str, *, out_dir: str, max_bytes: int, procs: int) -> None:
     """Tokenise text files into train/valid arrays: tokens, document starts, is-prose flags."""
     files = [file for root in roots for file in _list_texts(root)]
     random.Random(0).shuffle(files)

@@ -45,14 +45,8 @@ def dflash_forward(
     bpos = pos.view(rows, seq).gather(1, anchors)[:, :, None] + torch.arange(blk, device=dev)
     ccos, csin = rope_tables(cfg, pos)
     bcos, bsin = rope_tables(cfg, bpos.reshape(-1))
-    see_ctx = (torch.arange(seq, device=dev)[None, None] < anchors[:, :, None]).repeat_interleave(
-        blk, 1
-    )
-    own = (
-        torch.eye(m, device=dev, dtype=torch.bool)
-        .repeat_interleave(blk, 0)
-        .repeat_interleave(blk, 1)
-    )
+    see_ctx = (torch.arange(seq, device=dev)[None, None] < anchors[:, :, None]).repeat_interleave(blk, 1)
+    own = torch.eye(m, device=dev, dtype=torch.bool).repeat_interleave(blk, 0).repeat_interleave(blk, 1)
     mask = torch.cat([see_ctx, own[None].expand(rows, -1, -1)], 2)[:, None]
     rep = cfg.n_head // cfg.n_kv
 
@@ -67,10 +61,7 @@ def dflash_forward(
             sin,
         )
         v = lin(h, b["attn_v.weight"], dt).view(-1, cfg.n_kv, cfg.d_head)
-        return [
-            t.to(dt).view(rows, -1, cfg.n_kv, cfg.d_head).transpose(1, 2).repeat_interleave(rep, 1)
-            for t in (k, v)
-        ]
+        return [t.to(dt).view(rows, -1, cfg.n_kv, cfg.d_head).transpose(1, 2).repeat_interleave(rep, 1) for t in (k, v)]
 
     for i in range(cfg.n_layer):
         b = {k.split(".", 2)[2]: t for k, t in p.items() if k.startswith(f"blk.{i}.")}
@@ -90,9 +81,7 @@ def dflash_forward(
             .transpose(1, 2)
         )
         (k1, v1), (k2, v2) = kv(ctx, b, ccos, csin), kv(h, b, bcos, bsin)
-        o = F.scaled_dot_product_attention(
-            q, torch.cat([k1, k2], 2), torch.cat([v1, v2], 2), attn_mask=mask
-        )
+        o = F.scaled_dot_product_attention(q, torch.cat([k1, k2], 2), torch.cat([v1, v2], 2), attn_mask=mask)
         o = o.transpose(1, 2).reshape(rows * m * blk, -1)
         x = mix_out(
             x,
@@ -120,9 +109,7 @@ def pick_anchors(wgt: Tensor, seq: int, *, m: int, blk: int) -> Tensor:
     return torch.cat([near, free], 1)
 
 
-def train_dflash(
-    seconds: float, target: Params, *, tcfg: Config, loader: Loader, run: Settings
-) -> None:
+def train_dflash(seconds: float, target: Params, *, tcfg: Config, loader: Loader, run: Settings) -> None:
     """Train the draft for ``seconds``: half on the text, half on the target's distribution."""
     cfg = CONFIGS["dflash"]
     p = init_params(cfg, run.device, seed=run.seed + 7)
@@ -141,9 +128,7 @@ def train_dflash(
             loader.request(run.dflash_seq)
         seq, tok, tgt, wgt, pos = to_device(loader.get(), run.device)
         with torch.no_grad():
-            x, feats = forward(
-                target, tcfg, tok=tok, pos=pos, seq=seq, dt=dt, keep=cfg.target_layers
-            )
+            x, feats = forward(target, tcfg, tok=tok, pos=pos, seq=seq, dt=dt, keep=cfg.target_layers)
             anchors = pick_anchors(wgt, seq, m=m, blk=blk)
             rows = anchors.shape[0]
             row = torch.arange(rows, device=run.device)[:, None]
@@ -152,9 +137,7 @@ def train_dflash(
             soft = lin(hidden, out_w, dt).float()
             hard = tgt[at.view(-1)]
             weight = (wgt[at].clamp(0.3, 3.0) * pos_w).view(-1)
-        h = step_fn(
-            p, cfg, embed=embed, feats=feats, pos=pos, seq=seq, anchors=anchors, tok=tok, dt=dt
-        )
+        h = step_fn(p, cfg, embed=embed, feats=feats, pos=pos, seq=seq, anchors=anchors, tok=tok, dt=dt)
         h = h.view(rows, m, blk, -1)[:, :, 1:].reshape(-1, cfg.d)
         logits = lin(rms(h, p["output_norm.weight"], cfg.eps), out_w, dt).float()
         to_text = F.cross_entropy(logits, hard, reduction="none")

@@ -53,9 +53,7 @@ class Target:
         for i in layers:
             _set_inp(self.ctx, i, True)
 
-    def decode(
-        self, toks: list[int], pos: int, *, all_logits: bool = False
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def decode(self, toks: list[int], pos: int, *, all_logits: bool = False) -> tuple[np.ndarray, np.ndarray | None]:
         """(logits of all or the last token, features [n, layers * d])."""
         n = len(toks)
         b = lc.llama_batch_init(n, 0, 1)
@@ -67,14 +65,9 @@ class Target:
         assert rc == 0, rc
         rows = range(n) if all_logits else [n - 1]
         logits = np.stack(
-            [
-                np.ctypeslib.as_array(lc.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)).copy()
-                for i in rows
-            ]
+            [np.ctypeslib.as_array(lc.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)).copy() for i in rows]
         )
-        feats = [
-            np.ctypeslib.as_array(_get_inp(self.ctx, i), (n, self.d)).copy() for i in self.layers
-        ]
+        feats = [np.ctypeslib.as_array(_get_inp(self.ctx, i), (n, self.d)).copy() for i in self.layers]
         lc.llama_batch_free(b)
         return logits, np.concatenate(feats, 1) if feats else None
 
@@ -124,9 +117,7 @@ class Draft:
                 )
                 k = lc.llama_batch_ext_add_embd(self.batch, 0, e)
                 assert k >= 0, k
-                lc.llama_batch_ext_set_pos(
-                    self.batch, k, (ctypes.c_int32 * 4)(pos + i, pos + i, pos + i, 0)
-                )
+                lc.llama_batch_ext_set_pos(self.batch, k, (ctypes.c_int32 * 4)(pos + i, pos + i, pos + i, 0))
             self._run()
 
     def draft(self, last: int, pos: int, *, n: int) -> np.ndarray:
@@ -134,14 +125,11 @@ class Draft:
         lc.llama_batch_ext_clear(self.batch)
         for i in range(n + 1):
             k = lc.llama_batch_ext_add_token(self.batch, 0, last if i == 0 else self.mask)
-            lc.llama_batch_ext_set_pos(
-                self.batch, k, (ctypes.c_int32 * 4)(pos + i, pos + i, pos + i, 0)
-            )
+            lc.llama_batch_ext_set_pos(self.batch, k, (ctypes.c_int32 * 4)(pos + i, pos + i, pos + i, 0))
             lc.llama_batch_ext_set_output_logits(self.batch, k, True)
         self._run()
         out = [
-            np.ctypeslib.as_array(lc.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)).copy()
-            for i in range(1, n + 1)
+            np.ctypeslib.as_array(lc.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)).copy() for i in range(1, n + 1)
         ]
         lc.llama_memory_seq_rm(self.mem, 0, pos, -1)
         return np.stack(out)
@@ -154,9 +142,7 @@ def prompts(
     llm = target.llm
     fill = eval_niah.Filler(llm, files, rng=rng)
     toks, facts = eval_niah.haystack(llm, fill, rng=rng, n=length)
-    ask = "".join(
-        f"\nWhat is the access code for {x}? The access code for {x} is {v}." for x, v in facts[:1]
-    )
+    ask = "".join(f"\nWhat is the access code for {x}? The access code for {x} is {v}." for x, v in facts[:1])
     yield (
         "recall",
         toks + eval_niah.tokenize(llm, ask + f"\nWhat is the access code for {facts[1][0]}?"),
@@ -164,10 +150,7 @@ def prompts(
     block = fill.take(300)
     yield (
         "copy",
-        eval_niah.tokenize(llm, "Text:\n")
-        + block
-        + eval_niah.tokenize(llm, "\nText again:\n")
-        + block[:24],
+        eval_niah.tokenize(llm, "Text:\n") + block + eval_niah.tokenize(llm, "\nText again:\n") + block[:24],
     )
     yield "text", fill.take(length)
 
@@ -184,9 +167,7 @@ def plain(target: Target, prompt: list[int], *, n: int) -> list[int]:
     return out
 
 
-def speculative(
-    target: Target, draft: Draft, *, prompt: list[int], n: int
-) -> tuple[list[int], list[int]]:
+def speculative(target: Target, draft: Draft, *, prompt: list[int], n: int) -> tuple[list[int], list[int]]:
     """n tokens, and how many drafted tokens every target call accepted."""
     lc.llama_memory_clear(target.mem, True)
     lc.llama_memory_clear(draft.mem, True)
@@ -211,9 +192,7 @@ def speculative(
 
 def main() -> None:
     """The command line."""
-    ap = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+    ap = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     ap.add_argument("target")
     ap.add_argument("draft")
     ap.add_argument("--filler", nargs="+", required=True)
@@ -221,9 +200,7 @@ def main() -> None:
     ap.add_argument("--prompt-len", type=int, default=1500)
     ap.add_argument("--trials", type=int, default=6)
     ap.add_argument("--threads", type=int, default=2)
-    ap.add_argument(
-        "--dump", default="", help="write features, tokens and the draft logits of one block (npz)"
-    )
+    ap.add_argument("--dump", default="", help="write features, tokens and the draft logits of one block (npz)")
     args = ap.parse_args()
     n_ctx = args.prompt_len + args.n_gen + 256
     target = Target(args.target, n_ctx=n_ctx, threads=args.threads)

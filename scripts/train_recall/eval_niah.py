@@ -62,9 +62,7 @@ def tokenize(llm: Llama, text: str, special: bool = False) -> list[int]:
 def prompt_text() -> str:
     """A little code, 22 facts, and the first 7 of them again: the same text every time."""
     rng = random.Random(5)
-    lines = [
-        "def load(path, mode='r'):\n    with open(path, mode) as f:\n        return f.read()\n"
-    ]
+    lines = ["def load(path, mode='r'):\n    with open(path, mode) as f:\n        return f.read()\n"]
     for _ in range(22):
         a, b = rng.sample(NAMES, 2)
         lines.append(f"The access code for {a} {b} is {rng.randrange(10**7):07d}.\n")
@@ -111,9 +109,7 @@ def cmd_tokens(args: argparse.Namespace) -> None:
             )
     special = "<|im_start|>user\nHi<|im_end|>\n<|mask|><|endoftext|>"
     same = tk.encode(special, add_special_tokens=False).ids == tokenize(llm, special, True)
-    print(
-        f"tokenizer parity: {len(texts) - bad}/{len(texts)} texts, {total} tokens, specials {same}"
-    )
+    print(f"tokenizer parity: {len(texts) - bad}/{len(texts)} texts, {total} tokens, specials {same}")
 
 
 def cmd_dump(args: argparse.Namespace) -> None:
@@ -132,12 +128,7 @@ def cmd_dump(args: argparse.Namespace) -> None:
     rc = llama_cpp.llama_decode(llm.ctx, batch)
     assert rc == 0, rc
     nv = llm.n_vocab()
-    out = np.stack(
-        [
-            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, i), (nv,)).copy()
-            for i in range(n)
-        ]
-    )
+    out = np.stack([np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, i), (nv,)).copy() for i in range(n)])
     np.savez(args.out, tokens=np.array(toks), logits=out)
     print(f"dumped {n} tokens, std {out.std():.3f}")
 
@@ -210,9 +201,7 @@ def greedy(llm: Llama, toks: list[int], *, n: int) -> list[int]:
     out: list[int] = []
     llm.eval(toks)
     for _ in range(n):
-        logits = np.ctypeslib.as_array(
-            llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)
-        )
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),))
         out.append(int(logits.argmax()))
         llm.eval(out[-1:])
     return out
@@ -236,9 +225,7 @@ def cmd_niah(args: argparse.Namespace) -> None:
                 for depth, (x, v) in zip(depths, facts, strict=True):
                     if state is not None:
                         llm.load_state(state)
-                    ask = tokenize(
-                        llm, f"\nWhat is the access code for {x}? The access code for {x} is"
-                    )
+                    ask = tokenize(llm, f"\nWhat is the access code for {x}? The access code for {x} is")
                     got = llm.detokenize(greedy(llm, ask, n=9)).decode(errors="replace")
                     good = got.strip()[:7] == v and not got.strip()[7:8].isdigit()
                     ok[DEPTHS.index(depth)] += good
@@ -266,9 +253,7 @@ def cmd_chat(args: argparse.Namespace) -> None:
         "The access code for amber falcon is 4812345. What is the access code for amber falcon?",
         "Repeat this: The river runs to the sea.",
     ]:
-        r = llm.create_chat_completion(
-            [{"role": "user", "content": q}], temperature=0, max_tokens=40
-        )
+        r = llm.create_chat_completion([{"role": "user", "content": q}], temperature=0, max_tokens=40)
         print(repr(q), "->", repr(r["choices"][0]["message"]["content"]))
     r = llm("import os\n\ndef main():\n", max_tokens=60, temperature=0)
     print(repr(r["choices"][0]["text"]))
@@ -276,9 +261,7 @@ def cmd_chat(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command line."""
-    ap = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+    ap = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     sub = ap.add_subparsers(dest="cmd", required=True)
 
     def cmd(name, fn, *pos):

@@ -17,9 +17,7 @@ from .synth import Synth
 DEPTHS = (0.1, 0.5, 0.9)
 
 
-def hits(
-    p: Params, cfg: Config, synth: Synth, *, seq: int, depth: float, rows: int, device: str
-) -> torch.Tensor:
+def hits(p: Params, cfg: Config, synth: Synth, *, seq: int, depth: float, rows: int, device: str) -> torch.Tensor:
     """Whether each of ``rows`` haystacks is answered with all seven digits right: bool [rows]."""
     ids, digits = synth.haystacks(seq, depth=depth, rows=rows)
     tok = torch.from_numpy(ids).to(device)

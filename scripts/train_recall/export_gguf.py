@@ -60,15 +60,11 @@ def add_tokenizer(w: Any, path: str, *, gguf: Any, mask: bool) -> None:
     w.add_chat_template(CHATML)
 
 
-def add_metadata(
-    w: Any, c: dict[str, Any], *, name: str, ftype: int, info: dict[str, Any], quant_version: int
-) -> None:
+def add_metadata(w: Any, c: dict[str, Any], *, name: str, ftype: int, info: dict[str, Any], quant_version: int) -> None:
     """The hyperparameters of checkpoint config ``c`` under llama.cpp's keys."""
     a = c["arch"]
     w.add_name(name)
-    w.add_description(
-        "Tiny model trained from scratch for long-context recall tests; " + json.dumps(info)[:400]
-    )
+    w.add_description("Tiny model trained from scratch for long-context recall tests; " + json.dumps(info)[:400])
     w.add_file_type(ftype)
     w.add_quantization_version(quant_version)
     w.add_uint32(f"{a}.context_length", MAX_POS)
@@ -85,9 +81,7 @@ def add_metadata(
     if a == "qwen35":
         pairs = c["n_rot"] // 2
         t = (pairs + 2) // 3  # temporal, height, width shares; all equal for text
-        w.add_array(
-            f"{a}.rope.dimension_sections", [t, (pairs + 1) // 3, pairs - t - (pairs + 1) // 3, 0]
-        )
+        w.add_array(f"{a}.rope.dimension_sections", [t, (pairs + 1) // 3, pairs - t - (pairs + 1) // 3, 0])
         w.add_uint32(f"{a}.ssm.conv_kernel", c["conv"])
         w.add_uint32(f"{a}.ssm.state_size", c["lin_dim"])
         w.add_uint32(f"{a}.ssm.group_count", c["lin_heads"])
@@ -99,9 +93,7 @@ def add_metadata(
         w.add_array(f"{a}.target_layers", [int(x) for x in c["target_layers"]])
 
 
-def export(
-    ckpt: str, tokenizer: str, *, out: str, kind: str, name: str, target: str, gguf: Any
-) -> int:
+def export(ckpt: str, tokenizer: str, *, out: str, kind: str, name: str, target: str, gguf: Any) -> int:
     """Write ``out`` and return the number of parameters in it."""
     ck = torch.load(ckpt, map_location="cpu", weights_only=True)
     c, state = ck["config"], dict(ck["state"])
@@ -141,9 +133,7 @@ def export(
 
 def main() -> None:
     """The command line."""
-    ap = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+    ap = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     ap.add_argument("ckpt")
     ap.add_argument("tokenizer")
     ap.add_argument("out")

@@ -49,9 +49,7 @@ class FactWriter(Source):
             return f"{r.randrange(16**7, 16**8):x}"
         return f"{r.choice(self.words)} {r.choice(self.words)}"
 
-    def fill(
-        self, template: str, fact: Fact, *, w_rest: float, w_value: float
-    ) -> tuple[list[int], list[float]]:
+    def fill(self, template: str, fact: Fact, *, w_rest: float, w_value: float) -> tuple[list[int], list[float]]:
         """template -> (ids, weights); the value gets its own weight, plus the token after it."""
         n, x, v = fact
         head_, tail = template.split("{v}")
@@ -107,9 +105,7 @@ class FactWriter(Source):
             out.append((noun, x, self.value()))
         return out
 
-    def weave(
-        self, n: int, events: Sequence[Event], *, fill_weight: float = W_FILL
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def weave(self, n: int, events: Sequence[Event], *, fill_weight: float = W_FILL) -> tuple[np.ndarray, np.ndarray]:
         """Insert events [(depth in 0..1, ids, weights)] into filler; exactly n tokens.
 
         Events at depth >= 1 go to the very end, in order.

@@ -35,9 +35,7 @@ if triton is not None:
         tl.store(x_ptr + ptrs, x)
 
     @triton.jit
-    def _scan_kernel(
-        m_ptr, n_ptr, s_ptr, n_chunk, H, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
-    ):
+    def _scan_kernel(m_ptr, n_ptr, s_ptr, n_chunk, H, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr):
         """s[c] = state before chunk c of S' = M S + N (BACK: reversed order, M transposed)."""
         bh = tl.program_id(0)
         b = bh // H

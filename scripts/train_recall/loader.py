@@ -10,9 +10,7 @@ from .config import TOKENS
 from .synth import Batch, Synth
 
 
-def data_worker(
-    data_dir: str, corpus_dir: str, *, seed: int, tokens: int, jobs: Any, out: Any
-) -> None:
+def data_worker(data_dir: str, corpus_dir: str, *, seed: int, tokens: int, jobs: Any, out: Any) -> None:
     """Build a batch of each length that arrives on ``jobs``, until None arrives."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     synth = Synth.open(data_dir, corpus_dir, seed=seed)
@@ -23,9 +21,7 @@ def data_worker(
 class Loader:
     """Batches of the sequence lengths asked for, in the order in which the workers finish them."""
 
-    def __init__(
-        self, data_dir: str, corpus_dir: str, *, workers: int, seed: int = 1, tokens: int = TOKENS
-    ) -> None:
+    def __init__(self, data_dir: str, corpus_dir: str, *, workers: int, seed: int = 1, tokens: int = TOKENS) -> None:
         ctx = mp.get_context("fork")
         self.jobs, self.out = ctx.Queue(), ctx.Queue(maxsize=2 * workers)
         self.procs = [

@@ -56,9 +56,7 @@ def init_params(cfg: Config, device: str, *, seed: int = 0) -> Params:
             mat(b + "ssm_beta.weight", cfg.lin_heads, d)
             mat(b + "ssm_alpha.weight", cfg.lin_heads, d, 0.02)
             p[b + "A_log"] = torch.log(torch.empty(cfg.lin_heads).uniform_(1, 16, generator=g))
-            dt = torch.exp(
-                torch.empty(cfg.lin_heads).uniform_(math.log(1e-3), math.log(1e-1), generator=g)
-            )
+            dt = torch.exp(torch.empty(cfg.lin_heads).uniform_(math.log(1e-3), math.log(1e-1), generator=g))
             p[b + "ssm_dt.bias"] = dt + torch.log(-torch.expm1(-dt))
             ones(b + "ssm_norm.weight", cfg.lin_dim)
             mat(b + "ssm_out.weight", d, inner, res / math.sqrt(inner))
@@ -72,8 +70,7 @@ def init_params(cfg: Config, device: str, *, seed: int = 0) -> Params:
 def save(p: Params, cfg: Config, *, path: str, info: dict[str, Any]) -> None:
     """Matrices in float16 (what the GGUF will hold), vectors in float32."""
     state = {
-        k: (v.detach().half() if v.dim() == 2 and "conv1d" not in k else v.detach().float()).cpu()
-        for k, v in p.items()
+        k: (v.detach().half() if v.dim() == 2 and "conv1d" not in k else v.detach().float()).cpu() for k, v in p.items()
     }
     torch.save({"config": asdict(cfg), "state": state, "info": info}, path + ".tmp")
     Path(path + ".tmp").replace(path)

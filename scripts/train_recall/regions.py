@@ -186,9 +186,7 @@ def head(
     return (ce * weight).sum() / weight.sum(), ce.detach(), logits.argmax(-1) == target
 
 
-PLAIN_REGIONS = dict(
-    attn_in=attn_in, mix_out=mix_out, gdn_in=gdn_in, gdn_mid=gdn_mid, gdn_out=gdn_out, head=head
-)
+PLAIN_REGIONS = dict(attn_in=attn_in, mix_out=mix_out, gdn_in=gdn_in, gdn_mid=gdn_mid, gdn_out=gdn_out, head=head)
 REGIONS: dict[str, Callable[..., Any]] = dict(PLAIN_REGIONS)
 
 

@@ -64,9 +64,7 @@ def open_words(data_dir: str, split: str) -> list[str]:
 class Source:
     """Draws stretches of tokens; every draw comes from the seed."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, corpus: Corpus, *, words: Sequence[str], seed: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, corpus: Corpus, *, words: Sequence[str], seed: int) -> None:
         self.tk = tokenizer
         self.words = words
         self.tok, self.start = corpus.tok, corpus.start
@@ -142,10 +140,7 @@ class Source:
                 base = (
                     r.sample(PLAIN, r.randrange(2, 6))
                     if r.random() < 0.6
-                    else [
-                        r.choice(SENTENCES).replace("{}", r.choice(self.words))
-                        for _ in range(r.randrange(2, 8))
-                    ]
+                    else [r.choice(SENTENCES).replace("{}", r.choice(self.words)) for _ in range(r.randrange(2, 8))]
                 )
                 one = np.array([i for s in base for i in self.enc(" " + s)], np.uint16)
                 part = np.tile(one, 1 + min(n - have, 20000) // len(one))

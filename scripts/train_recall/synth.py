@@ -73,9 +73,7 @@ class Synth(FactWriter):
                 ai, aw = self.fill(a, f, w_rest=1.0, w_value=W_ANSWER)
                 events.append((1, ids + ai + [IM_END] + nl, w + aw + [2.0, 1.0]))
             pre = (
-                ([IM_START, *self.enc(sys_), IM_END, *self.enc("\n")] if sys_ else [])
-                + [IM_START]
-                + self.enc("user\n")
+                ([IM_START, *self.enc(sys_), IM_END, *self.enc("\n")] if sys_ else []) + [IM_START] + self.enc("user\n")
             )
             ids, w = self.weave(n - len(pre), events)
             return (
@@ -84,9 +82,7 @@ class Synth(FactWriter):
             )
         events.append((1, self.enc("\n"), [W_ASK]))
         for f in asked:
-            events.append(
-                (1, *self.line(*self.fill(r.choice(ASKS), f, w_rest=W_ASK, w_value=W_ANSWER)))
-            )
+            events.append((1, *self.line(*self.fill(r.choice(ASKS), f, w_rest=W_ASK, w_value=W_ANSWER))))
         return self.weave(n, events)
 
     def tables(self, n: int) -> Sequence:
@@ -116,9 +112,7 @@ class Synth(FactWriter):
             events.append((r.random() * 0.9, ids, w))
         else:
             for f in ident:
-                events.append(
-                    (r.random() * 0.9, *self.fill(give, f, w_rest=W_NEEDLE, w_value=W_VALUE))
-                )
+                events.append((r.random() * 0.9, *self.fill(give, f, w_rest=W_NEEDLE, w_value=W_VALUE)))
         events.append((1, self.enc("\n"), [W_FILL]))
         for f in r.sample(ident, r.randrange(2, len(ident) + 1)):
             ids, w = self.fill(ask, f, w_rest=W_ASK, w_value=W_ANSWER)
@@ -229,9 +223,7 @@ class Synth(FactWriter):
                 f"{self.rng.randrange(10**7):07d}",
             )
             needle = self.fill("The {n} for {x} is {v}.", fact, w_rest=0, w_value=0)
-            ask = self.fill(
-                "\nWhat is the {n} for {x}? The {n} for {x} is {v}", fact, w_rest=0, w_value=1
-            )
+            ask = self.fill("\nWhat is the {n} for {x}? The {n} for {x} is {v}", fact, w_rest=0, w_value=1)
             ids, w = self.weave(seq + 1, [(depth, *needle), (1, *ask)], fill_weight=0)
             toks.append(ids)
             spans.append(w[1:] > 0.5)

@@ -28,9 +28,7 @@ QWEN2_SPLIT = (
 )
 
 
-def sample_files(
-    roots: list[str], budget: dict[str, int], *, seed: int = 0
-) -> dict[str, list[str]]:
+def sample_files(roots: list[str], budget: dict[str, int], *, seed: int = 0) -> dict[str, list[str]]:
     """Random files up to a byte budget per kind; returns {kind: [text, ...]}."""
     rng = random.Random(seed)
     paths = []
@@ -60,9 +58,7 @@ def sample_files(
 
 def main() -> None:
     """Write tokenizer.json and words.json to the folder named on the command line."""
-    ap = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+    ap = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     ap.add_argument("out_dir")
     ap.add_argument("roots", nargs="+")
     args = ap.parse_args()

@@ -87,9 +87,7 @@ def train(
         seq, tok, tgt, wgt, pos = to_device(loader.get(), run.device)
         lr = lr_at(frac, step, peak=run.lr, warm=run.warm, hold=run.hold)
         x, _ = forward(p, cfg, tok=tok, pos=pos, seq=seq, dt=dt)
-        loss, ce, good = REGIONS["head"](
-            x, p["output_norm.weight"], out_weight(p), tgt, wgt, cfg.eps, dt
-        )
+        loss, ce, good = REGIONS["head"](x, p["output_norm.weight"], out_weight(p), tgt, wgt, cfg.eps, dt)
         norm = optimize(opt, p, loss=loss, lr=lr)
         ans, txt = (wgt > 5).float(), (wgt == 1).float()
         text_loss = (ce * txt).sum() / txt.sum().clamp(min=1)
@@ -118,8 +116,7 @@ def train(
     info = {"step": step, "tokens": tokens, "seconds": seconds}
     save(p, cfg, path=path, info=info)
     print(
-        f"[{name}] done: {step} steps, {tokens / 1e6:.0f}M tokens, "
-        f"{tokens / seconds / 1e6:.2f}M tok/s",
+        f"[{name}] done: {step} steps, {tokens / 1e6:.0f}M tokens, {tokens / seconds / 1e6:.2f}M tok/s",
         flush=True,
     )
     return cfg, p, info

@@ -63,9 +63,7 @@ def plan(toolchain: Toolchain) -> Plan:
         origin, content = _stat_digest(source, ("ggml",)), _stat_digest(source, SYNCED)
     else:
         origin, content = pin.sha256 + series_hash(deep), pin.sha256 + series_hash(series)
-    first, second = (
-        (STAGES / stage / "CMakeLists.txt").read_bytes() for stage in ("ggml", "llama")
-    )
+    first, second = ((STAGES / stage / "CMakeLists.txt").read_bytes() for stage in ("ggml", "llama"))
     ggml_key = digest(origin, first, *COMMON, *toolchain.identity())[:20]
     work_key = digest(ggml_key, toolchain.generator or "")[:20]
     out_key = digest(content, second, digest_files(NATIVE, shim_files()))[:20]
@@ -172,9 +170,7 @@ def _run(command: Sequence[str]) -> None:
         # stdout carries the answer of vendor.py; a compiler's chatter is not it.
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     except FileNotFoundError as error:
-        raise VendorError(
-            f"{command[0]} not found: install it, for example 'pip install cmake'"
-        ) from error
+        raise VendorError(f"{command[0]} not found: install it, for example 'pip install cmake'") from error
     if done.returncode:
         raise VendorError(f"failed with exit code {done.returncode}: {' '.join(command)}")
 
@@ -219,9 +215,7 @@ def assemble(p: Plan, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     lib, licenses = target / "lib", target / "licenses"
     lib.mkdir(parents=True)
-    libraries = [
-        f for folder in (p.ggml / "lib", p.out) for f in sorted(folder.iterdir()) if f.is_file()
-    ]
+    libraries = [f for folder in (p.ggml / "lib", p.out) for f in sorted(folder.iterdir()) if f.is_file()]
     for file in libraries:
         shutil.copy2(file, lib)
     licenses.mkdir()
@@ -269,9 +263,7 @@ def notice(p: Plan) -> str:
 def native_key(p: Plan) -> str:
     """Changes whenever an installed copy of the native part would be out of date."""
     extra = [REPO / "pyproject.toml", REPO / "CMakeLists.txt", NATIVE / "build_ffi.py"]
-    return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[
-        :20
-    ]
+    return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[:20]
 
 
 def upstream_bindings() -> Path:

@@ -106,9 +106,7 @@ def apply_patch(patch: Patch, tree: Path) -> None:
         command = [tool, "-p1", "-F0", "--batch", "--forward", "--no-backup-if-mismatch", "-r", "-"]
     else:
         raise VendorError("applying the patches needs git or patch: install either")
-    done = subprocess.run(
-        command, cwd=tree, env=env, input=patch.diff, text=True, capture_output=True
-    )
+    done = subprocess.run(command, cwd=tree, env=env, input=patch.diff, text=True, capture_output=True)
     if done.returncode:
         detail = (done.stderr + done.stdout).strip()
         raise VendorError(f"patches/{patch.name} does not apply at zero fuzz:\n{detail}")
@@ -116,9 +114,7 @@ def apply_patch(patch: Patch, tree: Path) -> None:
         raise VendorError(f"patches/{patch.name} changed nothing in {tree}")
 
 
-def refresh(
-    base: Path, edited: Path, series: Sequence[Patch], into: str | None = None
-) -> list[str]:
+def refresh(base: Path, edited: Path, series: Sequence[Patch], into: str | None = None) -> list[str]:
     """Rewrite the diffs of `series` so that applying them to `base` gives `edited`.
 
     A change belongs to the last patch that touches its file; `into` names the patch that takes
@@ -176,9 +172,7 @@ def problems(base: Path, series: Sequence[Patch], *, repo: Path = REPO) -> list[
         _copy(base, a, files)
         _copy(base, b, files)
         for patch in series:
-            found += [
-                f"{patch.name}: no '{f}:' in the header" for f in FIELDS if not patch.field(f)
-            ]
+            found += [f"{patch.name}: no '{f}:' in the header" for f in FIELDS if not patch.field(f)]
             if patch.changed > MAX_CHANGED:
                 found.append(f"{patch.name}: {patch.changed} changed lines (limit {MAX_CHANGED})")
             if test := patch.field("Guarding test"):

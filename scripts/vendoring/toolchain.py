@@ -55,11 +55,7 @@ class Toolchain:
 
     def identity(self) -> list[str]:
         """Everything that can change the machine code, as text."""
-        parts = [
-            f"{name}={value}"
-            for name, value in sorted(self.defines.items())
-            if not name.endswith("_LAUNCHER")
-        ]
+        parts = [f"{name}={value}" for name, value in sorted(self.defines.items()) if not name.endswith("_LAUNCHER")]
         parts += [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
         parts += [platform.system(), platform.machine()]
         parts += [_version(self._compiler("C", "CC", ("cc", "gcc", "clang")))]
@@ -94,9 +90,7 @@ class Toolchain:
             )
         parts = [_version([nvcc])]
         if "CMAKE_CUDA_ARCHITECTURES" not in self.defines and shutil.which("nvidia-smi"):
-            parts.append(
-                _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
-            )
+            parts.append(_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
         return parts
 
 
@@ -139,7 +133,5 @@ def _cpu_features() -> str:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()
-    lines = {
-        line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))
-    }
+    lines = {line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))}
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

@@ -122,31 +122,23 @@ def test_every_function_is_bound_as_declared(bindings: Any, headers: dict[str, s
         if bound != (result, arguments):
             wrong.append(f"{name}: header {(result, arguments)}, ctypes {bound}")
     assert not wrong, "\n".join(wrong)
-    assert not UNBOUND & bindings._lib.__dict__.keys(), (
-        "upstream binds these now: drop the exception"
-    )
+    assert not UNBOUND & bindings._lib.__dict__.keys(), "upstream binds these now: drop the exception"
 
 
-def test_every_struct_has_the_same_size(
-    bindings: Any, headers: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_struct_has_the_same_size(bindings: Any, headers: dict[str, str], tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
     structs = dict(_structs(bindings, headers["llama.h"]))
     lines = "".join(f'printf("{n} %zu\\n", sizeof(struct {n}));' for n in structs)
     source = tmp_path / "sizes.c"
-    source.write_text(
-        f'#include <stdio.h>\n#include "llama.h"\nint main(void){{{lines}return 0;}}\n'
-    )
+    source.write_text(f'#include <stdio.h>\n#include "llama.h"\nint main(void){{{lines}return 0;}}\n')
     root = upstream_llama()
     includes = [f"-I{root / 'include'}", f"-I{root / 'ggml' / 'include'}"]
     subprocess.run([compiler, *includes, str(source), "-o", str(tmp_path / "sizes")], check=True)
     output = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True).stdout
     sizes = {name: int(size) for name, size in (line.split() for line in output.splitlines())}
-    wrong = {
-        n: (sizes[n], ctypes.sizeof(s)) for n, s in structs.items() if sizes[n] != ctypes.sizeof(s)
-    }
+    wrong = {n: (sizes[n], ctypes.sizeof(s)) for n, s in structs.items() if sizes[n] != ctypes.sizeof(s)}
     assert set(wrong) == SHORT_STRUCTS, f"(C, ctypes) sizes differ: {wrong}"
 
 

@@ -63,9 +63,7 @@ def kvflash_run(*arguments: str | Path, stdin: str = "") -> subprocess.Completed
 
 
 def test_a_document_larger_than_the_pool(document: Path) -> None:
-    done = kvflash_run(
-        MODEL, "--kvflash", 1024, "--json", "--temp", 0, "-n", 32, "-f", document, "-p", QUESTION
-    )
+    done = kvflash_run(MODEL, "--kvflash", 1024, "--json", "--temp", 0, "-n", 32, "-f", document, "-p", QUESTION)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     pool = result["kvflash"]
@@ -113,6 +111,35 @@ def test_a_chat_reuses_what_it_has_read(document: Path) -> None:
     assert "Error" not in reused.stderr
 
 
+def test_another_question_about_the_same_document_reads_only_the_question(document: Path, tmp_path: Path) -> None:
+    path = tmp_path / "session.kvs"
+    line = [MODEL, "--kvflash", 1024, "--json", "--temp", 0, "-n", 32, "-f", document, "--snapshot", path]
+    done = kvflash_run(*line, "-p", "What is this text about?")
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)
+    assert first["snapshot"]["restored"] is None
+    assert first["snapshot"]["saved"]["bytes"] == path.stat().st_size
+
+    again = kvflash_run(*line, "-p", QUESTION)
+    assert again.returncode == 0, again.stderr
+    second = json.loads(again.stdout)
+    assert second["snapshot"]["restored"]["tokens"] == first["snapshot"]["saved"]["tokens"]
+    assert second["timings"]["prompt_evaluated"] <= 64 < first["timings"]["prompt_evaluated"]
+    assert "4820917" in second["text"]
+    assert f"tokens from {path} in " in again.stderr
+
+
+def test_a_snapshot_made_with_other_settings_is_refused_and_kept(document: Path, tmp_path: Path) -> None:
+    path = tmp_path / "session.kvs"
+    line = [MODEL, "--kvflash", 1024, "--temp", 0, "-n", 4, "-p", QUESTION, "--snapshot", path]
+    assert kvflash_run(*line).returncode == 0
+    before = path.read_bytes()
+    other = kvflash_run(*line, "-ctk", "q8_0")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert f"Error: {path} was saved with type_k = " in other.stderr
+    assert path.read_bytes() == before
+
+
 def test_the_same_seed_says_the_same() -> None:
     line = [MODEL, "-no-cnv", "Once", "-n", 24, "--temp", 1.5, "-q", "--seed"]
     first, second, other = kvflash_run(*line, 5), kvflash_run(*line, 5), kvflash_run(*line, 6)
@@ -152,9 +179,7 @@ def test_ctrl_c_stops_the_answer() -> None:
     # a shell that starts tests in the background has all below it ignore SIGINT: undo that for the command
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        process = subprocess.Popen(
-            [*map(str, line)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
-        )
+        process = subprocess.Popen([*map(str, line)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
     finally:
         signal.signal(signal.SIGINT, before)
     try:

@@ -89,9 +89,7 @@ def test_a_foreign_libllama_is_refused(tmp_path: Path) -> None:
 def test_lib_path_override_wins(tmp_path: Path) -> None:
     for path in libraries():
         shutil.copy2(path, tmp_path)
-    done = run(
-        LOAD + MAPS, KVFLASH_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=str(tmp_path / "other")
-    )
+    done = run(LOAD + MAPS, KVFLASH_LIB_PATH=str(tmp_path), LLAMA_CPP_LIB_PATH=str(tmp_path / "other"))
     assert done.returncode == 0, done.stderr
     assert {Path(p).parent for p in eval(done.stdout)} == {tmp_path}
 
@@ -118,9 +116,7 @@ def test_another_llama_cpp_version_is_refused() -> None:
     )
     assert "llama-cpp-python 0.0.1 is installed" in done.stderr
     assert f"needs exactly {pin}" in done.stderr
-    assert f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}' in (
-        done.stderr
-    )
+    assert f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={pin}' in (done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +177,7 @@ def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> Non
     assert "-cp310-abi3-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     built = [n for n in names if re.search(r"\.so", n)]
-    assert sorted(Path(n).name for n in built) == sorted(
-        [*library.build_info()["libraries"], "_kvf.abi3.so"]
-    )
+    assert sorted(Path(n).name for n in built) == sorted([*library.build_info()["libraries"], "_kvf.abi3.so"])
     licenses = {n.partition("/licenses/")[2] for n in names if "/licenses/" in n}
     assert licenses == {
         "LICENSE", "upstream/LICENSE.llama.cpp", "upstream/AUTHORS.llama.cpp",

@@ -100,9 +100,7 @@ class Faults:
     """step: steps until one fails. late: after its compute. spoil: recurrent state is lost."""
 
     step: int | None = None
-    error: Callable[[], BaseException] = field(
-        default=lambda: DecodeError("llama_decode returned 2")
-    )
+    error: Callable[[], BaseException] = field(default=lambda: DecodeError("llama_decode returned 2"))
     late: bool = False
     spoil: bool = False
 
@@ -158,9 +156,7 @@ class FakeEngine(FakeHost):
         start = len(self.truth)
         slots = self.slot[:count]
         assert 0 < count <= self._max_tokens
-        assert self.pos[:count].tolist() == list(range(start, start + count)), (
-            "positions have a gap"
-        )
+        assert self.pos[:count].tolist() == list(range(start, start + count)), "positions have a gap"
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
@@ -183,9 +179,7 @@ class FakeEngine(FakeHost):
             self.tokens.append(token)
             if self._state is not None:
                 self._state.append(token)
-        self._window_first = max(
-            self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens
-        )
+        self._window_first = max(self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens)
         if fault is not None:
             raise fault
         self.steps.append(count)

@@ -3,130 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
-from kvflash_ggml.cli import chat, main, model, prompt, run
+from kvflash_ggml.cli import chat, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
-from kvflash_ggml.trace import Trace
-
-REPLY = "an answer"
-BANNER = "kvflash: pool 1024 of 4096 tokens"
-
-
-def stats() -> SimpleNamespace:
-    return SimpleNamespace(
-        pool=1024, n_ctx=4096, resident=16, chunks=84, page_ins=3, page_outs=83, bytes_in=1,
-        bytes_out=2, host_bytes=3, device_bytes=4, policy="lru", epoch=5, type_k="f16",
-        type_v="f16", pinned=False, evicted_mass=None, banner=lambda: BANNER, record=Trace,
-    )  # fmt: skip
-
-
-@dataclass
-class FakeLlama:
-    """One token a character. Echoes nothing: it answers REPLY, or what `replies` says."""
-
-    settings: dict[str, Any]
-    replies: list[str] = field(default_factory=list)
-    template: bool = True
-    on_token: Callable[[int], None] = lambda n: None
-    on_prompt: Callable[[int], None] = lambda n: None
-    error: Exception | None = None
-
-    def __post_init__(self) -> None:
-        self.metadata = {"tokenizer.chat_template": "x"} if self.template else {}
-        self.kvflash = stats() if self.settings["kvflash"] is not None else None
-        self.kvflash_progress: Callable[[int, int], None] | None = None
-        self.input_ids: list[int] = []
-        self.n_tokens = 0
-        self.requests: list[Any] = []
-        self.closed = False
-
-    def n_ctx(self) -> int:
-        return 4096
-
-    def generate(self, tokens: list[int], **settings: Any) -> Iterator[int]:
-        if self.kvflash_progress is not None:
-            for done in range(len(tokens)):
-                self.on_prompt(done)
-                self.kvflash_progress(done + 1, len(tokens))
-        for count, char in enumerate(self.replies.pop(0) if self.replies else REPLY):
-            self.on_token(count)
-            yield ord(char)
-
-    def create_completion(self, text: str, **settings: Any) -> Iterator[dict[str, Any]]:
-        self.requests.append((text, settings))
-        yield from self._chunks(text, settings)
-
-    def _chunks(self, text: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if self.error is not None:
-            raise self.error
-        for token in self.generate(list(text.encode()), temp=settings["temperature"]):
-            yield {"choices": [{"text": chr(token), "finish_reason": None}]}
-        yield {"choices": [{"text": "", "finish_reason": "stop"}]}
-
-    def create_chat_completion(self, messages: Any, **settings: Any) -> Iterator[dict[str, Any]]:
-        self.requests.append(([dict(m) for m in messages], settings))
-        text = "".join(m["content"] for m in messages)
-        yield {"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}
-        for chunk in self._chunks(text, settings):
-            choice = chunk["choices"][0]
-            delta = {"content": choice["text"]} if choice["finish_reason"] is None else {}
-            yield {"choices": [{"delta": delta, "finish_reason": choice["finish_reason"]}]}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@dataclass
-class Stage:
-    """Runs the command on a fake; `made` are the models it has loaded."""
-
-    made: list[FakeLlama] = field(default_factory=list)
-    fake: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, *arguments: str, stdin: str = "", **fake: Any) -> Result:
-        self.fake = fake
-        return CliRunner().invoke(main, list(arguments), input=stdin, prog_name="kvflash-run")
-
-    def create(self, **settings: Any) -> FakeLlama:
-        self.made.append(FakeLlama(settings, **self.fake))
-        return self.made[-1]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self.made[-1].settings
-
-    @property
-    def request(self) -> Any:
-        return self.made[-1].requests[-1][0]
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        values: dict[str, Any] = self.made[-1].requests[-1][1]
-        return values
 
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    stage = Stage()
-    monkeypatch.setattr(model, "create_llama", stage.create)
-    monkeypatch.setattr(model, "supports_gpu_offload", lambda: False)
-    monkeypatch.setattr(model, "ensure_gpu_offload", lambda layers: None)
-    logger = logging.getLogger("kvflash_ggml")
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    yield stage
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    yield from staged(monkeypatch)
 
 
 @pytest.fixture
@@ -134,14 +26,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stdin is a terminal, stdout is not."""
     for module in (run, chat, prompt):
         monkeypatch.setattr(module, "stdin_is_terminal", lambda: True)
-
-
-def interrupt_at(*counts: int) -> Callable[[int], None]:
-    def on_token(count: int) -> None:
-        for _ in range(counts.count(count)):
-            signal.raise_signal(signal.SIGINT)
-
-    return on_token
 
 
 def user(text: str) -> dict[str, str]:
@@ -316,7 +200,7 @@ def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.
     usual = stats()
     for mass, told in ((0.304, True), (0.1, False)):
         usual.evicted_mass = mass
-        monkeypatch.setattr(f"{__name__}.stats", lambda: usual)
+        monkeypatch.setattr("fake_llama.stats", lambda: usual)
         result = cli("m.gguf", "hi", "--kvflash", "1024", "--json")
         line = result.stderr.splitlines()[-1]
         warning = "warning: about 30 % of the attention went to paged-out text; a larger pool would help"
@@ -455,9 +339,7 @@ def test_raw_completion(cli: Stage) -> None:
         LibraryError("llama_cpp is already loaded"),
     ],
 )
-def test_a_model_that_cannot_be_loaded(
-    cli: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_model_that_cannot_be_loaded(cli: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(**settings: Any) -> None:
         raise error
 
@@ -470,9 +352,7 @@ def test_a_model_that_cannot_be_loaded(
 
 
 def test_a_prompt_that_does_not_fit(cli: Stage) -> None:
-    result = cli(
-        "m.gguf", "hi", error=ContextFull("Requested tokens (9) exceed context window of 8")
-    )
+    result = cli("m.gguf", "hi", error=ContextFull("Requested tokens (9) exceed context window of 8"))
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "Error: Requested tokens (9) exceed context window of 8\n"
     assert cli.made[0].closed
@@ -599,9 +479,7 @@ def test_ctrl_c_before_the_answer_takes_the_message_back(cli: Stage) -> None:
 
 
 @pytest.mark.parametrize(("lines", "code"), [(["C", "C"], 130), (["C", "one", "C", "/exit"], 0)])
-def test_ctrl_c_at_the_prompt(
-    cli: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int
-) -> None:
+def test_ctrl_c_at_the_prompt(cli: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[str], code: int) -> None:
     queue = iter(lines)
 
     def read(mark: str) -> str:

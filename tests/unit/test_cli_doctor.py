@@ -86,9 +86,7 @@ def test_json(healthy: None) -> None:
     assert document["checks"]["devices"]["devices"] == SAID["devices"]
 
 
-def test_without_a_model_the_decode_is_left_out(
-    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_model_the_decode_is_left_out(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "_TEST_MODEL", tmp_path / "none.gguf")
     result = doctor()
     assert result.exit_code == 0
@@ -134,9 +132,7 @@ def test_nothing_is_built(healthy: None, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "-> pip install ." in result.stdout
 
 
-def test_a_gpu_that_is_not_used(
-    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_that_is_not_used(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.1\nGCC\n")
     monkeypatch.setattr(checks, "_NVIDIA_DRIVER", driver)
@@ -154,9 +150,7 @@ def test_a_model_that_cannot_be_pooled(healthy: None, monkeypatch: pytest.Monkey
     assert "works without a pool only: architecture 'mamba'" in result.stdout
 
 
-def run_probe(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, timeout: float = 30
-) -> Child:
+def run_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, timeout: float = 30) -> Child:
     """A real child process, whose probe is `body`."""
     (tmp_path / "stub_probe.py").write_text(f"def main(model):\n    {body}\n")
     monkeypatch.setattr(child.sys, "path", [str(tmp_path), *child.sys.path])
@@ -175,9 +169,7 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (answer.doing, answer.failure) == ("decode", "crashed with SIGSEGV")
 
 
-def test_an_exception_is_told_without_its_frames(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_exception_is_told_without_its_frames(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer = run_probe(monkeypatch, tmp_path, "raise ValueError('one\\n  two')")
     assert (answer.doing, answer.failure) == ("start", "ValueError: one\n  two")
 

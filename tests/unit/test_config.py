@@ -88,8 +88,6 @@ def test_is_frozen_and_by_keyword() -> None:
         KVFlashConfig(pools=512)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("value", "step", "want"), [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512)]
-)
+@pytest.mark.parametrize(("value", "step", "want"), [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512)])
 def test_round_up(value: int, step: int, want: int) -> None:
     assert round_up(value, step) == want

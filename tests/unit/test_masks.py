@@ -68,9 +68,7 @@ def test_raw_values(world: World) -> None:
     assert bits[0, 1] == bits[0, 64] == bits[1, 2] == closed
 
 
-@pytest.mark.parametrize(
-    ("start", "count"), [(0, 1), (0, 200), (63, 2), (10, 54), (60, 140), (64, 64)]
-)
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 200), (63, 2), (10, 54), (60, 140), (64, 64)])
 def test_a_prompt_over_scattered_blocks(world: World, start: int, count: int) -> None:
     for chunk, block in enumerate((3, 0, 4, 1)):
         world.place(block, chunk)

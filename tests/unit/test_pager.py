@@ -59,9 +59,7 @@ class TestBlocks:
         for block in (0, 4):
             restored.claim(block)
         assert used.free() == restored.free()
-        assert (
-            [used.take() for _ in range(4)] == [restored.take() for _ in range(4)] == [1, 2, 3, 5]
-        )
+        assert [used.take() for _ in range(4)] == [restored.take() for _ in range(4)] == [1, 2, 3, 5]
 
 
 class TestLimits:
@@ -77,9 +75,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("span", [(-1, 10), (-64, 64), (5, 5), (64, 64), (10, 3)])
     @pytest.mark.parametrize("bounded", [True, False])
-    def test_an_empty_or_negative_pin_is_refused(
-        self, span: tuple[int, int], bounded: bool
-    ) -> None:
+    def test_an_empty_or_negative_pin_is_refused(self, span: tuple[int, int], bounded: bool) -> None:
         pager = make(bounded=bounded)
         with pytest.raises(ConfigError, match="pin"):
             pager.pin_range(*span)
@@ -144,9 +140,7 @@ class TestAppend:
         append(pager, 20 * CHUNK + 5)
         before = state(pager)
         room = pager.room(pager.length)
-        assert (
-            room == 5 * CHUNK - 5
-        )  # 8 blocks less one sink and two of tail; the head is half used
+        assert room == 5 * CHUNK - 5  # 8 blocks less one sink and two of tail; the head is half used
         with pytest.raises(PoolExhausted, match="can be evicted"):
             pager.reserve(pager.length, room + 1)
         assert state(pager) == before

@@ -136,9 +136,7 @@ class PagerMachine(RuleBasedStateMachine):
         for pos in {0, self.length // 2, self.length - 1} - {-1}:
             if pos < self.length:
                 block = self.where[pos // CHUNK]
-                assert self.pager.slot_of(pos) == (
-                    ABSENT if block is None else block * CHUNK + pos % CHUNK
-                )
+                assert self.pager.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
 
     @invariant()
     def room_is_exact(self) -> None:
@@ -161,11 +159,7 @@ class PagerMachine(RuleBasedStateMachine):
         kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first, oldest)}
         absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
         taken = {block for block in self.where if block is not None}
-        able = [
-            c
-            for c, block in enumerate(self.where)
-            if block is not None and c in self.host and c not in kept
-        ]
+        able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]
         short = len(absent) - (COUNT - len(taken))
         before = copy.deepcopy((self.pager.chunks, self.pager.blocks.free(), self.pager.epoch))
         if short > len(able):
@@ -188,9 +182,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.where.extend([None] * (last + 1 - len(self.where)))
         free = [block for block in self.order if block not in taken]
         places = dict(moves.recall + moves.fresh)
-        assert [places[c] for c in absent] == free[: len(absent)], (
-            "blocks are not handed out in order"
-        )
+        assert [places[c] for c in absent] == free[: len(absent)], "blocks are not handed out in order"
         for c in absent:
             self.where[c] = places[c]
         self._touch([*absent, *range(first, last + 1)], moved=bool(absent or victims))
@@ -208,9 +200,7 @@ class PagerMachine(RuleBasedStateMachine):
         moves = self.pager.truncate(length)
         gone = range(keep, len(self.where))
         assert sorted(moves.drop) == list(gone)
-        assert sorted(moves.evict) == [
-            (c, self.where[c]) for c in gone if self.where[c] is not None
-        ]
+        assert sorted(moves.evict) == [(c, self.where[c]) for c in gone if self.where[c] is not None]
         assert not moves.recall
         assert not moves.fresh
         del self.where[keep:]

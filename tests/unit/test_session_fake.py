@@ -154,9 +154,7 @@ def make(
 ) -> Session:
     engine = FakeEngine(n_slots, n_ubatch, timing=timing, **info)
     settings = KVFlashConfig(pool=n_slots, **{"tail": 2, **(config or {})})
-    return Session(
-        engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order
-    )
+    return Session(engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order)
 
 
 def close(session: Session) -> None:
@@ -278,9 +276,7 @@ class SessionMachine(RuleBasedStateMachine):
             return
         new = self.text(count)
         calls: list[tuple[int, int]] = []
-        self.session.extend(
-            new, output_all=output_all, progress=lambda done, total: calls.append((done, total))
-        )
+        self.session.extend(new, output_all=output_all, progress=lambda done, total: calls.append((done, total)))
         if len(new) > 1:
             assert calls[-1] == (len(new), len(new))
         self.tokens += new.tolist()
@@ -461,9 +457,7 @@ def test_a_small_context_takes_any_protections(world: Any) -> None:
 
 
 @pytest.mark.parametrize(("n_batch", "n_ubatch"), [(128, 64), (100, 30), (512, 512), (100, 64)])
-def test_a_whole_context_pool_splits_and_places_as_stock_does(
-    world: Any, n_batch: int, n_ubatch: int
-) -> None:
+def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batch: int, n_ubatch: int) -> None:
     session = world(
         1024,
         n_ctx=1024,
@@ -484,9 +478,7 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(
             for at in range(start, end, n_ubatch)
         ]
         assert session.engine.steps == stock
-        assert [chunk.block for chunk in session.pager.chunks] == list(
-            range(len(session.pager.chunks))
-        )
+        assert [chunk.block for chunk in session.pager.chunks] == list(range(len(session.pager.chunks)))
 
 
 def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
@@ -527,9 +519,7 @@ def test_a_recall_of_more_chunks_than_host_memory_holds(world: Any, tmp_path: Pa
 
 
 def test_a_step_that_seals_more_chunks_than_host_memory_holds(world: Any, tmp_path: Path) -> None:
-    session = world(
-        n_batch=512, n_ubatch=512, config={"host_limit": 2 * PAGE_BYTES, "spill": tmp_path}
-    )
+    session = world(n_batch=512, n_ubatch=512, config={"host_limit": 2 * PAGE_BYTES, "spill": tmp_path})
     tokens = some(1900)
     session.extend(tokens)
     check(session, tokens.tolist())

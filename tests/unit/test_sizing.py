@@ -17,9 +17,7 @@ KIB = 1 << 10
 
 
 def slots(n_ctx: int, free: float = 0, slot: float = 80 * KIB, **config: Any) -> int:
-    size = sizing.resolve(
-        KVFlashConfig(**config), n_ctx=n_ctx, free_bytes=int(free), slot_bytes=int(slot)
-    )
+    size = sizing.resolve(KVFlashConfig(**config), n_ctx=n_ctx, free_bytes=int(free), slot_bytes=int(slot))
     assert size.why
     return size.slots
 
@@ -69,9 +67,7 @@ def test_never_above_a_small_context_and_never_zero(n_ctx: int, pool: int | str)
     assert slots(n_ctx, 0, pool=pool) == -(-n_ctx // POOL_STEP) * POOL_STEP
 
 
-@pytest.mark.parametrize(
-    ("sinks", "tail", "want"), [(0, 1, 256), (1, 4, 512), (2, 4, 512), (3, 4, 768)]
-)
+@pytest.mark.parametrize(("sinks", "tail", "want"), [(0, 1, 256), (1, 4, 512), (2, 4, 512), (3, 4, 768)])
 def test_the_floor_follows_the_protections(sinks: int, tail: int, want: int) -> None:
     assert slots(131072, 0, sinks=sinks, tail=tail) == want
     assert KVFlashConfig(sinks=sinks, tail=tail).minimum_pool == want
@@ -111,9 +107,5 @@ def test_always(n_ctx: int, free: int, slot: int, pool: int | str, sinks: int, t
 
 def test_every_input_is_named() -> None:
     """So that two places that size a pool cannot mix up their numbers."""
-    kinds = {
-        p.kind
-        for name, p in inspect.signature(sizing.resolve).parameters.items()
-        if name != "config"
-    }
+    kinds = {p.kind for name, p in inspect.signature(sizing.resolve).parameters.items() if name != "config"}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}

@@ -59,9 +59,7 @@ def test_the_seed_decides():
 
 
 def test_distractors_are_in_the_text_and_share_no_word():
-    task = needle_task(
-        TEXT, pieces, n_tokens=8000, depth=0.5, seed=4, n_distractors=MAX_DISTRACTORS
-    )
+    task = needle_task(TEXT, pieces, n_tokens=8000, depth=0.5, seed=4, n_distractors=MAX_DISTRACTORS)
     facts = [task.needle, *task.distractors]
     assert len(facts) == MAX_DISTRACTORS + 1
     words = [word for fact in facts for word in fact.name.split()]
@@ -94,9 +92,7 @@ def test_prompts():
     assert task.prompt.endswith(f"\nWhat is the {noun} for {name}? The {noun} for {name} is")
     (message,) = task.messages
     assert message == {"role": "user", "content": f"{task.document}\n{task.question}"}
-    assert task.chatml == (
-        f"<|im_start|>user\n{message['content']}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert task.chatml == (f"<|im_start|>user\n{message['content']}<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,7 @@ class Plain:
         self.asked = 0
         self.name = "plain"
 
-    def detokenize(
-        self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
-    ) -> bytes:
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
         self.asked += len(tokens)
         text = b"".join(b"<s>" if special and t == SPECIAL else PIECES[t] for t in tokens)
         return text[1:] if tokens and tokens[0] == BOS and text[:1] == b" " else text

@@ -106,9 +106,7 @@ def test_a_damaged_sdist_is_refused_with_both_hashes(pin: Pin, tmp_path: Path) -
     assert not list((tmp_path / "cache").rglob("a.cpp"))
 
 
-def test_a_damaged_cached_copy_is_refused(
-    pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_cached_copy_is_refused(pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVFLASH_SDIST")
     cached = tmp_path / "cache" / "kvflash_ggml" / "sdist" / pin.filename
     cached.parent.mkdir(parents=True)
@@ -117,18 +115,14 @@ def test_a_damaged_cached_copy_is_refused(
         source.fetch(pin)
 
 
-def test_an_aborted_extraction_leaves_nothing(
-    pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_aborted_extraction_leaves_nothing(pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def abort(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(source, "_extract", abort)
     with pytest.raises(KeyboardInterrupt):
         source.pristine_tree(pin)
-    assert not [
-        p for p in (tmp_path / "cache").rglob("*") if p.is_dir() and pin.sha256[:12] in p.name
-    ]
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_dir() and pin.sha256[:12] in p.name]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("KVFLASH_SDIST", str(tmp_path / "sdist.tar.gz"))
@@ -205,9 +199,7 @@ def test_patch_is_the_fallback_without_git(
     which = patches.shutil.which
     if which("patch") is None:
         pytest.skip("no patch(1) here")
-    monkeypatch.setattr(
-        patches.shutil, "which", lambda name: None if name == "git" else which(name)
-    )
+    monkeypatch.setattr(patches.shutil, "which", lambda name: None if name == "git" else which(name))
     patches.apply_patch(patch, base)
     assert (base / "src" / "a.cpp").read_text() == (edited / "src" / "a.cpp").read_text()
     (base / "src" / "a.cpp").write_text(CODE.replace("line 8\n", "line eight\n"))
@@ -225,9 +217,7 @@ def test_new_files_need_an_owner(trees: tuple[Path, Path], tmp_path: Path) -> No
 def test_rules_are_reported(trees: tuple[Path, Path], tmp_path: Path) -> None:
     base, edited = trees
     (edited / "src" / "a.cpp").write_text("".join(f"other {i}\n" for i in range(31)))
-    patch = _patch(
-        tmp_path, "0001-one.patch", header="Why: x\nGuarding test: tests/nowhere.py::t\n"
-    )
+    patch = _patch(tmp_path, "0001-one.patch", header="Why: x\nGuarding test: tests/nowhere.py::t\n")
     patches.refresh(base, edited, [patch], patch.name)
     found = "\n".join(patches.problems(base, [Patch(patch.path, patch.path.read_text())]))
     assert "no 'Touches:'" in found
@@ -292,17 +282,12 @@ def test_only_changed_files_get_a_new_time(tmp_path: Path) -> None:
     assert not (b / "README").exists()
 
 
-def test_a_patch_rebuilds_ggml_only_if_it_touches_it(
-    pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patch_rebuilds_ggml_only_if_it_touches_it(pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_pin", lambda: pin)
     monkeypatch.setattr(build, "patched_tree", source.pristine_tree)
 
     def keys(*names: str) -> tuple[str, str]:
-        series = [
-            _patch(tmp_path, f"{i:04}.patch", f"diff --git a/{n} b/{n}\n")
-            for i, n in enumerate(names)
-        ]
+        series = [_patch(tmp_path, f"{i:04}.patch", f"diff --git a/{n} b/{n}\n") for i, n in enumerate(names)]
         monkeypatch.setattr(build, "read_series", lambda: series)
         plan = build.plan(toolchain.Toolchain())
         return plan.ggml.name, plan.out.name

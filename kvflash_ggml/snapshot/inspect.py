@@ -1,0 +1,253 @@
+"""What is in a file of a session, whether it is sound, and which files of a folder may go. Needs no model.
+
+Everything a file says about itself is as untrustworthy as the file: what is reported has been checked, or is of a known
+type and on one line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, SnapshotError
+from ..files import PART
+from . import codec
+from .container import MAGIC, TABLE, VERSION, Container
+from .format import LEDGER
+from .source import FileSource
+
+PAGES = "pages"
+MOST_PAGE = 1 << 30
+YOUNG = 60.0
+"""Seconds in which an unfinished file is left alone, whatever else is known of it."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a file holds.
+
+    kind: "snapshot", or what else the container is used for. model: a hash of the GGUF file. resident: chunks that go
+    back to the pool at once. sections: stored bytes by name; the page images count under "pages", as stored. raw_bytes:
+    what the page images take in memory (only Zstandard can say it of compressed ones). compressed: how many of them are
+    stored compressed. What a file of this kind does not say is None.
+    """
+
+    path: Path
+    kind: str
+    version: int
+    bytes: int
+    saved_at: float
+    architecture: str | None
+    model: str | None
+    build: str | None
+    tokens: int | None
+    chunks: int | None
+    resident: int | None
+    pool: int | None
+    n_ctx: int | None
+    policy: str | None
+    checkpoints: int | None
+    sections: dict[str, int]
+    pages: int
+    raw_bytes: int | None
+    compressed: int
+
+
+def describe(path: Path) -> Description:
+    """Read the directory and the tables of a file, not what they point to. SnapshotError if it is none, or damaged."""
+    container = _open(path)
+    facts = container.facts
+    fingerprint, settings = _table_of(facts, "fingerprint"), _table_of(facts, "settings")
+    policy = settings.get("policy")
+    if isinstance(facts.get("policy"), dict):
+        policy = facts["policy"].get("name")
+    chunks = resident = None
+    if "ledger" in container:
+        blocks = container.section("ledger").array(LEDGER)["block"]
+        chunks, resident = len(blocks), int((blocks >= 0).sum())
+    sections = {_line(section.name): section.size for section in container.sections if section.name != PAGES}
+    count = compressed = 0
+    raw_bytes: int | None = 0
+    if PAGES in container:
+        table = container.section(PAGES).array(TABLE)
+        count, compressed = len(table), int((table["codec"] != codec.RAW).sum())
+        sections[PAGES] = table.nbytes + sum(table["size"].tolist())
+        try:
+            raw_bytes = count * _page_bytes(container)
+        except ConfigError:
+            raw_bytes = None
+    checkpoints = facts.get("checkpoints")
+    return Description(
+        path=path,
+        kind=_line(container.kind),
+        version=VERSION,
+        bytes=container.source.size,
+        saved_at=path.stat().st_mtime,
+        architecture=_text(fingerprint, "architecture"),
+        model=_text(fingerprint, "model"),
+        build=_text(fingerprint, "llama.cpp"),
+        tokens=_number(facts, "length"),
+        chunks=chunks,
+        resident=resident,
+        pool=_number(settings, "pool"),
+        n_ctx=_number(settings, "n_ctx"),
+        policy=_line(policy) if isinstance(policy, str) else None,
+        checkpoints=len(checkpoints) if isinstance(checkpoints, list) else None,
+        sections=sections,
+        pages=count,
+        raw_bytes=raw_bytes,
+        compressed=compressed,
+    )
+
+
+def verify(path: Path, progress: Progress = lambda done, total: None) -> int:
+    """Read all of a file and check every checksum; how many bytes it has. SnapshotError at the first that is wrong.
+
+    progress(done, total) is called in bytes. Compressed pages need the package zstandard.
+    """
+    container = _open(path)
+    total, pages = container.source.size, []
+    page_bytes = 0
+    if PAGES in container:
+        page_bytes = _page_bytes(container)
+        pages = container.pages(PAGES, page_bytes, count=container.section(PAGES).size // TABLE.itemsize)
+        if "ledger" in container and container.section("ledger").size != len(pages) * LEDGER.itemsize:
+            raise SnapshotError(f"{path} contradicts itself: {len(pages)} page images are not one for each chunk")
+    if sum(section.size for section in container.sections) + sum(page.size for page in pages) > total:
+        raise SnapshotError(f"{path} is damaged: its parts overlap")
+    done = 0
+    for section in container.sections:
+        for size in section.check():
+            done += size
+            progress(done, total)
+    image = memoryview(bytearray(page_bytes))
+    for page in pages:
+        page.read_into(image)
+        done += page.size
+        progress(done, total)
+    return total
+
+
+# --- folders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removable:
+    """A file that may go. why: "abandoned", "old" or "oldest"."""
+
+    path: Path
+    bytes: int
+    why: str
+
+
+def removable(folder: Path, *, older_than: float | None = None, larger_than: int | None = None) -> list[Removable]:
+    """Files of a folder that may go: what killed saves have left, snapshots by age, and the oldest of the rest.
+
+    older_than: days since they were saved. larger_than: bytes that the snapshots of the folder may take together. Files
+    that are no snapshots, links and what lies in subfolders do not count. SnapshotError if the folder cannot be read.
+    """
+    now = time.time()
+    found: list[Removable] = []
+    kept: list[tuple[float, Path, int]] = []
+    for path, status in _files(folder):
+        if path.name.startswith(".") and path.name.endswith(PART):
+            if now - status.st_mtime > YOUNG and _is_ours(path) and not _in_use(path):
+                found.append(Removable(path=path, bytes=status.st_size, why="abandoned"))
+        elif _is_ours(path):
+            if older_than is not None and now - status.st_mtime > older_than * 86_400:
+                found.append(Removable(path=path, bytes=status.st_size, why="old"))
+            else:
+                kept.append((status.st_mtime, path, status.st_size))
+    if larger_than is not None:
+        total = sum(size for _, _, size in kept)
+        for _, path, size in sorted(kept):
+            if total <= larger_than:
+                break
+            found.append(Removable(path=path, bytes=size, why="oldest"))
+            total -= size
+    return found
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as err:
+        raise SnapshotError(f"cannot read the folder {folder}: {err.strerror or err}") from err
+    for entry in entries:
+        with suppress(OSError):  # somebody else may be tidying up
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _is_ours(path: Path) -> bool:
+    """Does it begin as a snapshot does? One that was never finished does too."""
+    head = bytearray(len(MAGIC))
+    try:
+        FileSource(path).read_into(0, memoryview(head))
+    except SnapshotError:
+        return False
+    return head == MAGIC
+
+
+def _in_use(path: Path) -> bool:
+    """Is somebody writing it? Whoever does holds a lock (files.replacing)."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+# --- what a file says
+
+
+def _open(path: Path) -> Container:
+    return Container(FileSource(path))
+
+
+def _page_bytes(container: Container) -> int:
+    """The size of a page image; 0 without any. The raw ones have it, and compressed ones name it."""
+    table = container.section(PAGES).array(TABLE)
+    if not len(table):
+        return 0
+    raw = table[table["codec"] == codec.RAW]
+    if len(raw):
+        size = int(raw["size"][0])
+    else:
+        codec.check(set(table["codec"].tolist()), container.source.name)
+        head = bytearray(min(codec.HEAD, int(table["size"][0])))
+        container.source.read_into(min(int(table["offset"][0]), container.source.size), memoryview(head))
+        size = codec.image_size(bytes(head))
+    if not 0 < size <= MOST_PAGE:
+        raise SnapshotError(f"{container.source.name} is damaged: it has page images of {size} bytes")
+    return size
+
+
+def _table_of(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    value = facts.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _text(facts: dict[str, Any], name: str) -> str | None:
+    value = facts.get(name)
+    return _line(value) if isinstance(value, str) else None
+
+
+def _number(facts: dict[str, Any], name: str) -> int | None:
+    value = facts.get(name)
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def _line(text: str) -> str:
+    """Nothing that could move a terminal's cursor, and not endless."""
+    shown = "".join(char if char.isprintable() else "?" for char in text[:80])
+    return shown if len(text) <= 80 else shown + "..."
