@@ -144,7 +144,7 @@ class Session:
                 reselect=reselect,
             )
             done += count
-            if self._reselector is not None:
+            if self._reselector is not None and (done == total or self.config.reselect_prefill):
                 self._look(rows=None if done == total else 1)
             if after is not None:
                 after(start, count)
