@@ -32,6 +32,7 @@ class KVFlashConfig:
     drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
     tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
         call computes the same bits however fast the machine is.
+    reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     pins: half-open token ranges (lo, hi) that are never evicted.
@@ -44,6 +45,7 @@ class KVFlashConfig:
     policy: str | Scorer = "qk"
     drafter: Path | None = None
     tau: int | None = None
+    reselect_prefill: bool = True
     sinks: int = 1
     tail: int = 4
     pins: tuple[tuple[int, int], ...] = ()

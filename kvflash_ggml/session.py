@@ -144,9 +144,10 @@ class Session:
         self._forget_scores()
         done, total = 0, len(tokens)
         last = total - self._replay_size(total)
+        look = self._reselector is not None and self.config.reselect_prefill
         while done < total:
             batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
-            count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length))
+            count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length, spare=look and done < last))
             start = self.length
             if checkpoint is not None and done < last and start < checkpoint < start + count:
                 count = checkpoint - start
@@ -159,7 +160,7 @@ class Session:
                 reselect=reselect,
             )
             done += count
-            if self._reselector is not None:
+            if look or (done == total and self._reselector is not None):
                 self._look(rows=None if done == total else 1)
             if after is not None:
                 after(start, count)

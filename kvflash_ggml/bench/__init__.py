@@ -350,6 +350,51 @@ def restore(
                      "rows": rows})  # fmt: skip
 
 
+@main.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Text to make documents of. Default: the texts of the checkout's tests.",
+)
+@click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
+@click.option("--residency", type=Shares(), default="6.25", show_default=True, help="Pools, in % of the context.")
+@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
+@click.option("--tasks", type=Names(), default="copy,table,scattered", show_default=True)
+@click.option("--trials", default=8, show_default=True, help="Of each task.")
+@click.option("--seed", default=0, show_default=True)
+@model_options
+def reading(
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: tuple[float, ...],
+    policies: tuple[str, ...], full: bool, tasks: tuple[str, ...], trials: int, seed: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Loss of what a document repeats while it is read: with reselection meanwhile, and at the prompt's end only."""
+    from .filler import read_text
+
+    with user_errors():
+        filler = read_text(text)
+    _load()
+    from . import report
+    from .outcomes import Plan, arms
+    from .reading import run_arm, summary
+
+    plan = Plan(tasks=tasks, depths=(), trials=trials, seed=seed)
+    rows: list[dict[str, Any]] = []
+    with user_errors():
+        for arm in arms(contexts, residency, policies, full=full):
+            for reselect in (True, False) if arm.policy not in ("full", "lru") else (False,):
+                readings = list(run_arm(model, arm, plan, filler, options, reselect=reselect))
+                rows += summary(arm, readings, reselect=reselect)
+                nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in rows[-4:])
+                click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}, reselect {reselect}: {nats}", err=True)
+    if rows:
+        report.table(list(rows[0]), [list(row.values()) for row in rows])
+    report.document({"bench": "reading", "model": Path(model).name, "rows": rows,
+                     "options": options | asdict(plan), "environment": report.environment("")})  # fmt: skip
+
+
 def _load() -> None:
     from ..native import library
 

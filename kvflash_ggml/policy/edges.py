@@ -29,8 +29,8 @@ def follow(
 ) -> None:
     """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
 
-    columns: attention masses of `chunks`, [columns, n]. scores: one per chunk of the text, changed in place. penalty:
-    of each column, [columns, 1].
+    columns: attention masses of `chunks`, and after them of others that share the attention, [columns, n or more].
+    scores: one per chunk of the text, changed in place. penalty: of each column, [columns, 1].
     """
     best = (log_shares(columns) - penalty).argmax(axis=0)
     order = sorted(range(len(chunks)), key=lambda i: (-scores[chunks[i]], chunks[i]))

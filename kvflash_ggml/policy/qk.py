@@ -16,13 +16,13 @@ import numpy.typing as npt
 from .base import Floats, Keys, KeyShape, Look, register
 from .combine import COMBINE
 from .edges import follow
-from .share import attention_shares
+from .share import attention_shares, calibrated
 
 LOWER = 1e4
 """Puts every chunk outside the shortlist below every chunk inside, in the order of their bounds."""
 
 KEPT_KNOWN = 8
-"""Of the chunks that stay anyway, so many of the first and the last are scored exactly too, to tell their share."""
+"""Of the chunks that stay anyway, so many of the first and the last are scored exactly too: see `_rivals`."""
 
 LOOKS_KNOWN = 4
 """Looks whose estimated shares are at hand: more than can be under way at once."""
@@ -86,26 +86,31 @@ class QKScorer:
             return None
         bounds = self._keys.score_bounds(self.group, self._bounds[: look.n_chunks], look)
         ages = self._age * row_ages(look, self._keys.shapes)
-        coarse = self._combine(bounds, ages)
+        kept, rivals = self._rivals(look, len(bounds))
+        coarse = self._combine(calibrated(bounds, kept, rivals), ages)
         free = np.array([c for c in range(look.n_chunks) if c not in look.kept], np.intp)
         count = min(len(free), self.shortlisted(look.n_chunks))
         if count == 0:
             return coarse
         chosen = free[np.argsort(-coarse[free], kind="stable")[:count]]
         scores = coarse - LOWER
-        masses = self._keys.score_keys(chosen.tolist(), look)
-        scores[chosen] = self._combine(masses, ages)
+        masses = np.concatenate([self._keys.score_keys(chosen.tolist(), look), rivals], axis=1)
+        scores[chosen] = self._combine(masses, ages)[:count]
         if self._follow:
             follow(self._keys, look, masses, chosen.tolist(), scores, ages)
-        self._shares.append((scores, self._estimate(look, bounds, chosen, masses)))
+        self._shares.append((scores, attention_shares(bounds, np.concatenate([chosen, kept]), masses)))
         return scores
 
-    def _estimate(self, look: Look, bounds: Floats, chosen: npt.NDArray[np.intp], masses: Floats) -> Floats:
+    def _rivals(self, look: Look, n_columns: int) -> tuple[npt.NDArray[np.intp], Floats]:
+        """Some of the chunks that stay anyway, and their log masses.
+
+        A head that has nothing to look for rests on the first tokens or the newest. Without them beside the others,
+        whichever chunk it likes a little would seem to have all its attention.
+        """
         kept = sorted(c for c in look.kept if c < look.n_chunks)
         kept = kept[:KEPT_KNOWN] + kept[KEPT_KNOWN:][-KEPT_KNOWN:]
-        if kept:
-            masses = np.concatenate([masses, self._keys.score_keys(kept, look)], axis=1)
-        return attention_shares(bounds, np.concatenate([chosen, np.array(kept, np.intp)]), masses)
+        masses = self._keys.score_keys(kept, look) if kept else np.empty((n_columns, 0), np.float32)
+        return np.array(kept, np.intp), masses
 
     def shares_of(self, scores: Floats) -> Floats | None:
         """Estimated share of the attention on each chunk at the look that gave these scores; None if long past."""

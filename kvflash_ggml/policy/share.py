@@ -16,19 +16,28 @@ MOST_COLUMNS = 1024
 """A mean over more columns (layers x query rows x heads) is not worth its time: a sample of them is taken."""
 
 
-def attention_shares(bounds: Floats, known: npt.NDArray[np.intp], masses: Floats) -> Floats:
-    """Estimated share of the attention that each of n chunks gets; [n], summing to 1.
+def calibrated(bounds: Floats, known: npt.NDArray[np.intp], masses: Floats) -> Floats:
+    """Estimated log masses of n chunks, [columns, n]: exact for those that are known, for the others from their bounds.
 
     bounds: largest score any key of a chunk can reach, [columns, n]. known: chunks whose log masses `masses`
-    [columns, len(known)] are exact.
+    [columns, len(known)] are exact. Without any, the bounds themselves.
+    """
+    if not len(known):
+        return bounds
+    logs: Floats = bounds + (masses - bounds[:, known]).mean(axis=1, keepdims=True)
+    logs[:, known] = masses
+    return logs
+
+
+def attention_shares(bounds: Floats, known: npt.NDArray[np.intp], masses: Floats) -> Floats:
+    """Estimated share of the attention that each of n chunks gets; [n], summing to 1. Arguments as of `calibrated`.
 
     A column counts by the largest share one chunk has in it. Where nothing stands out, a head averages over the text,
     and loses as little as it would by reading a sample; where the attention is on one chunk, its absence is felt.
     """
     stride = len(bounds) // MOST_COLUMNS | 1  # odd, so that every head comes up
     bounds, masses = bounds[::stride], masses[::stride]
-    logs = bounds + (masses - bounds[:, known]).mean(axis=1, keepdims=True)
-    logs[:, known] = masses
+    logs = calibrated(bounds, known, masses)
     logs -= logs.max(axis=1, keepdims=True)
     shares = np.exp(logs, out=logs)
     shares /= shares.sum(axis=1, keepdims=True)

@@ -50,6 +50,9 @@ class Moves:
 
 NO_MOVES = Moves()
 
+SPARE = 0.25
+"""Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
+
 
 @dataclass(slots=True, kw_only=True)
 class PageTable:
@@ -138,13 +141,18 @@ class Pager:
         kept = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
         return any(self.chunks[c].block == ABSENT for c in self._best(kept))
 
-    def room(self, start: int) -> int:
-        """How many tokens can be appended at `start` in one span without evicting the span itself."""
+    def room(self, start: int, *, spare: bool = False) -> int:
+        """How many tokens can be appended at `start` in one span without evicting the span itself.
+
+        spare: leave some blocks to what a reselection would have resident beside the span.
+        """
         if not self.bounded:
             return self.blocks.count * CHUNK - start
         first = start // CHUNK
-        kept = len(self.protected(first, first)) - 1
-        return (self.blocks.count - kept) * CHUNK - start % CHUNK
+        able = self.blocks.count - len(self.protected(first, first)) + 1
+        if spare:
+            able -= min(able - 1, max(1, int(SPARE * able)))
+        return able * CHUNK - start % CHUNK
 
     # --- changes
 

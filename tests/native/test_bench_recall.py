@@ -79,3 +79,14 @@ def test_columns_give_what_the_engine_gives(models: dict[str, Path], loaded: Non
     assert np.array_equal(columns.score_bounds(32, index, last), keys.score_bounds(32, index, last))
     assert np.array_equal(columns.score_keys([5, 2], last), keys.score_keys([5, 2], last))
     llm.close()
+
+
+def test_reselection_while_reading_finds_what_a_text_refers_to(models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "reading", models["dense"], "--contexts", "2K", "--residency", "25", "--tasks", "copy", "--trials", 1,
+        "-ub", 64,
+    )  # fmt: skip
+    nats = {(row["policy"], row["reselect"]): row["nats"] for row in data["rows"] if row["label"] == "128 tokens"}
+    assert nats["full", False] < nats["qk", True] < nats["qk", False] - 1
+    assert nats["qk", False] == nats["lru", False]
+    assert len(data["rows"]) == 8

@@ -31,6 +31,10 @@ POISON = 0xDD
 class FakeLayer:
     il: int = 0
     k_row: int = ROW_BYTES
+    n_head: int = 1
+    n_head_kv: int = 1
+    head_k: int = 4
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class FakeInfo:
     mask_f32: bool = False
     v_trans: bool = False
     query_rows: int = 0
+    asynchronous: bool = False
     page_bytes: int = PAGE_BYTES
     type_k: str = "f16"
     type_v: str = "f16"
@@ -120,6 +125,7 @@ class FakeEngine(FakeHost):
         super().__init__()
         self.info = FakeInfo(n_slots=n_slots, **info)
         self.layers = (FakeLayer(),)
+        self.query_shapes: tuple[tuple[int, int, int], ...] = ()
         self.token = np.zeros(max_tokens, np.int32)
         self.pos = np.zeros(max_tokens, np.int32)
         self.slot = np.zeros(max_tokens, np.int32)

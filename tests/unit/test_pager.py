@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 
 from kvflash_ggml.config import CHUNK
@@ -152,6 +153,24 @@ class TestAppend:
         pager.pin_range(5 * CHUNK, 8 * CHUNK)
         assert pager.room(0) == 8 * CHUNK
         pager.reserve(0, 8 * CHUNK)
+
+    @pytest.mark.parametrize(("blocks", "left"), [(5, 1), (6, 1), (8, 1), (16, 3), (64, 15)])
+    def test_room_that_leaves_some_for_recall(self, blocks: int, left: int) -> None:
+        pager = make(blocks)
+        append(pager, 2 * blocks * CHUNK + 5)
+        able = blocks - 3  # one sink and two of tail; the head is half used
+        assert pager.room(pager.length, spare=True) == (able - left) * CHUNK - 5
+        pager.scores = -np.arange(2 * blocks, dtype=np.float32)
+        pager.reserve(pager.length, pager.room(pager.length, spare=True), reselect=True)
+        assert set(range(1 + left)) <= set(pager.resident_chunks)
+        pager.check_integrity()
+
+    def test_room_is_never_less_than_a_block(self) -> None:
+        pager = make()
+        pager.pin_range(CHUNK, 4 * CHUNK)
+        append(pager, 20 * CHUNK)
+        assert pager.room(pager.length) == 2 * CHUNK
+        assert pager.room(pager.length, spare=True) == CHUNK
 
     def test_room_of_a_whole_context_pool_is_the_rest_of_it(self) -> None:
         pager = make(bounded=False)

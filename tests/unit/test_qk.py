@@ -121,13 +121,36 @@ def test_newer_queries_count_more(rng):
     assert scores[11] == pytest.approx(level[11], abs=0.02)
 
 
+def test_a_head_that_rests_on_what_is_kept_says_nothing(rng):
+    """Two heads: one finds a key, the other likes a chunk a little and the first tokens much more."""
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=5, chunk=17, at=5)
+    queries[1][5, 1] = 0
+    queries[1][5, 1, 3] = 6.0
+    for chunk, strength in ((0, 4.0), (23, 3.0)):
+        chunks[chunk][1][7, 1] = 0
+        chunks[chunk][1][7, 1, 3] = strength
+    resting = made(Keys(chunks), 40).score(look(queries, 40, kept=(0,)))
+    looking = made(Keys(chunks), 40).score(look(queries, 40, kept=(1,)))
+    assert resting[23] < resting[17] - 2
+    assert looking[0] > looking[17]
+
+
+def test_nothing_need_be_kept(rng):
+    chunks, queries = text(rng, 10), quiet(rng, 2)
+    draw(queries, chunks, row=1, chunk=6, at=5)
+    assert made(Keys(chunks), 10).score(look(queries, 10, kept=())).argmax() == 6
+
+
 def test_only_the_shortlist_is_scored_exactly(rng):
     chunks, queries = text(rng, 60), quiet(rng, 2)
     keys = Keys(chunks)
     scores = made(keys, 60, least=8, shortlist=0.0, followers=False).score(look(queries, 60, kept=(0, 58, 59)))
-    assert len(keys.exact[0]) == 8
-    assert not {0, 58, 59} & set(keys.exact[0])
-    inside = scores[keys.exact[0]]
+    rivals, chosen = keys.exact
+    assert rivals == [0, 58, 59]
+    assert len(chosen) == 8
+    assert not {0, 58, 59} & set(chosen)
+    inside = scores[chosen]
     assert (scores > inside.max() - LOWER / 2).sum() == 8
 
 
