@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t SLICE = 128;  // chunks whose bounds are multiplied at once: the scores of a slice stay in the cache
+constexpr int64_t SLICE = 64;  // chunks whose bounds are multiplied at once: the scores of a slice stay in the cache
 
 // The query rows of a layer in the type that the stored rows are multiplied with, those of one KV head side by side.
 struct layer_queries {
@@ -73,11 +73,11 @@ layer_queries encode_queries(const kvf_layer & l, ggml_type stored, int64_t widt
     return res;
 }
 
-// Products of stored rows and queries on the calling thread: ggml multiplies whole matrices faster than row by row, because
-// it uses what it has loaded of a row for several queries. Made once, computed again for every place that rows are read from.
+// Products of stored rows and queries, on the calling thread. ggml multiplies whole matrices faster than row by row: what it
+// has loaded of a row serves several queries. Made once, and computed again wherever the next rows are.
 class products {
   public:
-    explicit products(size_t n, size_t n_scores) :
+    products(size_t n, size_t n_scores) :
         ctx_(ggml_init({ 4*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(4*n, false)
                              + n_scores*sizeof(float), nullptr, false })),
         graph_(ggml_new_graph_custom(ctx_.get(), 4*n, false)) {}
@@ -107,7 +107,9 @@ class products {
     }
 
   private:
-    ggml_tensor * matrix(ggml_type type, int64_t width, int64_t n, int64_t n_head, size_t row_stride, size_t head_stride) {
+    // Only the shape: the memory belongs to others.
+    ggml_tensor * matrix(ggml_type type, int64_t width, int64_t n, int64_t n_head, size_t row_stride,
+                         size_t head_stride) {
         ggml_set_no_alloc(ctx_.get(), true);
         auto * res = ggml_new_tensor_3d(ctx_.get(), type, width, n, n_head);
         ggml_set_no_alloc(ctx_.get(), false);
@@ -298,9 +300,9 @@ int kvf_keys_score(const kvf_engine * engine, int32_t n, const uint64_t * image,
             for (size_t i = 0; i < layers.size(); ++i) {
                 for (size_t j = 0; j < layers[i].out.size(); ++j) {
                     // the share of the best key is 1/sum(exp(score - most))
-                    const float most  = shapes[i].scale*largest((const float *) scores[i]->data + j*KVF_BLOCK, KVF_BLOCK);
+                    const float most  = largest((const float *) scores[i]->data + j*KVF_BLOCK, KVF_BLOCK);
                     const float share = largest((const float *) shares[i]->data + j*KVF_BLOCK, KVF_BLOCK);
-                    layers[i].out[j][c] = most - std::log(share);
+                    layers[i].out[j][c] = shapes[i].scale*most - std::log(share);
                 }
             }
         }
