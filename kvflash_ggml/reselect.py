@@ -83,9 +83,7 @@ class HostKeys:
             self._engine.bounds(group, self._store.fetch(chunk), out)
 
     def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
-        scores = self._engine.score_bounds(group, bounds, look.rows, look.queries, self._threads)
-        scores *= np.repeat([s.scale for s in self.shapes], [look.rows * s.n_head for s in self.shapes])[:, None]
-        return scores
+        return self._engine.score_bounds(group, bounds, look.rows, look.queries, self._threads)
 
     def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
         parts = []

@@ -14,13 +14,14 @@ from ..config import CHUNK
 from ..native.engine import Engine
 from ..policy.combine import softmax_max
 from ..policy.qk import QKScorer
+from ..policy.share import attention_shares
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Milliseconds, the best of a few: bounds of all chunks, keys of the shortlist, arithmetic, and the sum."""
+    """Milliseconds, the best of a few: bounds of all chunks, keys of the shortlist, the rest, and the sum."""
 
     context: int
     rows: int
@@ -50,7 +51,8 @@ def _cost(engine: Engine, context: int, rows: int, threads: int) -> Cost:
     try:
         bounds_ms, coarse = _best(lambda: engine.score_bounds(scorer.group, bounds, rows, queries, threads))
         keys_ms, fine = _best(lambda: engine.score_keys(images, rows, queries, threads))
-        combine_ms, _ = _best(lambda: (softmax_max(coarse), softmax_max(fine)))
+        known = np.arange(count)
+        combine_ms, _ = _best(lambda: (softmax_max(coarse), softmax_max(fine), attention_shares(coarse, known, fine)))
     finally:
         engine.free(slab)
     return Cost(

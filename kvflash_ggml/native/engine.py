@@ -282,7 +282,7 @@ class Engine:
     def score_bounds(
         self, group: int, bounds: npt.NDArray[np.uint8], rows: int, queries: npt.NDArray[np.float32], threads: int
     ) -> npt.NDArray[np.float32]:
-        """Upper bounds of q*k per chunk, unscaled; shape [columns, n] for bounds of shape [n, bounds_size].
+        """Upper bounds of scale*q*k per chunk; shape [columns, n] for bounds of shape [n, bounds_size].
 
         queries: flat, per layer [rows, n_head, head_k]; columns run over layers, rows and heads in that order.
         """

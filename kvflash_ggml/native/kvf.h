@@ -132,7 +132,7 @@ int      kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab)
 // Bounds: for each group of `group` rows of a page image and each KV head, the largest and the negated smallest key values.
 int64_t  kvf_bounds_size(const kvf_engine * engine, int32_t group);
 int      kvf_bounds(const kvf_engine * engine, int32_t group, const uint8_t * image, uint8_t * out);
-// The largest score that any key of a chunk can reach, from its bounds.
+// The largest scale*q*k that any key of a chunk can reach, from its bounds.
 int      kvf_bounds_score(const kvf_engine * engine, int32_t group, int32_t n, const uint8_t * bounds,
                           int32_t rows, const float * queries, float * out, int32_t n_threads);
 // The logarithm of the attention mass of a chunk (before normalisation), from its keys.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .combine import BLOCK
+
 Floats = npt.NDArray[np.float32]
 
 MOST_COLUMNS = 1024
@@ -37,10 +39,17 @@ def attention_shares(bounds: Floats, known: npt.NDArray[np.intp], masses: Floats
     """
     stride = len(bounds) // MOST_COLUMNS | 1  # odd, so that every head comes up
     bounds, masses = bounds[::stride], masses[::stride]
-    logs = calibrated(bounds, known, masses)
-    logs -= logs.max(axis=1, keepdims=True)
-    shares = np.exp(logs, out=logs)
-    shares /= shares.sum(axis=1, keepdims=True)
-    focus = shares.max(axis=1)
-    mean: Floats = focus @ shares / focus.sum()
+    total, weight = np.zeros(bounds.shape[1], np.float32), np.float32(0)
+    for first in range(0, len(bounds), BLOCK):
+        part, exact = bounds[first : first + BLOCK], masses[first : first + BLOCK]
+        logs = calibrated(part, known, exact)
+        logs -= logs.max(axis=1, keepdims=True)
+        shares = np.exp(logs, out=logs)
+        whole = shares.sum(axis=1, keepdims=True)
+        focus = 1 / whole  # the largest share, as the largest of `shares` is 1
+        # no matrix product: the threads of BLAS would spin for a while after it and take the cores from others
+        shares *= focus / whole
+        total += shares.sum(axis=0)
+        weight += focus.sum()
+    mean: Floats = total / weight
     return mean
