@@ -25,7 +25,9 @@ from .policy.crosstok import TextReader, token_scores
 from .policy.drafter import NAME, QUERY_ROWS, Reader, TokenReader
 from .policy.edges import follow
 from .reselect import HostKeys
+from .saved import SavedReader, SavedSession
 from .session import Session
+from .snapshot.fingerprint import of_file
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -100,6 +102,7 @@ class SmallModel:
     """
 
     def __init__(self, path: Path, *, n_ctx: int, offload: bool, settings: Any) -> None:
+        self.identity = of_file(path)
         with ExitStack() as stack:
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = -1 if offload else 0
@@ -121,6 +124,7 @@ class SmallModel:
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
             self._session = Session(engine, config, n_ctx=context.n_ctx(), n_batch=STEP, n_ubatch=STEP)
+            self._session.paging.keep_images = True  # they are scored, and saved
             stack.callback(self._session.close)
             self._keys = HostKeys(engine, self._session.store)
             self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
@@ -151,6 +155,17 @@ class SmallModel:
             ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
             for chunk in chunks:
                 session.store.written(chunk, ticket)
+                session.pager.saved(chunk)
+
+    def freeze(self) -> SavedSession:
+        return self._session.freeze()
+
+    def adopt(self, saved: SavedReader) -> None:
+        session = saved.open(self._session.paging.heap, self.model.n_vocab())
+        try:
+            self._session.restore(session)
+        finally:
+            session.release()
 
     def cut(self, length: int) -> int:
         before = self._session.length // CHUNK

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .config import CHUNK
 from .errors import HostMemoryError, SnapshotError
-from .policy.base import Floats, KeyShape, Look, Resumable, Scorer
+from .policy.base import Floats, KeyShape, Look, Reading, Resumable, Scorer
 from .saved import SavedPolicy
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ class Reselector:
         looks = [future.result() for future in self._pending]
         dump = self.scorer.dump if isinstance(self.scorer, Resumable) else lambda n_chunks: None
         rows = self._run(dump, n_chunks)
+        reader = self._run(self.scorer.freeze).result() if isinstance(self.scorer, Reading) else None
         self._raise_failure()
         return SavedPolicy(
             name=self.scorer.name,
@@ -245,6 +247,7 @@ class Reselector:
             due=self._due,
             looks=looks,
             rows=rows,
+            reader=reader,
         )
 
     def fresh(self) -> SavedPolicy:
@@ -263,11 +266,14 @@ class Reselector:
                 f"the statistics of policy '{saved.name}' have {rows.shape[1]} bytes a chunk, here {ours.shape[1]}"
             )
 
-    def adopt(self, saved: SavedPolicy | None, n_chunks: int) -> None:
+    def adopt(self, saved: SavedPolicy | None, tokens: npt.NDArray[np.int32]) -> None:
         """Go on from there. What another policy knew is of no use: then the keys are read again."""
+        n_chunks = len(tokens) // CHUNK
         if saved is None or saved.name != self.scorer.name:
             self.sealed(range(n_chunks))
             return
+        if saved.reader is not None and isinstance(self.scorer, Reading):
+            self._run(self.scorer.adopt, saved.reader, tokens.copy()).result()
         rows = saved.rows.result()
         if rows is not None and isinstance(self.scorer, Resumable):
             self._run(self.scorer.load, rows).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -9,12 +10,47 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoints import Blob
+from .errors import SnapshotError
 from .pool.heap import Page, PageHeap
 from .pool.pager import PageTable
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedBridge:
+    """Where the target's tokens and the drafter's end in the text's bytes; the drafter's first `settled` are final."""
+
+    ends: Int64s
+    drafted_ends: Int64s
+    settled: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedReader:
+    """A drafter that reads along: its text in its own tokens, and its memory from token `base` on.
+
+    source: which model it is. bridge: None where it has the target's tokenizer. session: that memory, or a function
+    that opens it for the heap of such a model with so many tokens in its vocabulary.
+    """
+
+    source: str
+    text: Int32s
+    base: int
+    bridge: SavedBridge | None
+    session: SavedSession | Callable[[PageHeap, int], SavedSession]
+
+    def open(self, heap: PageHeap, n_vocab: int) -> SavedSession:
+        """The session, to be released. SnapshotError if it is not to be had any more."""
+        return self.session.share() if isinstance(self.session, SavedSession) else self.session(heap, n_vocab)
+
+    def release(self) -> None:
+        """Let go of the page images."""
+        if isinstance(self.session, SavedSession):
+            self.session.release()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,7 +58,8 @@ class SavedPolicy:
     """A policy and its clock, between two looks.
 
     looks: scores that have been asked for and not used yet, the oldest first. rows: the policy's statistics, a row of
-    bytes per sealed chunk, as soon as they have been copied; None if it keeps them to itself.
+    bytes per sealed chunk, as soon as they have been copied; None if it keeps them to itself. reader: the model of its
+    own, if the policy has one.
     """
 
     name: str
@@ -32,6 +69,7 @@ class SavedPolicy:
     due: int
     looks: list[Floats | None]
     rows: Future[Rows | None]
+    reader: SavedReader | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,10 +110,12 @@ class SavedSession:
         return states + self.queries.nbytes + self.tokens.nbytes + (0 if rows is None else rows.nbytes)
 
     def share(self) -> SavedSession:
-        """The same for another holder, who releases it too."""
+        """The same for another holder, who releases it too. Without the drafter's part."""
+        if self._released:
+            raise SnapshotError("this session has been released")
         for page in self.pages:
             self.heap.hold(page)
-        return replace(self)
+        return replace(self, policy=self.policy and replace(self.policy, reader=None))
 
     def release(self) -> None:
         """Let go of the page images."""
@@ -83,3 +123,5 @@ class SavedSession:
             self._released = True
             for page in self.pages:
                 self.heap.release(page)
+            if self.policy is not None and self.policy.reader is not None:
+                self.policy.reader.release()

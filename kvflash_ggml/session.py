@@ -423,7 +423,7 @@ class Session:
                 self.engine.write_queries(saved.queries)
                 self._queries_from = saved.queries_from
             if self._reselector is not None:
-                self._reselector.adopt(saved.policy, self.length // CHUNK)
+                self._reselector.adopt(saved.policy, self.tokens)
             self.watch.cut(self.length, self.pager.resident_chunks)
         except BaseException:
             self.reset()

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ..saved import SavedReader
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -112,6 +114,19 @@ class Resumable(Protocol):
 
     def load(self, rows: npt.NDArray[np.uint8]) -> None:
         """Take over what `dump` gave, for the first chunks of the text. ValueError if the rows have another length."""
+        ...
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """A scorer with a model of its own that reads along, and goes on reading where it was after a restore."""
+
+    def freeze(self) -> SavedReader | None:
+        """Where it is; None if it has not begun. To be released."""
+        ...
+
+    def adopt(self, saved: SavedReader, tokens: npt.NDArray[np.int32]) -> None:
+        """Go on from there, for a text of these tokens. What does not fit it reads again."""
         ...
 
 

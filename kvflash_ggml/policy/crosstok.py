@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK
+from ..saved import SavedBridge, SavedReader
 from .base import Floats, Keys, Look
 from .drafter import LEAST, Drafter, Int32s, Window, common_prefix
 from .statistics import split
@@ -59,6 +60,31 @@ class TextReader:
             return None
         self.window.follow(np.array(self.drafted, np.int32))
         return 0, self._map(len(tokens) // CHUNK)
+
+    def freeze(self) -> SavedReader:
+        return self.window.freeze(
+            SavedBridge(
+                ends=np.array(self._ends, np.int64),
+                drafted_ends=np.array(self.drafted_ends, np.int64),
+                settled=self._settled,
+            )
+        )
+
+    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+        bridge, text = saved.bridge, bytearray()
+        if bridge is None or len(bridge.ends) > len(tokens) or len(bridge.drafted_ends) != len(saved.text):
+            return
+        tokens = tokens[: len(bridge.ends)]
+        ends = []
+        for token in tokens.tolist():
+            text += self._decode(token)
+            ends.append(len(text))
+        final = self._opening <= bridge.settled <= len(saved.text)
+        if not final or ends != bridge.ends.tolist() or not self.window.adopt(saved):
+            return
+        self._tokens, self._ends, self.text = tokens, ends, text
+        self.drafted, self.drafted_ends = saved.text.tolist(), bridge.drafted_ends.tolist()
+        self._settled = bridge.settled
 
     def close(self) -> None:
         self._drafter.close()

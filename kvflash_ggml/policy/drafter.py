@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK, round_up
-from ..errors import ConfigError, KVFlashError
+from ..errors import ConfigError, KVFlashError, SnapshotError
+from ..saved import SavedBridge, SavedReader, SavedSession
 from .base import Floats, Keys, Look, Scorer, register
 
 logger = logging.getLogger("kvflash_ggml")
@@ -62,6 +63,19 @@ class Drafter(Protocol):
         """The same for each token of the sealed chunks; [length // CHUNK * CHUNK]."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """Which model it is, wherever its file lies."""
+        ...
+
+    def freeze(self) -> SavedSession:
+        """Its memory, to be released."""
+        ...
+
+    def adopt(self, saved: SavedReader) -> None:
+        """Take over the memory of the same model. SnapshotError, and nothing held, if that fails."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -70,6 +84,14 @@ class Reader(Protocol):
 
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
         """The first chunk that was scored, and scores from there on, NaN for none; None if the text is too short."""
+        ...
+
+    def freeze(self) -> SavedReader:
+        """Where it is, to be released."""
+        ...
+
+    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+        """Go on from there, for a text of these tokens; read again what does not fit."""
         ...
 
     def close(self) -> None: ...
@@ -104,6 +126,32 @@ class Window:
             self.pushed += len(new)
         self._text = text.copy()
 
+    def freeze(self, bridge: SavedBridge | None = None) -> SavedReader:
+        """The text and the drafter's memory, to be released."""
+        return SavedReader(
+            source=self._drafter.identity,
+            text=self._text,
+            base=self.base,
+            bridge=bridge,
+            session=self._drafter.freeze(),
+        )
+
+    def adopt(self, saved: SavedReader) -> bool:
+        """Go on from there. False, and at the beginning, if the drafter is another or its memory is lost."""
+        self._text, self.base = np.empty(0, np.int32), 0
+        try:
+            if saved.source != self._drafter.identity:
+                raise SnapshotError("another drafter has read it")
+            self._drafter.adopt(saved)
+            if saved.base + self._drafter.length > len(saved.text):
+                raise SnapshotError("the drafter's memory is longer than its text")
+        except SnapshotError as err:
+            logger.warning("the drafter reads the text again: %s", err)
+            self._drafter.cut(0)
+            return False
+        self._text, self.base = saved.text, saved.base
+        return True
+
     def _cut(self, length: int) -> None:
         if length <= self.base:
             self.base = 0
@@ -125,6 +173,12 @@ class TokenReader:
         self.window.follow(tokens)
         first = self.window.first // CHUNK
         return first, self._drafter.score_chunks()[first - self.window.base // CHUNK :]
+
+    def freeze(self) -> SavedReader:
+        return self.window.freeze()
+
+    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+        self.window.adopt(saved)
 
     def close(self) -> None:
         self._drafter.close()
@@ -151,6 +205,7 @@ class DrafterScorer:
         self._failed = False
         self._reported: set[str] = set()
         self._scores: Floats = np.empty(0, np.float32)
+        self._resume: tuple[SavedReader, Int32s] | None = None  # for when it is loaded
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._scores = np.full(n_chunks, np.nan, np.float32)
@@ -177,6 +232,9 @@ class DrafterScorer:
         try:
             if self._reader is None:
                 self._reader = self._load()
+                if self._resume is not None:
+                    self._reader.adopt(*self._resume)
+                    self._resume = None
             found = self._reader.read(look.tokens)
         except FAILURES as err:
             self._give_up(err)
@@ -188,6 +246,15 @@ class DrafterScorer:
         scores = scores[: len(part)]
         np.copyto(part, scores, where=np.isfinite(scores))
         return self._known(look.n_chunks)
+
+    def freeze(self) -> SavedReader | None:
+        return None if self._reader is None else self._reader.freeze()
+
+    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+        if self._reader is not None:
+            self._reader.adopt(saved, tokens)
+        else:
+            self._resume = saved, tokens
 
     def _known(self, n_chunks: int) -> Floats | None:
         """The last score of each chunk; those that never had one are as good as the average."""

@@ -82,6 +82,7 @@ class PageHeap:
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
+        self._closed = False
         self.reclaim: Callable[[], bool] | None = None  # lets go of something that is only kept for later
 
     # --- queries
@@ -128,7 +129,7 @@ class PageHeap:
         with self.lock:
             assert page.holders > 0
             page.holders -= 1
-            if page.holders:
+            if page.holders or self._closed:
                 return
             if page.address:
                 self._unload(page)
@@ -198,6 +199,7 @@ class PageHeap:
         for page in self._pages:
             self._memory.wait(page.ticket)
         self._pages.clear()
+        self._closed = True
         self._ahead.shutdown()
         if self._next is not None:
             with contextlib.suppress(HostMemoryError):

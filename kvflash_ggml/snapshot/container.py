@@ -14,6 +14,8 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -52,6 +54,7 @@ class Writer:
         self._stream = stream
         self._compress = compress
         self._sections: list[tuple[str, int, int, int]] = []
+        self._prefix = ""
         self._at = 0
         # one that is never finished can be told from other files, and is not valid
         self._put(MAGIC.ljust(PREFIX.size, b"\0"))
@@ -59,6 +62,7 @@ class Writer:
     def section(self, name: str, data: Buffer | npt.NDArray[Any]) -> None:
         if isinstance(data, np.ndarray):
             data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        name = self._prefix + name
         self._sections.append((name, self._align(), len(data), checksum(data, name)))
         self._put(data)
 
@@ -67,9 +71,19 @@ class Writer:
         rows = []
         for number, image in enumerate(images):
             stored, how = codec.encode(image) if self._compress else (image, codec.RAW)
-            rows.append((self._align(), len(stored), how, checksum(image, f"{name} {number}")))
+            rows.append((self._align(), len(stored), how, checksum(image, f"{self._prefix}{name} {number}")))
             self._put(stored)
         self.section(name, np.array(rows, TABLE))
+
+    @contextmanager
+    def part(self, prefix: str) -> Iterator[None]:
+        """Sections that are written inside get names with this prefix."""
+        before = self._prefix
+        self._prefix += prefix
+        try:
+            yield
+        finally:
+            self._prefix = before
 
     def close(self, kind: str, facts: dict[str, Any]) -> None:
         """Write the directory, and the prefix that makes all of it valid."""
@@ -172,22 +186,31 @@ class Container:
             raise SnapshotError(f"the directory of {source.name} is not one")
         self.kind = kind
         self.facts: dict[str, Any] = facts
+        self._prefix = ""
         self._sections = {section.name: section for section in sections}
         # or a small file could ask for much memory
         if len(self._sections) != len(sections) or sum(section.size for section in sections) > source.size:
             raise SnapshotError(f"{source.name} is damaged: its sections overlap")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._sections
+        return self._prefix + name in self._sections
 
     @property
     def sections(self) -> list[Section]:
         return list(self._sections.values())
 
     def section(self, name: str) -> Section:
+        name = self._prefix + name
         if name not in self._sections:
             raise SnapshotError(f"{self.source.name} has no section '{name}'")
         return self._sections[name]
+
+    def part(self, prefix: str, facts: dict[str, Any]) -> Container:
+        """The sections whose names begin with a prefix, as a container with facts of its own."""
+        part = copy(self)
+        part.facts = facts
+        part._prefix = self._prefix + prefix
+        return part
 
     def pages(self, name: str, page_bytes: int, *, count: int | None = None) -> list[StoredPage]:
         """The page images of a table. SnapshotError unless there are `count`, each within the file and possible.
@@ -201,7 +224,9 @@ class Container:
         if len(table) != (len(table) if count is None else count) or not (inside & fits).all():
             raise SnapshotError(f"{self.source.name} is damaged: table '{name}' has other page images than it should")
         codec.check(set(table["codec"].tolist()), self.source.name)
-        return [StoredPage(self.source, f"{name} {number}", *row) for number, row in enumerate(table.tolist())]
+        return [
+            StoredPage(self.source, f"{self._prefix}{name} {number}", *row) for number, row in enumerate(table.tolist())
+        ]
 
     def _read_directory(self) -> dict[str, Any]:
         source = self.source

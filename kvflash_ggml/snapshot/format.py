@@ -15,11 +15,12 @@ from ..config import CHUNK
 from ..errors import SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ABSENT, ANY, PageTable
-from ..saved import SavedPolicy, SavedSession
+from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
 KIND = "snapshot"
+DRAFTER = "drafter "
 
 LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last_use", "<u8")])
 """One chunk: its block in the pool, -1 if it is on the host only, -2 for any block; whether it has a score, the score,
@@ -40,6 +41,9 @@ def write(
     rows = None if saved.policy is None else saved.policy.rows.result()
     if rows is not None and len(rows):
         writer.section("statistics", rows)
+    reader = None if saved.policy is None else saved.policy.reader
+    if reader is not None:
+        facts["drafter"] = _write_reader(writer, reader)
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
 
@@ -88,7 +92,54 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vo
     saved.pages = [Page(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
         saved.policy.rows = _beside(partial(read_rows, container, saved.length // CHUNK))
+    if saved.policy is not None and container.facts.get("drafter") is not None:
+        saved.policy.reader = _read_reader(container)
     return saved
+
+
+def _write_reader(writer: Writer, reader: SavedReader) -> dict[str, Any]:
+    """A drafter's part, in sections of its own. Returns its facts."""
+    with writer.part(DRAFTER):
+        writer.section("text", reader.text.astype("<i4"))
+        if reader.bridge is not None:
+            writer.section("ends", reader.bridge.ends.astype("<i8"))
+            writer.section("drafted ends", reader.bridge.drafted_ends.astype("<i8"))
+        session = reader.session
+        assert isinstance(session, SavedSession), "what is written is in memory"
+        facts = write_sections(writer, session)
+        writer.pages("pages", (session.heap.bytes_of(page) for page in session.pages))
+    settled = None if reader.bridge is None else reader.bridge.settled
+    return {**facts, "source": reader.source, "base": reader.base, "bridge": settled}
+
+
+def _read_reader(container: Container) -> SavedReader:
+    """A drafter's part. Its session is read when the drafter is loaded."""
+    facts = container.facts["drafter"]
+    if not isinstance(facts, dict):
+        raise _damaged(container, "drafter")
+    part = container.part(DRAFTER, facts)
+    bridge = None
+    if facts.get("bridge") is not None:
+        bridge = SavedBridge(
+            ends=part.section("ends").array("<i8").astype(np.int64),
+            drafted_ends=part.section("drafted ends").array("<i8").astype(np.int64),
+            settled=_count(part, "bridge"),
+        )
+    return SavedReader(
+        source=_facts(part, "source", str),
+        text=part.section("text").array("<i4").astype(np.int32),
+        base=_count(part, "base"),
+        bridge=bridge,
+        session=partial(_open_reader, part),
+    )
+
+
+def _open_reader(part: Container, heap: PageHeap, n_vocab: int) -> SavedSession:
+    session = read_sections(part, heap, n_vocab=n_vocab)
+    session.pages = [
+        Page(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
+    ]
+    return session
 
 
 def compare(container: Container, fingerprint: Fingerprint) -> None:
