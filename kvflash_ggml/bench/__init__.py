@@ -331,6 +331,7 @@ def restore(
             click.echo(f"{context} tokens: {turns}, {row['ratio']:.1f} times", err=True)
     columns = {
         "context": "context",
+        "pool": "pool",
         "read_tps": "read t/s",
         "save_blocking_s": "save blocks s",
         "save_s": "save s",

@@ -41,8 +41,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cold:
-    """A session that is not interrupted. Seconds; a turn ends with the first token of the answer."""
+    """A session that is not interrupted. pool: as it was made. A turn ends with the first token of its answer."""
 
+    pool: int
     read_s: float
     turn_s: float
     save_blocking_s: float
@@ -91,8 +92,10 @@ def run_cold(model: str, path: Path, plan: Plan) -> Cold:
         saved = time.perf_counter() - began
 
         turn, answer, logits = _turn(llm, question, plan.answer)
+        assert llm.kvflash is not None
         assert llm._session is not None
         return Cold(
+            pool=llm.kvflash.pool,
             read_s=read,
             turn_s=turn,
             save_blocking_s=blocking,
@@ -137,7 +140,7 @@ def row(plan: Plan, cold: Cold, warm: list[Warm]) -> dict[str, Any]:
     total = median(x.restore_s + x.turn_s for x in warm)
     return {
         "context": plan.context,
-        "pool": plan.pool,
+        "pool": cold.pool,
         "policy": plan.policy,
         "question": plan.question,
         "read_s": cold.read_s,

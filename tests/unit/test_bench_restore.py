@@ -18,7 +18,7 @@ def row(*warm: Any) -> dict[str, Any]:
         context=1000, pool=512, policy="qk", question=64, answer=3, repeats=len(warm), compress=False, options={}
     )
     cold = bench.Cold(
-        read_s=10.0, turn_s=2.0, save_blocking_s=0.1, save_s=1.0, file_bytes=3 << 20, answer=[1, 2, 3],
+        pool=512, read_s=10.0, turn_s=2.0, save_blocking_s=0.1, save_s=1.0, file_bytes=3 << 20, answer=[1, 2, 3],
         logits=b"abc", device="CPU",
     )  # fmt: skip
     made: dict[str, Any] = bench.row(plan, cold, list(warm))
@@ -36,7 +36,7 @@ def test_a_row_has_medians_and_ratios() -> None:
     assert it["cold_turn_s"] == 12
     assert it["identify_s"] == 0.1
     assert it["ratio"] == pytest.approx(20)
-    assert it["read_tps"] == 100
+    assert (it["pool"], it["read_tps"]) == (512, 100)
     assert it["file_mib"] == 3
     assert it["same_answer"] is it["same_logits"] is True
 
