@@ -7,6 +7,7 @@ token belongs to the chunk in which its middle byte lies.
 from __future__ import annotations
 
 import codecs
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from ..saved import SavedBridge, SavedReader
 from .base import Floats, Keys, Look
 from .drafter import LEAST, Drafter, Int32s, Window, common_prefix
 from .statistics import split
+
+logger = logging.getLogger("kvflash_ggml")
 
 Int64s = npt.NDArray[np.int64]
 
@@ -73,6 +76,7 @@ class TextReader:
     def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
         bridge, text = saved.bridge, bytearray()
         if bridge is None or len(bridge.ends) > len(tokens) or len(bridge.drafted_ends) != len(saved.text):
+            logger.warning("the drafter reads the text again: it was saved with another tokenizer")
             return
         tokens = tokens[: len(bridge.ends)]
         ends = []

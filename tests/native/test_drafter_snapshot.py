@@ -1,0 +1,81 @@
+"""A drafter goes on reading where it was when its session was saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafter_models import with_other_tokens
+from harness import MODELS, check, row
+
+SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
+POOLED = {"n_ctx": 5120, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter", "kvflash_tau": 16}
+
+
+@pytest.fixture(scope="module")
+def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
+    return with_other_tokens(SMALL, tmp_path_factory.mktemp("drafter") / "other.gguf")
+
+
+def go_on(llm: Any, steps: int = 64) -> list[bytes]:
+    """The logits of each step of a greedy answer."""
+    rows = []
+    for _ in range(steps):
+        logits = row(llm)
+        rows.append(logits.tobytes())
+        llm.eval([int(logits.argmax())])
+    check(llm)
+    return rows
+
+
+def window_of(llm: Any) -> Any:
+    return llm._session._reselector.scorer._reader.window
+
+
+@pytest.mark.parametrize("bridged", [False, True])
+def test_another_process_goes_on_bit_for_bit(
+    bridged: bool, llama: Callable[..., Any], tokens: Any, other_tokens: Path, tmp_path: Path
+) -> None:
+    """A new Llama loads the drafter anew; only the new tokens go through it."""
+    settings = POOLED | {"kvflash_drafter": other_tokens if bridged else SMALL}
+    llm = llama(**settings)
+    llm.eval(tokens[:3000].tolist())
+    go_on(llm, 20)
+    llm.save_snapshot(tmp_path / "session.kvs")
+    before = window_of(llm).pushed
+    want = go_on(llm)
+    assert window_of(llm).pushed > before > 2900
+    llm.close()
+
+    other = llama(**settings)
+    other.load_snapshot(tmp_path / "session.kvs")
+    assert go_on(other) == want
+    assert other.kvflash.page_ins > 0
+    assert 0 < window_of(other).pushed < 200
+
+
+def test_the_same_process_goes_on_bit_for_bit(llama: Callable[..., Any], tokens: Any) -> None:
+    llm = llama(**POOLED, kvflash_drafter=SMALL)
+    llm.eval(tokens[:2000].tolist())
+    saved = llm._freeze(None)
+    want = go_on(llm)
+    llm._thaw(saved)
+    assert go_on(llm) == want
+
+
+def test_another_drafter_reads_the_text_again(
+    llama: Callable[..., Any], tokens: Any, other_tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = llama(**POOLED, kvflash_drafter=SMALL)
+    llm.eval(tokens[:2000].tolist())
+    llm.save_snapshot(tmp_path / "session.kvs")
+    llm.close()
+    other = llama(**POOLED, kvflash_drafter=other_tokens)
+    other.load_snapshot(tmp_path / "session.kvs")
+    with caplog.at_level(logging.WARNING, "kvflash_ggml"):
+        go_on(other, 20)
+    assert window_of(other).pushed > 1900
+    assert "the drafter reads the text again" in caplog.text
