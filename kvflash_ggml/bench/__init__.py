@@ -387,8 +387,9 @@ def reading(
         for arm in arms(contexts, residency, policies, full=full):
             for reselect in (True, False) if arm.policy not in ("full", "lru") else (False,):
                 readings = list(run_arm(model, arm, plan, filler, options, reselect=reselect))
-                rows += summary(arm, readings, reselect=reselect)
-                nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in rows[-4:])
+                made = summary(arm, readings, reselect=reselect)
+                nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in made)
+                rows += made
                 click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}, reselect {reselect}: {nats}", err=True)
     if rows:
         report.table(list(rows[0]), [list(row.values()) for row in rows])
