@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from harness import CHUNK, KV_TYPES, agreement, read_block, row, same_bits, walk
 
-
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
 ALL_TYPES = list(KV_TYPES.values())

@@ -150,9 +150,7 @@ def test_query_basis(bare: Any, tokens: Any) -> None:
         one.session.extend(tokens[:n])
         engine = one.session.engine
         layer = engine.layers[0]
-        keys = np.concatenate(
-            [decode_keys(one.session, block, layer, kv) for block in range(n // CHUNK)]
-        )
+        keys = np.concatenate([decode_keys(one.session, block, layer, kv) for block in range(n // CHUNK)])
         queries = read_queries(engine)[0]
         group = layer.n_head // layer.n_head_kv
         keys = keys.reshape(n, layer.n_head_kv, layer.head_k).repeat(group, axis=1)
@@ -166,9 +164,7 @@ def read_queries(engine: Any) -> list[Any]:
     flat = np.empty(sum(math.prod(shape) for shape in shapes), np.float32)
     engine.wait(engine.read_queries(flat))
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [
-        part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)
-    ]
+    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
 
 
 def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:
@@ -176,9 +172,7 @@ def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:
 
     page = np.frombuffer(read_block(session, block), np.uint8)
     raw = page[layer.k_offset : layer.k_offset + CHUNK * layer.k_row].reshape(CHUNK, layer.k_row)
-    return gguf.quants.dequantize(
-        raw.view(np.float16) if kv == 1 else raw, gguf.GGMLQuantizationType(kv)
-    )
+    return gguf.quants.dequantize(raw.view(np.float16) if kv == 1 else raw, gguf.GGMLQuantizationType(kv))
 
 
 def test_query_capture_is_off_by_default(bare: Any) -> None:
