@@ -7,7 +7,7 @@ asked for is read, and a file that somebody cuts short while it is open is an er
 from __future__ import annotations
 
 import os
-from io import FileIO
+import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -29,20 +29,21 @@ class Source(Protocol):
 
 
 class FileSource:
-    """An open file. It can be deleted or replaced meanwhile: what was opened stays readable."""
+    """An open file, closed with its last page. It can be deleted or replaced meanwhile: it stays readable here."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         try:
-            self._file = FileIO(path)
-            self.size = os.fstat(self._file.fileno()).st_size
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as err:
             raise SnapshotError(f"cannot open {path}: {err.strerror or err}") from err
+        weakref.finalize(self, os.close, self._file)
+        self.size = os.fstat(self._file).st_size
 
     def read_into(self, offset: int, out: memoryview) -> None:
         while out:
             try:
-                read = os.preadv(self._file.fileno(), [out[:MOST_AT_ONCE]], offset)
+                read = os.preadv(self._file, [out[:MOST_AT_ONCE]], offset)
             except OSError as err:
                 raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
             if not read:
