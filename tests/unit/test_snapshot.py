@@ -652,3 +652,25 @@ def test_a_file_that_is_cut_after_a_restore_fails_the_step_only(world: Any, tmp_
     again.pager.unpin_all()
     again.extend(text(70))
     assert again.length == LENGTH + 70
+
+
+def test_the_document_names_what_the_reader_reads() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text()
+    for name in (plain_reader.PREFIX.format, plain_reader.PAGE.format, "<i4, <u4, <f8, <u8", "KVFLASH\\x1a"):
+        assert f"`{name}`" in document
+    for name in (
+        "tokens",
+        "ledger",
+        "pages",
+        "state",
+        "checkpoint <pos>",
+        "queries",
+        "logits",
+        "look <i>",
+        "statistics",
+    ):
+        assert f"| `{name}` |" in document
+    session = make()
+    parts = plain_reader.read(dump(session))
+    session.close()
+    assert all(f"`{fact}`" in document for fact in parts.facts | parts.facts["fingerprint"] | parts.facts["settings"])
