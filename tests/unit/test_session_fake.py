@@ -659,6 +659,35 @@ def test_a_state_is_restored_under_a_ceiling(world: Any, tmp_path: Path) -> None
     check(other, tokens.tolist())
 
 
+def test_a_long_text_is_restored_under_a_ceiling_without_a_spill_folder(world: Any) -> None:
+    """Its pages are in the snapshot; what is written after it has to fit."""
+    session, other = world(), world(config={"host_limit": 2 * PAGE_BYTES})
+    tokens = some(1700)
+    session.extend(tokens)
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    check(other, tokens.tolist())
+    other.pin_range(12 * CHUNK, 14 * CHUNK)
+    other.extend(some(70, 1))
+    check(other, [*tokens.tolist(), *some(70, 1).tolist()])
+    assert {12, 13} <= set(other.pager.resident_chunks)
+    other.extend(some(70, 2))
+    with pytest.raises(HostMemoryError):
+        other.extend(some(140, 3))
+    whole = [*tokens.tolist(), *some(70, 1).tolist(), *some(70, 2).tolist(), *some(140, 3).tolist()]
+    check(other, whole[: other.length])
+
+
+def test_a_session_that_cannot_be_put_aside_holds_nothing(world: Any) -> None:
+    session = world(config={"host_limit": 5 * PAGE_BYTES})
+    session.extend(some(5 * CHUNK + 10))
+    with pytest.raises(HostMemoryError):
+        session.freeze()
+    check(session, some(5 * CHUNK + 10).tolist())
+    session.freeze(5 * CHUNK).release()
+    check(session, some(5 * CHUNK + 10).tolist())
+
+
 def test_without_a_spill_folder_the_ceiling_is_an_error_and_the_text_stays(world: Any) -> None:
     session = world(config={"host_limit": 5 * PAGE_BYTES})
     tokens = some(1000)

@@ -530,7 +530,7 @@ HARM: dict[str, Harm] = {
     "pins a bool": fact(pins=[True]),
     "checkpoint of nothing": fact(checkpoints=[100]),
     "checkpoint beyond": lambda p: (fact(checkpoints=[9999])(p), p.sections.update({"checkpoint 9999": b""})),
-    "checkpoints without end": fact(checkpoints=[1] * 2000),
+    "checkpoints without end": lambda p: (fact(checkpoints=[1] * 2000)(p), p.sections.update({"checkpoint 1": b""})),
     "queries from beyond": fact(queries_from=9999),
     "half a query": section("queries", lambda data: data[:-1]),
     "seed": fact(seed=2**64),
