@@ -162,10 +162,10 @@ class Paging:
 
     def _fill(self, pages: list[tuple[int, int]], length: int) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
-        for group in self.heap.fitting(pages):
+        while pages:
             with self.store.lock:  # or the scoring thread could spill an image that is being read
-                self.store.load([chunk for chunk, _ in group])
-                images = [self.store.fetch(chunk) for chunk, _ in group]
+                images = self.store.fetch_some([chunk for chunk, _ in pages])
+                group, pages = pages[: len(images)], pages[len(images) :]
                 ticket = self._engine.page_in([block for _, block in group], images)
                 for chunk, _ in group:
                     self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it

@@ -89,9 +89,9 @@ class HostKeys:
     def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
         parts = []
         with self._store.lock:
-            for group in self._store.heap.fitting(chunks):
-                self._store.load(group)
-                images = [self._store.fetch(chunk) for chunk in group]
+            while len(chunks):
+                images = self._store.fetch_some(chunks)
+                chunks = chunks[len(images) :]
                 parts.append(self._engine.score_keys(images, look.rows, look.queries, self._threads))
         return np.concatenate(parts, axis=1)
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from threading import RLock
 from typing import Protocol, TypeVar
@@ -139,9 +140,31 @@ class PageHeap:
 
     def fetch(self, page: Page) -> int:
         """The address of the image, read back from its file if it was there. Valid while the lock is held."""
+        return self._fetch(page, beside=0)
+
+    def fetch_some(self, pages: Sequence[Page]) -> list[int]:
+        """Addresses of the first pages, as many as fit in memory together, at least one. Valid while the lock is held.
+
+        HostMemoryError if not even one does.
+        """
+        addresses: list[int] = []
+        with self.lock:
+            if self._most is None:  # else reading ahead could push out what has just been read
+                self.load(pages)
+            for page in pages:
+                try:
+                    addresses.append(self._fetch(page, beside=len(addresses)))
+                except HostMemoryError:
+                    if not addresses:
+                        raise
+                    break
+        return addresses
+
+    def _fetch(self, page: Page, *, beside: int) -> int:
+        """beside: so many pages, those fetched last, stay in memory."""
         with self.lock:
             if not page.address:
-                address = self._room()
+                address = self._room(beside)
                 try:
                     self._read(page, self._memory.view(address, self.page_bytes))
                 except BaseException:
@@ -215,8 +238,8 @@ class PageHeap:
 
     # --- memory
 
-    def _room(self) -> int:
-        """An address that is free now."""
+    def _room(self, beside: int = 0) -> int:
+        """An address that is free now. The last pages used, so many, keep theirs."""
         if not self._free:
             if self._slab_pages() > 0:
                 self._add_slab()
@@ -224,7 +247,7 @@ class PageHeap:
                 while not self._free and self.reclaim is not None and self.reclaim():
                     pass
             if not self._free:
-                self._make_room()
+                self._make_room(beside)
         return self._free.pop()
 
     def _unload(self, page: Page) -> None:
@@ -264,15 +287,16 @@ class PageHeap:
 
     # --- files
 
-    def _make_room(self) -> None:
+    def _make_room(self, beside: int) -> None:
         """One page leaves memory: the oldest that can be read again from where it came, or the oldest, spilled."""
-        page = next((page for page in self._pages if page.source is not None), None)
+        able = len(self._pages) - beside
+        page = next((page for page in islice(self._pages, able) if page.source is not None), None)
         if page is None:
-            page = self._spill_oldest()
+            page = self._spill_oldest(able)
         self._unload(page)
 
-    def _spill_oldest(self) -> Page:
-        if self.spill_folder is None or not self._pages:
+    def _spill_oldest(self, able: int) -> Page:
+        if self.spill_folder is None or able < 1:
             raise HostMemoryError(
                 f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
                 f"chunk): raise host_limit, give a spill folder, or use a larger pool"

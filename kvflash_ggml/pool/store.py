@@ -60,9 +60,10 @@ class HostStore:
         with self.lock:
             return self.heap.fetch(self._pages[chunk])
 
-    def load(self, chunks: Sequence[int]) -> None:
-        """Read images that are still in a snapshot's file, several at a time. KeyError if a chunk has none."""
-        self.heap.load([self._pages[chunk] for chunk in chunks])
+    def fetch_some(self, chunks: Sequence[int]) -> list[int]:
+        """The same for the first chunks, as many as fit in memory together, at least one."""
+        with self.lock:
+            return self.heap.fetch_some([self._pages[chunk] for chunk in chunks])
 
     def bytes_of(self, chunk: int) -> bytes:
         """A copy of the image, once its transfer is done."""

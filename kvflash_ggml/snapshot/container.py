@@ -177,13 +177,10 @@ class Container:
     def __init__(self, source: Source) -> None:
         self.source = source
         directory = self._read_directory()
-        try:
-            kind, facts = directory["kind"], directory["facts"]
-            sections = [self._check_section(*entry) for entry in directory["sections"]]
-        except (KeyError, TypeError, ValueError) as err:
-            raise SnapshotError(f"the directory of {source.name} is not one: {err}") from err
-        if not isinstance(kind, str) or not isinstance(facts, dict):
+        kind, facts, entries = (directory.get(key) for key in ("kind", "facts", "sections"))
+        if not isinstance(kind, str) or not isinstance(facts, dict) or not isinstance(entries, list):
             raise SnapshotError(f"the directory of {source.name} is not one")
+        sections = [self._check_section(entry) for entry in entries]
         self.kind = kind
         self.facts: dict[str, Any] = facts
         self._prefix = ""
@@ -257,9 +254,10 @@ class Container:
             raise SnapshotError(f"the directory of {source.name} is not one")
         return directory
 
-    def _check_section(self, name: object, offset: object, size: object, check: object) -> Section:
-        whole = [x for x in (offset, size, check) if type(x) is int and x >= 0]
-        if not isinstance(name, str) or len(whole) != 3:
+    def _check_section(self, entry: object) -> Section:
+        name, *numbers = entry if isinstance(entry, list) and entry else [None]
+        whole = [x for x in numbers if type(x) is int and x >= 0]
+        if not isinstance(name, str) or not len(whole) == len(numbers) == 3:
             raise SnapshotError(f"{self.source.name} is damaged: a section has no name, place, size and checksum")
         offset, size, check = whole
         if size > self.source.size or offset > self.source.size - size:

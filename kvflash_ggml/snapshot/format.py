@@ -154,7 +154,7 @@ def compare(container: Container, fingerprint: Fingerprint) -> None:
 
 def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> SavedSession:
     """Everything but the chunks' images and statistics, checked against itself."""
-    tokens = container.section("tokens").array("<i4").astype(np.int32)
+    tokens = container.section("tokens").array("<i4").astype(np.int32, copy=False)
     length = len(tokens)
     if length != _count(container, "length") or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
         raise _damaged(container, "tokens")
@@ -165,7 +165,7 @@ def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> Save
         pages=[],
         state=container.section("state"),
         checkpoints=_checkpoints(container, length),
-        queries=container.section("queries").array("<f4").astype(np.float32),
+        queries=container.section("queries").array("<f4").astype(np.float32, copy=False),
         queries_from=_count(container, "queries_from", most=length),
         policy=_policy(container, length // CHUNK),
         logits=_logits(container, n_vocab),
@@ -262,7 +262,7 @@ def read_rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
 def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | None:
     if "logits" not in container:
         return None
-    logits = container.section("logits").array("<f4").astype(np.float32)
+    logits = container.section("logits").array("<f4").astype(np.float32, copy=False)
     if len(logits) != n_vocab:
         raise _damaged(container, "logits")
     return logits

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, read_block, same_bits
+from harness import CHUNK, read_block, row, same_bits
+
+from kvflash_ggml.errors import SnapshotError
 
 
 def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
@@ -177,3 +180,103 @@ def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:
 
 def test_query_capture_is_off_by_default(bare: Any) -> None:
     assert bare(pool=512, n_ctx=512).session.engine.info.query_rows == 0
+
+
+# --- what a session needs beside the pool
+
+
+def test_last_logits_are_put_back(llama: Any, tokens: Any) -> None:
+    """0005: they are read, and sampled from, as if their token had just been evaluated."""
+    llm = llama(kvflash=1024)
+    llm.eval(tokens[:300].tolist())
+    last = row(llm)
+    fresh, other = llama(kvflash=1024), llama(kvflash=1024)
+    other.eval(tokens[500:900].tolist())
+    assert not same_bits(row(other), last)
+    for one in (fresh, other):
+        one._session.engine.set_logits(last)
+        assert same_bits(row(one), last)
+    assert other.sample(temp=0.0) == int(last.argmax())
+    with pytest.raises(AssertionError):
+        other._session.engine.set_logits(last[:-1])
+    other.eval(tokens[900:901].tolist())
+    assert not same_bits(row(other), last)
+
+
+@pytest.mark.parametrize("length", [5, 130, 700])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_states_go_back_exactly(kind: str, length: int, bare: Any, tokens: Any) -> None:
+    """Windows that have wrapped, recurrent states and queries, over those of another text."""
+    one, other = (bare(kind, pool=1024, n_ctx=1024, n_ubatch=96, query_rows=16) for _ in range(2))
+    one.session.extend(tokens[:length])
+    engine, target = one.session.engine, other.session.engine
+    state = engine.get_state()
+    assert (state == b"") == (kind == "dense")
+    target.set_state(state, length)
+    assert target.get_state() == state
+    queries = np.concatenate([x.ravel() for x in read_queries(engine)])
+    target.write_queries(queries)
+    assert same_bits(np.concatenate([x.ravel() for x in read_queries(target)]), queries)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "iswa"])
+def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, tokens: Any) -> None:
+    one, other = bare(kind, pool=1024, n_ubatch=96), bare(kind, pool=1024, n_ubatch=96)
+    one.session.extend(tokens[:700])
+    other.session.extend(tokens[2000:2555])
+    engine = other.session.engine
+    before, state = engine.get_state(), one.session.engine.get_state()
+    assert before != state
+    engine.set_state(state, 700)
+    assert engine.get_state() == state
+    engine.set_state(before, 555)
+    assert engine.get_state() == before
+    straight = bare(kind, pool=1024, n_ubatch=96)
+    straight.session.extend(tokens[2000:2555])
+    ours, theirs = (x.walk(tokens[2555:2560], tokens[2560:2570]) for x in (other, straight))
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_hostile_states_are_refused_and_the_engine_lives(kind: str, bare: Any, tokens: Any) -> None:
+    one = bare(kind, pool=1024, n_ubatch=96)
+    one.session.extend(tokens[:500])
+    engine = one.session.engine
+    state = engine.get_state()
+    rng = random.Random(3)
+    taken = 0
+    for harmed in (harm(state, rng) for _ in range(400)):
+        try:
+            engine.set_state(harmed, 500)
+        except SnapshotError:
+            continue
+        taken += 1
+        again = engine.get_state()
+        assert len(again) == len(harmed), "accepted, and not taken over as it was"
+    assert taken < 200, "bytes of values may be anything; most of the harm is elsewhere"
+    for length in (0, 499, 501, 2**31 - 1):
+        if state:
+            with pytest.raises(SnapshotError):
+                engine.set_state(state, length)
+    engine.set_state(state, 500)
+    assert engine.get_state() == state
+    straight = bare(kind, pool=1024, n_ubatch=96)
+    straight.session.extend(tokens[:500])
+    assert same_bits(one.walk(tokens[500:510], tokens[510:520]), straight.walk(tokens[500:510], tokens[510:520]))
+
+
+def harm(state: bytes, rng: random.Random) -> bytes:
+    """A cut, a longer one, or other numbers: near the beginning, where the counts are, or anywhere."""
+    data = bytearray(state)
+    kind = rng.randrange(6)
+    if kind == 0 or not data:
+        return bytes(data[: rng.randrange(len(data) + 1)]) + b"\0" * (not data)
+    if kind == 1:
+        return bytes(data) + rng.randbytes(rng.randrange(1, 99))
+    if kind == 2:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        return bytes(data)
+    extreme = rng.choice([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 2, rng.randrange(2**32), 499, 500])
+    at = 4 * rng.randrange(min(len(data) // 4, rng.choice([4, 24, 200])))
+    data[at : at + 4] = extreme.to_bytes(4, "little")
+    return bytes(data)

@@ -33,13 +33,14 @@ class FakeLayer:
     k_row: int = ROW_BYTES
     n_head: int = 1
     n_head_kv: int = 1
-    head_k: int = 4
+    head_k: int = ROW_BYTES
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class FakeInfo:
     n_slots: int
+    n_pos: int = 1
     n_swa: int = 0
     recurrent: bool = False
     alibi: bool = False
@@ -47,6 +48,7 @@ class FakeInfo:
     v_trans: bool = False
     query_rows: int = 0
     asynchronous: bool = False
+    rotated: int = 0
     page_bytes: int = PAGE_BYTES
     type_k: str = "f16"
     type_v: str = "f16"
@@ -125,7 +127,6 @@ class FakeEngine(FakeHost):
         super().__init__()
         self.info = FakeInfo(n_slots=n_slots, **info)
         self.layers = (FakeLayer(),)
-        self.query_shapes: tuple[tuple[int, int, int], ...] = ()
         self.token = np.zeros(max_tokens, np.int32)
         self.pos = np.zeros(max_tokens, np.int32)
         self.slot = np.zeros(max_tokens, np.int32)
@@ -144,9 +145,11 @@ class FakeEngine(FakeHost):
         self._timing = timing
         self._random = random.Random(seed)
         self._queue: list[Transfer] = []
+        self._queue_lock = threading.RLock()  # a scoring thread waits for transfers too
         self._ticket = 0
         self._last_page_in = 0
         self._serial = 0
+        self.queries = np.zeros((self.info.query_rows, ROW_BYTES), np.float32)
         # tokens that the recurrent state or the window has seen; None: lost
         self._state: list[int] | None = []
         self._window_first = 0
@@ -168,6 +171,9 @@ class FakeEngine(FakeHost):
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
         self._check_mask(start, count)
         self._check_state(start)
+        for pos, token in zip(range(start, start + count), self.token[:count].tolist(), strict=True):
+            if self.info.query_rows:  # captured even by a step that fails
+                self.queries[pos % self.info.query_rows] = np.sin(np.arange(1, ROW_BYTES + 1) * (token + 7 * pos))
         fault = self._fault()
         if fault is not None and not self.faults.late:
             if self.faults.spoil and self.info.recurrent:
@@ -235,10 +241,11 @@ class FakeEngine(FakeHost):
         for block, image in zip(blocks, images, strict=True):
             assert 0 <= block < self.info.n_slots // CHUNK
             self.bytes_at(image, PAGE_BYTES)
-        self._ticket += 1
-        self._queue.append(Transfer(self._ticket, out, list(zip(blocks, images, strict=True))))
-        self._drift()
-        return self._ticket
+        with self._queue_lock:
+            self._ticket += 1
+            self._queue.append(Transfer(self._ticket, out, list(zip(blocks, images, strict=True))))
+            self._drift()
+            return self._ticket
 
     def wait(self, ticket: int) -> None:
         super().wait(ticket)
@@ -252,15 +259,16 @@ class FakeEngine(FakeHost):
             self._run_up_to(self._random.choice(self._queue).ticket)
 
     def _run_up_to(self, ticket: int) -> None:
-        while self._queue and self._queue[0].ticket <= ticket:
-            transfer = self._queue.pop(0)
-            for block, image in transfer.pairs:
-                rows = self.pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
-                data = self.bytes_at(image, PAGE_BYTES)
-                if transfer.out:
-                    data[:] = rows
-                else:
-                    rows[:] = data
+        with self._queue_lock:
+            while self._queue and self._queue[0].ticket <= ticket:
+                transfer = self._queue.pop(0)
+                for block, image in transfer.pairs:
+                    rows = self.pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
+                    data = self.bytes_at(image, PAGE_BYTES)
+                    if transfer.out:
+                        data[:] = rows
+                    else:
+                        rows[:] = data
 
     def settled(self) -> tuple[Bytes, Callable[[int], bytes]]:
         """(pool, reader of images) as they will be once the queue is empty. Changes nothing."""
@@ -278,7 +286,21 @@ class FakeEngine(FakeHost):
     def blank(self, image: memoryview, first: int) -> None:
         image[first * ROW_BYTES :] = bytes((CHUNK - first) * ROW_BYTES)
 
-    query_shapes: Sequence[tuple[int, int, int]] = ()
+    # --- scoring
+
+    @property
+    def query_shapes(self) -> Sequence[tuple[int, int, int]]:
+        return [(self.info.query_rows, 1, ROW_BYTES)] if self.info.query_rows else []
+
+    def read_queries(self, out: npt.NDArray[np.float32]) -> int:
+        out[:] = self.queries.reshape(-1)
+        return 0
+
+    def write_queries(self, rows: npt.NDArray[np.float32]) -> None:
+        self.queries.reshape(-1)[:] = rows
+
+    def keys(self, page: Bytes) -> list[npt.NDArray[np.float32]]:
+        return [page.reshape(CHUNK, 1, ROW_BYTES).astype(np.float32)]
 
     # --- cells
 

@@ -338,6 +338,28 @@ def test_pages_of_a_file_leave_first_and_are_not_spilled(build: Any, memory: Fak
         build(0, slack=50).heap.fetch(page)
 
 
+@pytest.mark.parametrize(("pages", "spill"), [(1, True), (2, True), (2, False), (3, False)])
+def test_pages_that_are_fetched_together_stay_together(build: Any, memory: FakeHost, pages: int, spill: bool) -> None:
+    """Of two pages of a file the first must not make room for the second, before anybody has read it."""
+    store = build(pages, spill=spill)
+    own = {chunk: write(store, memory, chunk) for chunk in range(pages if spill else 1)}
+    for chunk in range(10, 14):
+        page = Page(source=Origin(bytes([chunk]) * PAGE))
+        store.adopt(chunk, page)
+        store.heap.release(page)
+    left, groups = [10, 11, 0, 12, 13], []
+    while left:
+        with store.lock:
+            addresses = store.fetch_some(left)
+            assert len(set(addresses)) == len(addresses) > 0
+            for chunk, address in zip(left, addresses, strict=False):
+                assert bytes(memory.view(address, PAGE)) == bytes([chunk]) * PAGE
+        groups.append(len(addresses))
+        left = left[len(addresses) :]
+    assert max(groups) == (pages if spill or pages > 2 else 2)
+    assert store.bytes_of(0) == own[0]
+
+
 def test_a_damaged_file_costs_no_memory(build: Any, memory: FakeHost) -> None:
     store = build(1)
     origin = Origin(b"o" * PAGE)
@@ -558,6 +580,21 @@ class StoreMachine(RuleBasedStateMachine):
             assert room
             assert bytes(self.memory.view(address, PAGE)) == self.data[page]
             self.holds()
+
+    @precondition(lambda self: self.live())
+    @rule(seed=SEEDS)
+    def fetch_some(self, seed: int) -> None:
+        pages = self.pick(seed)
+        try:
+            addresses = self.heap.fetch_some(pages)
+        except HostMemoryError:
+            assert self.must_stay() == self.limit
+            assert not self.spill
+            return
+        assert 0 < len(addresses) <= len(pages)
+        assert self.limit is None or not self.spill or len(addresses) == min(len(pages), self.limit)
+        for page, address in zip(pages, addresses, strict=False):
+            assert bytes(self.memory.view(address, PAGE)) == self.data[page]
 
     @precondition(lambda self: self.models[0] or self.models[1])
     @rule(data=st.data())

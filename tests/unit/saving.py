@@ -1,0 +1,105 @@
+"""Snapshots of sessions on the fake engine, as bytes, and a policy whose scores tell one text from another."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflash_ggml.policy.base import Floats, Keys, Look
+from kvflash_ggml.session import Session
+from kvflash_ggml.snapshot import fingerprint
+from kvflash_ggml.snapshot.keeper import Keeper
+
+N_VOCAB = 1000
+
+
+class Digest:
+    """Scores come from the keys, the newest queries and the text: any of them that differs gives other scores."""
+
+    name = "digest"
+    query_rows = 4
+
+    def open(self, keys: Keys, n_chunks: int) -> None:
+        self._keys = keys
+        self._index = np.zeros((n_chunks, 1), np.uint32)
+
+    def seal(self, chunk: int) -> None:
+        (keys,) = self._keys.read(chunk)
+        self._index[chunk] = zlib.crc32(keys.astype(np.uint8)[:, 0, :4].tobytes())  # of the tokens: not of the serial
+
+    def cut(self, n_chunks: int) -> None: ...
+
+    def score(self, look: Look) -> Floats | None:
+        asked = zlib.crc32(look.queries.tobytes(), zlib.crc32(look.tokens.tobytes()))
+        return np.array([zlib.crc32(row.tobytes(), asked) % 997 / 100 for row in self._index[: look.n_chunks]], "f4")
+
+    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
+        return self._index[:n_chunks].copy().view(np.uint8)
+
+    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+        self._index[: len(rows)].view(np.uint8)[:] = rows
+
+    @property
+    def index_bytes(self) -> int:
+        return int(self._index.nbytes)
+
+    def close(self) -> None: ...
+
+
+def keeper(session: Session) -> Keeper:
+    return Keeper(session, fingerprint=lambda: fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
+
+
+def dump(session: Session, length: int | None = None) -> bytes:
+    """A snapshot as bytes."""
+    return keeper(session).dump(session.freeze(length))
+
+
+def save(session: Session, path: Path, *, compress: bool = False, length: int | None = None) -> int:
+    """A snapshot as a file; its size."""
+    each = keeper(session)
+    try:
+        return each.save(session.freeze(length), path, compress=compress).result()
+    finally:
+        each.close()
+
+
+def load(session: Session, source: bytes | Path) -> None:
+    """Put a snapshot in place of what the session holds."""
+    saved = keeper(session).load(source)
+    try:
+        session.restore(saved)
+    finally:
+        saved.release()
+
+
+def settle_scores(session: Session) -> None:
+    """Let the scoring thread finish, so that nothing changes while it is looked at."""
+    if session._reselector is not None:
+        session._reselector._run(lambda: None).result()
+
+
+def seen(session: Session) -> tuple[Any, ...]:
+    """Everything that a refused snapshot must leave as it was."""
+    settle_scores(session)
+    engine: Any = session.engine
+    pager, chooser = session.pager, session._reselector
+    return (
+        session.tokens.tolist(),
+        [(chunk.block, chunk.on_host, chunk.last_use) for chunk in pager.chunks],
+        (pager.epoch, pager._clock, pager._settled, sorted(pager.pins)),
+        None if pager.scores is None else pager.scores.tobytes(),
+        sorted(session.store),
+        engine.cell_pos.tolist(),
+        engine.settled()[0].tobytes(),
+        engine.get_state(),
+        engine.queries.tobytes(),
+        session._queries_from,
+        sorted(session._checkpoints.freeze()),
+        session.mask.slot_pos.tolist(),
+        chooser and (chooser.tau, chooser._since_look, chooser._since_reselect, chooser._due, len(chooser._pending)),
+    )
