@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -37,20 +38,17 @@ def replacing(
 
     Raises OSError, and what was there stays as it was, however this process ends.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(name).chmod(0o666 & ~mask)  # as open() would have made it
         with guard():
-            Path(name).replace(path)
+            part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            Path(name).unlink()
+            part.unlink()
         raise
     _sync_folder(path.parent)
 

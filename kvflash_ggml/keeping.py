@@ -188,6 +188,11 @@ class Keeping(llama_cpp.Llama):
         if saved is not None:
             self._take_over(saved)
 
+    def _forget_lost(self) -> None:
+        """A page of the text cannot be read: do not restore it again."""
+        if self._prefixes is not None:
+            self._prefixes.forget_lost()
+
     def _keep_prefix(self) -> None:
         """Keep the text for later, if there is a cache."""
         session, prefixes = self._session, self._prefixes
