@@ -124,4 +124,3 @@ class MemoryTier:
             yield id(page), self._heap.page_bytes
         for blob in saved.blobs:
             yield id(blob), blob.size
-
