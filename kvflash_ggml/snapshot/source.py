@@ -39,6 +39,10 @@ class FileSource:
         except OSError as err:
             raise SnapshotError(f"cannot open {path}: {err.strerror or err}") from err
 
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()  # as long as anybody may read from it, it is open
+
     def read_into(self, offset: int, out: memoryview) -> None:
         try:
             while out:
