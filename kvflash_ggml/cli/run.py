@@ -167,7 +167,7 @@ def _messages(system: str | None, text: str) -> list[Message]:
 def _refuse_idle_options(ctx: click.Context, pool: PoolOptions) -> None:
     if pool.kvflash != "off":
         return
-    for name in ("policy", "tau", "pin", "host_limit", "spill", "report"):
+    for name in ("policy", "tau", "pin", "host_limit", "spill", "cache", "cache_size", "report"):
         source = ctx.get_parameter_source(f"kvflash_{name}")
         if source is click.core.ParameterSource.COMMANDLINE:
             flag = name.replace("_", "-")
