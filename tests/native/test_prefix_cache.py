@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +203,15 @@ def test_the_needle_is_found_after_a_restore(make: Any, llama: Any) -> None:
 # --- what is damaged
 
 
+def damage(tmp_path: Path, at: int) -> tuple[Path, bytes]:
+    """Change a bit of the largest run. Returns it, and what it holds now."""
+    run = max(cache_files(tmp_path, "run"), key=lambda path: path.stat().st_size)
+    data = bytearray(run.read_bytes())
+    data[at] ^= 1
+    run.write_bytes(data)
+    return run, bytes(data)
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_lost_page_is_noticed_when_it_is_needed(
     kind: str, make: Any, llama: Any, texts: Any, tmp_path: Path, caplog: Any
@@ -215,10 +226,7 @@ def test_a_lost_page_is_noticed_when_it_is_needed(
     page_bytes = llm._session.engine.info.page_bytes
     llm.close()
     lost = next(c for c in range(4, 20) if c not in resident)
-    run = max(cache_files(tmp_path, "run"), key=lambda path: path.stat().st_size)
-    data = bytearray(run.read_bytes())
-    data[lost * page_bytes + page_bytes // 2] ^= 1
-    run.write_bytes(data)
+    run, data = damage(tmp_path, lost * page_bytes + page_bytes // 2)
 
     llm = make(kind)
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
@@ -226,7 +234,7 @@ def test_a_lost_page_is_noticed_when_it_is_needed(
     assert "the whole text is read again" in caplog.text
     assert "a file of the prefix cache is deleted" in caplog.text
     assert again.read == len(turn)
-    assert not run.exists() or run.read_bytes() != bytes(data)
+    assert not run.exists() or run.read_bytes() != data
     fresh = llama(kind, **POOL)
     assert ask(fresh, turn).tokens == again.tokens
     assert same_bits(row(llm), row(fresh))
@@ -252,17 +260,37 @@ def test_a_damaged_file_is_as_none(what: str, make: Any, texts: Any, tmp_path: P
     assert "deleted" in caplog.text
 
 
-def test_a_damaged_resident_page_is_seen_before_anything_changes(make: Any, texts: Any, tmp_path: Path) -> None:
+def test_a_damaged_resident_page_is_seen_before_anything_changes(
+    make: Any, texts: Any, tmp_path: Path, caplog: Any
+) -> None:
     prompt = texts["system"] + texts["a"]
     llm = make()
     first = ask(llm, prompt)
     llm.close()
-    run = max(cache_files(tmp_path, "run"), key=lambda path: path.stat().st_size)
-    data = bytearray(run.read_bytes())
-    data[1000] ^= 1  # the first chunk is never evicted
-    run.write_bytes(data)
+    damage(tmp_path, 1000)  # in the first chunk, which is never evicted
     llm = make()
     assert ask(llm, prompt) == Asked(first.tokens, 1500)
+    assert caplog.text.count("cannot be used") == 1
+    assert caplog.text.count("deleted") == 1
+
+
+def test_a_lost_page_is_lost_to_all_texts_that_have_it(
+    make: Any, llama: Any, texts: Any, tmp_path: Path, caplog: Any
+) -> None:
+    prompt = texts["system"] + texts["a"]
+    llm = make()
+    first = ask(llm, prompt)
+    resident = [c for c, chunk in enumerate(llm._session.pager.chunks) if chunk.block >= 0]
+    page_bytes = llm._session.engine.info.page_bytes
+    llm.close()
+    damage(tmp_path, next(c for c in range(4, 20) if c not in resident) * page_bytes + page_bytes // 2)
+    llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=tmp_path / "cache"))
+    ask(llm, prompt)  # restored as a whole and kept in memory; the page is missed while the answer is made
+    assert "the whole text is read again" in caplog.text
+    caplog.clear()
+    ask(llm, texts["b"])
+    assert ask(llm, prompt).tokens[0] == first.tokens[0]
+    assert not caplog.text
 
 
 def test_a_full_disk_is_one_warning(make: Any, texts: Any, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
@@ -300,8 +328,10 @@ def test_a_ceiling_on_host_memory(make: Any, texts: Any) -> None:
     assert ask(llm, texts["system"] + texts["a"]).read == 0
 
 
-def test_a_ceiling_on_host_memory_and_a_folder(make: Any, texts: Any) -> None:
+def test_a_ceiling_on_host_memory_and_a_folder(make: Any, texts: Any, monkeypatch: Any) -> None:
     """What waits to be written has pages too."""
+    sync = os.fsync
+    monkeypatch.setattr("kvflash_ggml.files.os.fsync", lambda handle: (time.sleep(0.2), sync(handle)))
     probe = make(where="memory")
     page = probe._session.engine.info.page_bytes
     probe.close()

@@ -143,6 +143,18 @@ def test_other_models_and_settings_share_nothing(tier: DiskTier, tmp_path: Path,
     assert make_tier(tmp_path, heap, model="b").find(text(SYSTEM)).length == 0
 
 
+def test_files_of_another_format_are_neither_found_nor_judged(
+    tier: DiskTier, tmp_path: Path, heap: PageHeap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tier, heap, text(SYSTEM))
+    before = files(tmp_path)
+    monkeypatch.setattr(disk, "VERSION", 2)
+    newer = make_tier(tmp_path, heap)
+    assert newer.find(text(SYSTEM)).length == 0
+    put(newer, heap, text(A))
+    assert set(before) < set(files(tmp_path))
+
+
 def test_statistics_are_left_out_where_a_run_has_none(tier: DiskTier, heap: PageHeap) -> None:
     whole = text((1, 640), (2, 128))
     with released(session(heap, whole[:640])) as saved:
@@ -335,12 +347,13 @@ def test_a_file_that_vanishes_after_the_folder_was_read(tier: DiskTier, tmp_path
     tokens = text(SYSTEM, A)
     put(tier, heap, tokens)
     found = tier.find(tokens)
-    only(tmp_path, "run").unlink()
+    run = only(tmp_path, "run")
+    moved = run.rename(tmp_path / "moved")
     with pytest.raises(SnapshotError, match="cannot open"):
         tier.load(found, tokens, None)
     tier.forget(found)
-    put(tier, heap, tokens)
-    assert load(tier, tokens) == 840, "the tip was sound, and is used again"
+    moved.rename(run)
+    assert load(tier, tokens) == 840, "run and tip are sound, and are used again"
 
 
 def test_what_was_opened_stays_readable(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
