@@ -19,16 +19,19 @@ from .native.library import build_info
 
 if TYPE_CHECKING:
     from .llama import Llama, install
+    from .snapshot.cache import PrefixCache
 
 __version__ = "0.1.0"
 
-__all__ = ["KVFlashConfig", "KVFlashError", "Llama", "__version__", "build_info", "errors", "install"]
+__all__ = ["KVFlashConfig", "KVFlashError", "Llama", "PrefixCache", "__version__", "build_info", "errors", "install"]
 
 # a program may import llama_cpp between this import and its first use of Llama
 library.announce()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "PrefixCache":
+        return import_module(".snapshot.cache", __name__).PrefixCache
     if name not in ("Llama", "install"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library.load()

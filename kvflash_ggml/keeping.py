@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from .errors import ContextFull, HostMemoryError, KVFlashError, SnapshotError
+from .errors import ContextFull, KVFlashError
 from .policy.drafter import common_prefix
 from .saved import SavedSession
 from .session import Session
@@ -188,14 +188,19 @@ class Keeping(llama_cpp.Llama):
         if saved is not None:
             self._take_over(saved)
 
+    def _forget_lost(self) -> None:
+        """A page of the text cannot be read: do not restore it again."""
+        if self._prefixes is not None:
+            self._prefixes.forget_lost()
+
     def _keep_prefix(self) -> None:
         """Keep the text for later, if there is a cache."""
         session, prefixes = self._session, self._prefixes
-        if session is None or prefixes is None or session.engine.closed or prefixes.has(session.tokens):
+        if session is None or prefixes is None or prefixes.has(session.tokens):
             return
         try:
             prefixes.put(self._freeze(None))
-        except (HostMemoryError, SnapshotError) as err:
+        except KVFlashError as err:
             logger.warning("the text is not kept for later: %s", err)
 
     def _branch(self, tokens: Sequence[int]) -> int | None:

@@ -211,6 +211,7 @@ class Llama(Keeping):
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
+                self._forget_lost()
                 text = np.concatenate([self._session.ids[:start], data])
                 self._session.reset()
                 extend(text)
@@ -283,7 +284,7 @@ class Llama(Keeping):
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
         sample_idx = self.n_tokens + len(pending) - 1
-        self._evaluate(pending, generated=False, checkpoint=self._branch(tokens))
+        self._evaluate(pending, generated=False, checkpoint=self._branch(tokens) if reset else None)
         try:
             self._keep_prefix()
             while True:

@@ -99,15 +99,20 @@ class SavedSession:
     @property
     def size(self) -> int:
         """Bytes of everything, wherever they are."""
-        return len(self.pages) * self.heap.page_bytes + self.own_size
+        return len(self.pages) * self.heap.page_bytes + sum(blob.size for blob in self.blobs) + self.own_size
+
+    @property
+    def blobs(self) -> list[Blob]:
+        """Copies of state, which later texts may have too."""
+        return [self.state, *self.checkpoints.values()]
 
     @property
     def own_size(self) -> int:
-        """Bytes of all but the page images, which may be shared."""
-        states = self.state.size + sum(blob.size for blob in self.checkpoints.values())
-        ready = self.policy is not None and self.policy.rows.done()
-        rows = self.policy.rows.result() if self.policy is not None and ready else None
-        return states + self.queries.nbytes + self.tokens.nbytes + (0 if rows is None else rows.nbytes)
+        """Bytes that no other text has: all but page images and copies of state."""
+        arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
+        if self.policy is not None and self.policy.rows.done():
+            arrays.append(self.policy.rows.result())
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def share(self) -> SavedSession:
         """The same for another holder, who releases it too. Without the drafter's part."""

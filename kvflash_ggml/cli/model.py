@@ -52,6 +52,8 @@ def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: 
         "kvflash": pool.config(),
         "verbose": verbose,
     }
+    if (cache := pool.cache()) is not None:
+        settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
         settings["n_batch"] = loading.batch_size
     if loading.ubatch_size is not None:

@@ -10,6 +10,7 @@ import click
 
 from ..config import KVFlashConfig
 from ..policy import names
+from ..snapshot.cache import PrefixCache
 from .sections import collected, option
 from .types import Pin, Pool, Size
 
@@ -27,6 +28,8 @@ class PoolOptions:
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
+    kvflash_cache: Path | None
+    kvflash_cache_size: int
     kvflash_report: Path | None
 
     def config(self) -> KVFlashConfig | None:
@@ -42,6 +45,12 @@ class PoolOptions:
             host_limit=self.kvflash_host_limit,
             spill=self.kvflash_spill,
         )
+
+    def cache(self) -> PrefixCache | None:
+        """Where texts that were read are kept for later runs, or None."""
+        if self.kvflash == "off" or self.kvflash_cache is None:
+            return None
+        return PrefixCache(folder=self.kvflash_cache, disk_bytes=self.kvflash_cache_size)
 
 
 pool_options = collected(
@@ -102,6 +111,22 @@ pool_options = collected(
         envvar="KVFLASH_SPILL",
         metavar="DIR",
         help="Folder for what passes that ceiling.",
+    ),
+    _pool(
+        "--kvflash-cache",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="KVFLASH_CACHE",
+        metavar="DIR",
+        help="Folder where texts that were read are kept, so that later runs need not read them again.",
+    ),
+    _pool(
+        "--kvflash-cache-size",
+        type=Size(),
+        default="16G",
+        show_default=True,
+        envvar="KVFLASH_CACHE_SIZE",
+        metavar="SIZE",
+        help="What that folder may take, for all models together.",
     ),
     _pool(
         "--kvflash-report",

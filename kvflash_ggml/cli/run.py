@@ -196,7 +196,10 @@ def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: Snapshot
         return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
     if pool.kvflash == "off":
-        names = [f"kvflash_{name}" for name in ("policy", "tau", "pin", "host_limit", "spill", "report")]
+        names = [
+            f"kvflash_{name}"
+            for name in ("policy", "tau", "pin", "host_limit", "spill", "cache", "cache_size", "report")
+        ]
         for name in (*names, "snapshot", "snapshot_ro", "snapshot_compress"):
             if given(name):
                 raise click.UsageError(f"--{name.replace('_', '-')} needs a pool: add --kvflash TOKENS or auto")

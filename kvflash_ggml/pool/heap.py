@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Protocol, TypeVar
 
-from ..errors import HostMemoryError
+from ..errors import HostMemoryError, SnapshotError
 
 SLAB_BYTES = 64 << 20
 NOWHERE = -1
@@ -217,6 +217,16 @@ class PageHeap:
             self._read(page, memoryview(data))
             return bytes(data)
 
+    def readable(self, page: Page) -> bool:
+        """Can the image be had? One in memory can."""
+        if page.address:
+            return True
+        try:
+            self.bytes_of(page)
+        except (SnapshotError, HostMemoryError):
+            return False
+        return True
+
     def close(self) -> None:
         """Give all memory and the spill file back. Pages are void after this."""
         for page in self._pages:
@@ -240,15 +250,21 @@ class PageHeap:
 
     def _room(self, beside: int = 0) -> int:
         """An address that is free now. The last pages used, so many, keep theirs."""
-        if not self._free:
-            if self._slab_pages() > 0:
+        if not self._free and self._slab_pages() > 0:
+            try:
                 self._add_slab()
-            else:
-                while not self._free and self.reclaim is not None and self.reclaim():
-                    pass
-            if not self._free:
-                self._make_room(beside)
+            except HostMemoryError:
+                if not self._reclaim():
+                    raise
+        if not self._free and not self._reclaim():
+            self._make_room(beside)
         return self._free.pop()
+
+    def _reclaim(self) -> bool:
+        """Let go of what is only kept for later until there is room; False if that gives none."""
+        while not self._free and self.reclaim is not None and self.reclaim():
+            pass
+        return bool(self._free)
 
     def _unload(self, page: Page) -> None:
         self._memory.wait(page.ticket)

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK
-from ..errors import ConfigError, SnapshotError
+from ..errors import ConfigError, HostMemoryError, SnapshotError
 from ..saved import SavedSession
 from ..session import Session
+from .container import StoredPage
 from .disk import DiskTier, Found
 from .keeper import Keeper
 from .memory import MemoryTier
@@ -21,6 +22,12 @@ from .memory import MemoryTier
 logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
+
+MOST_TRIES = 8
+"""Prefixes that cannot be used before a text is read as a whole."""
+
+MOST_WAITING = 8
+"""Texts that wait to be written, while generation goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +61,10 @@ class Prefixes:
         self.cache = cache
         self._session = session
         self._stateful = info.recurrent or info.n_swa > 0
-        self._memory = MemoryTier(cache.memory_bytes, session.store.pages)
+        self._memory = MemoryTier(heap, cache.memory_bytes, session.store.pages)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
         self._writing: list[Future[None]] = []
+        self._newest = np.empty(0, np.int32)  # the text that was kept last, wherever it is now
         self._failed = ""
         self._disk: DiskTier | None = None
         if cache.folder is not None:
@@ -78,20 +86,42 @@ class Prefixes:
 
         Returns what was restored. It may go on beyond what is shared: cut it then.
         """
-        saved, length = self._memory.find(tokens, stateful=self._stateful)
-        found = None if self._disk is None else self._disk.find(tokens)
-        best = length if found is None else max(length, found.length)
-        # less than a chunk is read sooner than restored, but the end of the text comes with its logits
-        if best < max(mine + CHUNK, self.cache.least) and not mine < best == len(tokens):
-            return None
-        if found is not None and found.length > length:
-            return self._restore_found(found, tokens)
-        assert saved is not None
-        self._session.restore(saved)
-        self._memory.touch(saved)
+        if self._session.paging.heap.limit is not None:
+            self.flush()  # what waits to be written has pages, and the next text may need their room
+        for _ in range(MOST_TRIES):
+            kept, length = self._memory.find(tokens, stateful=self._stateful)
+            found = None if self._disk is None else self._disk.find(tokens)
+            best = length if found is None else max(length, found.length)
+            # less than a chunk is read sooner than restored, but the end of the text comes with its logits
+            if best < max(mine + CHUNK, self.cache.least) and not mine < best == len(tokens):
+                return None
+            try:
+                if found is not None and found.length > length:
+                    return self._restore_found(found, tokens)
+                assert kept is not None
+                return self._restore_kept(kept)
+            except HostMemoryError as err:
+                logger.warning("a prefix of %d tokens is read again: %s", best, err)
+                return None
+            except SnapshotError as err:
+                # a file is damaged, or another process has just deleted it: something shorter may be left
+                logger.warning("a prefix of %d tokens cannot be used: %s", best, err)
+        return None
+
+    def _restore_kept(self, kept: SavedSession) -> SavedSession:
+        saved = self._memory.take(kept)
+        if saved is None:
+            raise SnapshotError("it had to go for want of memory")
+        try:
+            self._session.restore(saved)
+        except SnapshotError:
+            self._memory.drop(kept)
+            raise
+        finally:
+            saved.release()
         return saved
 
-    def _restore_found(self, found: Found, tokens: Int32s) -> SavedSession | None:
+    def _restore_found(self, found: Found, tokens: Int32s) -> SavedSession:
         assert self._disk is not None
         try:
             saved = self._disk.load(found, tokens, self._session.fresh_policy)
@@ -99,11 +129,19 @@ class Prefixes:
                 self._session.restore(saved)
             finally:
                 saved.release()
-        except SnapshotError as err:
-            logger.warning("a prefix of %d tokens cannot be used and is read again: %s", found.length, err)
-            self._disk.forget_damaged(found)
-            return None
+        except SnapshotError:
+            self._disk.forget(found)
+            raise
         return saved
+
+    def forget_lost(self) -> None:
+        """A page of the text could not be read: forget everything that needs it, and the file it was in."""
+        lost = {page for page in self._session.store.pages() if not self._session.paging.heap.readable(page)}
+        self._newest = self._newest[:0]
+        self._memory.drop_holders(lost)
+        if self._disk is not None:
+            stored = [page.source for page in lost if isinstance(page.source, StoredPage)]
+            self._disk.forget_damaged({Path(page.source.name) for page in stored})
 
     def branch(self, tokens: Int32s, known: int) -> int | None:
         """Where a text leaves those that are known, if it cannot be continued from there: worth a checkpoint.
@@ -120,12 +158,17 @@ class Prefixes:
 
     def has(self, tokens: Int32s) -> bool:
         """Is this very text kept, or too short to be?"""
-        return len(tokens) < self.cache.least or self._memory.known(tokens) == len(tokens)
+        if len(tokens) < self.cache.least or np.array_equal(tokens, self._newest):
+            return True
+        return self._memory.known(tokens) == len(tokens)
 
     def put(self, saved: SavedSession) -> None:
         """Keep a session, here and in the folder, and release it in the end."""
+        self._newest = saved.tokens
         if self._disk is not None:
             self._writing = [future for future in self._writing if not future.done()]
+            if len(self._writing) >= MOST_WAITING:
+                wait(self._writing[:1])
             self._writing.append(self._writer.submit(self._write, saved.share()))
         self._memory.put(saved)
 
@@ -143,7 +186,7 @@ class Prefixes:
         assert self._disk is not None
         try:
             self._disk.put(saved)
-        except (OSError, SnapshotError) as err:
+        except Exception as err:  # nobody asks this thread how it went
             if str(err) != self._failed:  # a full disk stays full: say so once
                 self._failed = str(err)
                 logger.warning("the prefix cache could not be written: %s", err)

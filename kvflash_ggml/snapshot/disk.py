@@ -1,21 +1,13 @@
-"""A folder of prefixes, shared by processes: what was read once need not be read again.
+"""Prefixes of one model in a folder that processes share: what was read once need not be read again.
 
-Two kinds of files. A run (`PARENT-COUNT-END.run`) holds the images and statistics of consecutive chunks, and begins
-where the text named PARENT ends; runs form a tree, so a shared beginning is stored once. A tip (`PARENT-COUNT-END.tip`)
-holds what a session needs beside its chunks to go on COUNT tokens after PARENT: the page table, recurrent state, the
-images of a chunk that is not full yet. All files are written beside their place and renamed; what has been opened stays
-readable when it is deleted. Renaming and deleting happen under one lock.
+Runs of chunks form a tree, so a shared beginning is stored once; a run can be gone on from at any of its chunks.
+Nothing is believed because of its name: a file that is not what it should be is deleted, and its text is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import heapq
-import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -27,42 +19,20 @@ import numpy.typing as npt
 from ..checkpoints import Bytes
 from ..config import CHUNK
 from ..errors import SnapshotError
-from ..files import PART, replacing
+from ..files import replacing
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
 from ..saved import SavedPolicy, SavedSession
 from . import chain, format
-from .container import Container, StoredPage, Writer
+from .container import VERSION, Container, StoredPage, Writer
 from .fingerprint import Fingerprint
+from .folder import RUN, TIP, Entry, Folder
 from .source import FileSource
-
-logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
 
-RUN, TIP = ".run", ".tip"
 MOST_CHUNKS = 256
 """Chunks of one run: what is evicted at once."""
-
-ABANDONED = 3600
-"""Seconds after which a file that was never finished belongs to a process that has died."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Entry:
-    """A file of the cache, known by its name."""
-
-    path: Path
-    parent: str
-    count: int
-    end: str
-
-    @classmethod
-    def of(cls, path: Path) -> Entry | None:
-        parts = path.stem.split("-")
-        if path.suffix not in (RUN, TIP) or len(parts) != 3 or not parts[1].isdigit():
-            return None
-        return cls(path, parts[0], int(parts[1]), parts[2])
 
 
 @dataclass(slots=True)
@@ -74,8 +44,10 @@ class Found:
     tip: Entry | None
 
     @property
-    def files(self) -> set[Path]:
-        return {entry.path for entry, _ in self.runs} | ({self.tip.path} if self.tip else set())
+    def files(self) -> list[Path]:
+        """The one that was written last comes last."""
+        runs = dict.fromkeys(entry.path for entry, _ in self.runs)
+        return [*runs, *([self.tip.path] if self.tip else [])]
 
 
 class DiskTier:
@@ -97,21 +69,16 @@ class DiskTier:
         stateful: bool,
         n_vocab: int,
     ) -> None:
-        self._root = chain.root({"fingerprint": fingerprint, "settings": settings})
+        self._root = chain.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
+        self._all = Folder(folder, capacity=capacity)
         self._folder = folder / self._root
-        self._all = folder
-        self._capacity = capacity
+        self._all.make(self._folder)
         self._fingerprint = fingerprint
         self._settings = settings
         self._heap = heap
         self._blank = blank
         self._stateful = stateful
         self._n_vocab = n_vocab
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise SnapshotError(f"cannot use {folder} as a cache: {err.strerror or err}") from err
-        self._sweep()
 
     # --- find
 
@@ -121,6 +88,9 @@ class DiskTier:
         by_parent = self._by_parent()
         runs = self._cover(names, by_parent)
         tip, length = self._best_tip(tokens, names[: len(runs) + 1], by_parent)
+        if tip is not None and self._stateful and length == len(tokens) and not self._has_logits(tip):
+            # its last token would have to be evaluated again, which cannot be done from there
+            tip, length = self._best_tip(tokens[:-1], names[: len(runs) + 1], by_parent)
         if not self._stateful and len(runs) * CHUNK > length:
             return Found(len(runs) * CHUNK, runs, None)
         return Found(length, runs[: length // CHUNK], tip)
@@ -134,20 +104,33 @@ class DiskTier:
 
         fresh: the clock of a policy that has not looked yet.
         """
-        saved = self._read(found, tokens, fresh)
+        saved = self._read(found, np.asarray(tokens[: found.length], np.int32), fresh)
         for path in found.files:
             with contextlib.suppress(OSError):
                 os.utime(path)
         return saved
 
-    def forget_damaged(self, found: Found) -> None:
-        """Delete those of the files that cannot be read, so that they are written anew."""
-        for path in found.files:
-            self._forget_if_damaged(path)
+    def forget(self, found: Found) -> None:
+        """What was found could not be restored: do not find it again."""
+        if all(map(self._all.has, found.files)):
+            self.forget_damaged(found.files)
+        if all(map(self._all.has, found.files)):
+            self._all.ignore(found.files[-1])
+
+    def forget_damaged(self, paths: Iterable[Path]) -> None:
+        """Delete those of our files that cannot be read as a whole, so that they are written anew."""
+        image = memoryview(bytearray(self._heap.page_bytes))
+        for path in paths:
+            if path.parent == self._folder:
+                with contextlib.suppress(SnapshotError), self._judged(path):
+                    container = Container(FileSource(path))
+                    for section in container.sections:
+                        section.read()
+                    for page in container.pages("pages", self._heap.page_bytes):
+                        page.read_into(image)
 
     def _read(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
-        tokens = np.asarray(tokens[: found.length], np.int32)
-        pages, rows = self._read_runs(found)
+        pages, rows = self._read_runs(found, chain.names(self._root, tokens))
         if found.tip is None:
             saved = SavedSession(
                 tokens=tokens,
@@ -161,29 +144,36 @@ class DiskTier:
                 policy=None,
             )
         else:
-            container = self._open(found.tip.path, "tip")
-            saved = format.read_sections(container, self._heap, n_vocab=self._n_vocab)
-            if not np.array_equal(saved.tokens, tokens):
-                raise SnapshotError(f"{found.tip.path} holds another text than its name says")
-            pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
+            with self._judged(found.tip.path):
+                container = self._open(found.tip)
+                saved = format.read_sections(container, self._heap, n_vocab=self._n_vocab)
+                if not np.array_equal(saved.tokens, tokens):
+                    raise SnapshotError(f"{found.tip.path} holds another text than its name says")
+                pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
         saved.pages = [Page(source=page) for page in pages]
         saved.policy = saved.policy or fresh
         if saved.policy is not None and rows is not None:
             saved.policy = replace(saved.policy, rows=_done(rows))
         return saved
 
-    def _read_runs(self, found: Found) -> tuple[list[StoredPage], npt.NDArray[np.uint8] | None]:
+    def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], npt.NDArray[np.uint8] | None]:
+        """The images of the chunks, and their statistics if there are any."""
         pages: list[StoredPage] = []
         rows: list[npt.NDArray[np.uint8]] = []
-        at = 0
-        while at < len(found.runs):
+        while len(pages) < len(found.runs):
+            at = len(pages)
             entry, first = found.runs[at]
-            size = next((i for i, (other, _) in enumerate(found.runs[at:]) if other != entry), len(found.runs) - at)
-            container = self._open(entry.path, "run")
-            pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first : first + size]
-            if "statistics" in container:
-                rows.append(format.read_rows(container, entry.count)[first : first + size])
-            at += size
+            last = first
+            while at + last - first < len(found.runs) and found.runs[at + last - first][0] == entry:
+                last += 1
+            with self._judged(entry.path):
+                container = self._open(entry)
+                held = container.section("names").read()[first * chain.SIZE : last * chain.SIZE]
+                if held.hex() != "".join(names[at + 1 : at + 1 + last - first]):
+                    raise SnapshotError(f"{entry.path} holds another text than its name says")
+                pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
+                if "statistics" in container:
+                    rows.append(format.read_rows(container, entry.count)[first:last])
         whole = len(rows) > 0 and sum(map(len, rows)) == len(pages) and len({part.shape[1] for part in rows}) == 1
         return pages, np.concatenate(rows) if whole else None
 
@@ -191,31 +181,25 @@ class DiskTier:
         """For each chunk from the first on, a run that holds it, as far as there are any."""
         covered: list[tuple[Entry, int]] = []
         at = 0
-        while at <= len(covered):
-            for entry in by_parent.get(names[at], ()) if at < len(names) else ():
-                if entry.path.suffix == RUN and at + entry.count > len(covered):
-                    shared = self._shared(entry, names[at + 1 :])
+        while at <= len(covered) and at < len(names):
+            for entry in by_parent.get(names[at], ()):
+                if entry.kind == RUN and at + entry.count > len(covered):
+                    shared = self._shared(entry, names, at)
                     covered += [(entry, i) for i in range(len(covered) - at, shared)]
             at += 1
         return covered
 
-    def _shared(self, entry: Entry, names: list[str]) -> int:
-        """How many chunks of a run belong to the text whose next names these are."""
-        if names[entry.count - 1 : entry.count] == [entry.end]:
+    def _shared(self, entry: Entry, names: list[str], at: int) -> int:
+        """How many chunks of a run that goes on from names[at] belong to the text of these names."""
+        if names[at + entry.count : at + entry.count + 1] == [entry.end]:
             return entry.count
-        ours = self._names_in(entry)
-        count = min(len(ours), len(names))
-        return next((i for i in range(count) if ours[i] != names[i]), count)
-
-    def _names_in(self, entry: Entry) -> list[str]:
-        """The names at the ends of a run's chunks; none if it is damaged or gone."""
         try:
-            data = self._open(entry.path, "run").section("names").read()
+            with self._judged(entry.path):
+                ours = self._all.names(entry)
         except SnapshotError:
-            self._forget_if_damaged(entry.path)
-            return []
-        found = [data[at : at + chain.SIZE].hex() for at in range(0, len(data), chain.SIZE)]
-        return found if len(found) == entry.count else []
+            return 0
+        pairs = zip(ours, names[at + 1 : at + 1 + entry.count], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(entry.count, len(names) - at - 1))
 
     def _best_tip(
         self, tokens: Int32s, names: list[str], by_parent: dict[str, list[Entry]]
@@ -226,8 +210,9 @@ class DiskTier:
             fitting = [
                 entry
                 for entry in by_parent.get(names[c], ())
-                if entry.path.suffix == TIP
-                and entry.count <= min(len(rest), CHUNK - 1)
+                if entry.kind == TIP
+                and c * CHUNK + entry.count <= len(tokens)
+                and entry.count < CHUNK
                 and entry.end == chain.extend(names[c], rest[: entry.count])
             ]
             if fitting:
@@ -235,129 +220,104 @@ class DiskTier:
                 return best, c * CHUNK + best.count
         return None, 0
 
+    def _has_logits(self, tip: Entry) -> bool:
+        with contextlib.suppress(SnapshotError), self._judged(tip.path):
+            return "logits" in self._open(tip)
+        return False
+
     def _by_parent(self) -> dict[str, list[Entry]]:
         found: dict[str, list[Entry]] = {}
-        for entry in self._entries(self._folder):
+        for entry in self._all.usable(self._folder):
             found.setdefault(entry.parent, []).append(entry)
         return found
 
-    @staticmethod
-    def _entries(folder: Path) -> Iterator[Entry]:
-        with contextlib.suppress(FileNotFoundError):
-            for path in sorted(folder.iterdir()):
-                entry = Entry.of(path)
-                if entry is not None:
-                    yield entry
-
-    def _open(self, path: Path, kind: str) -> Container:
-        container = Container(FileSource(path))
-        if container.kind != kind:
-            raise SnapshotError(f"{path} is no {kind} but a {container.kind!r}")
+    def _open(self, entry: Entry) -> Container:
+        container = Container(FileSource(entry.path))
+        if container.kind != entry.kind:
+            raise SnapshotError(f"{entry.path} is no {entry.kind} but a {container.kind!r}")
         format.compare(container, self._fingerprint)
         return container
+
+    @contextlib.contextmanager
+    def _judged(self, path: Path) -> Iterator[None]:
+        """What fails here is the fault of this file."""
+        try:
+            yield
+        except SnapshotError as err:
+            self._all.reject(path, err)
+            raise
 
     # --- put
 
     def put(self, saved: SavedSession) -> None:
         """Store what is not there yet, and delete what is over the capacity. Raises OSError and SnapshotError."""
+        if saved.size > self._all.capacity:
+            raise SnapshotError(
+                f"a text is larger than the {self._all.capacity >> 20} MiB that the folder may take: allow it more"
+            )
+        self._all.make(self._folder)
         names = chain.names(self._root, saved.tokens)
-        # what it goes on from may be evicted by another process meanwhile, and is written again then
-        while (known := len(self._cover(names, self._by_parent()))) < len(names) - 1:
-            self._put_run(saved, names, known, min(known + MOST_CHUNKS, len(names) - 1))
-        for pos in saved.checkpoints:
-            self._put_tip(_at_checkpoint(saved, pos), names)
-        self._put_tip(saved, names)
-        self._evict()
+        if self._put_runs(saved, names):
+            self._put_tip(saved, names)
+            for pos in saved.checkpoints:
+                self._put_tip(_at_checkpoint(saved, pos), names)
+        self._all.evict()
+
+    def _put_runs(self, saved: SavedSession, names: list[str]) -> bool:
+        """Store the chunks that are missing. False if other processes delete them as fast."""
+        full = len(names) - 1
+        for _ in range(2 * (full // MOST_CHUNKS + 2)):
+            by_parent = self._by_parent()
+            covered = self._cover(names, by_parent)
+            known = len(covered)
+            if known == full:
+                return True
+            last = min(known + MOST_CHUNKS, full)
+            first, short = known, list[Entry]()
+            # runs that are not larger than what follows are written again with it, so that a text that grows by a few
+            # chunks at a time does not end in thousands of files; not those that other texts go on from
+            while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(
+                last - first, MOST_CHUNKS - (last - first)
+            ):
+                if any(entry.kind == RUN for entry in by_parent.get(names[first], ()) if entry not in short):
+                    break
+                short.append(covered[first - 1][0])
+                first -= short[-1].count
+            self._put_run(saved, names, first, last)
+            with self._all.locked():
+                for entry in short:
+                    self._all.delete(entry.path)
+        return False
 
     def _put_run(self, saved: SavedSession, names: list[str], first: int, last: int) -> None:
-        path = self._folder / f"{names[first]}-{last - first}-{names[last]}{RUN}"
-        with replacing(path, guard=self._locked) as file:
+        path = Entry.named(self._folder, names[first], last - first, names[last], RUN).path
+        with replacing(path, guard=self._all.locked) as file:
             writer = Writer(file)
             writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
-            writer.section("tokens", saved.tokens[first * CHUNK : last * CHUNK].astype("<i4"))
             writer.pages("pages", (self._heap.bytes_of(page) for page in saved.pages[first:last]))
             rows = None if saved.policy is None else saved.policy.rows.result()
             if rows is not None:
                 writer.section("statistics", rows[first:last])
-            writer.close("run", {"fingerprint": self._fingerprint, "settings": self._settings})
+            writer.close(RUN, {"fingerprint": self._fingerprint, "settings": self._settings})
+        self._all.written(path)
 
     def _put_tip(self, saved: SavedSession, names: list[str]) -> None:
         full, rest = divmod(saved.length, CHUNK)
         end = chain.extend(names[full], saved.tokens[full * CHUNK :])
-        path = self._folder / f"{names[full]}-{rest}-{end}{TIP}"
-        if path.exists():
+        tip = Entry.named(self._folder, names[full], rest, end, TIP)
+        if self._all.has(tip.path) and (saved.logits is None or self._has_logits(tip)):
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(tip.path)
             return
         images = [bytearray(self._heap.bytes_of(page)) for page in saved.pages[full:]]
         for image in images:
             self._blank(memoryview(image), rest)
-        with replacing(path, guard=self._locked) as file:
+        with replacing(tip.path, guard=self._all.locked) as file:
             writer = Writer(file)
             facts = format.write_sections(writer, replace(saved, checkpoints={}))
             writer.pages("pages", images)
-            writer.close("tip", {**facts, "fingerprint": self._fingerprint, "settings": self._settings})
-
-    # --- delete
-
-    def _evict(self) -> None:
-        """Delete what was used longest ago and nothing goes on from, until the folder fits its capacity."""
-        with self._locked():
-            files = {entry: stat for entry in self._everything() if (stat := _stat(entry.path)) is not None}
-            total = sum(stat.st_size for stat in files.values())
-            owners = self._owners(files) if total > self._capacity else {}
-            children = Counter(run for entry in files for run in owners.get(entry.parent, ()))
-            leaves = [(stat.st_mtime_ns, entry) for entry, stat in files.items() if not children[entry]]
-            heapq.heapify(leaves)
-            while leaves and total > self._capacity:
-                _, entry = heapq.heappop(leaves)
-                entry.path.unlink(missing_ok=True)
-                total -= files[entry].st_size
-                for run in owners.get(entry.parent, ()):
-                    children[run] -= 1
-                    if not children[run]:
-                        heapq.heappush(leaves, (files[run].st_mtime_ns, run))
-
-    def _owners(self, files: Iterable[Entry]) -> dict[str, list[Entry]]:
-        """The runs in which a name is the end of a chunk."""
-        owners: dict[str, list[Entry]] = {}
-        for entry in files:
-            if entry.path.suffix == RUN:
-                for name in self._names_in(entry):
-                    owners.setdefault(name, []).append(entry)
-        return owners
-
-    def _everything(self) -> Iterator[Entry]:
-        """The files of all models."""
-        for folder in sorted(self._all.iterdir()):
-            if folder.is_dir():
-                yield from self._entries(folder)
-
-    def _forget_if_damaged(self, path: Path) -> None:
-        """Delete a file unless all of it can be read; one that is gone is gone."""
-        try:
-            container = Container(FileSource(path))
-            for section in container.sections:
-                section.read()
-            for page in container.pages("pages", self._heap.page_bytes):
-                page.read_into(memoryview(bytearray(self._heap.page_bytes)))
-        except SnapshotError as err:
-            if path.exists():
-                logger.warning("a file of the prefix cache is deleted: %s", err)
-                path.unlink(missing_ok=True)
-
-    def _sweep(self) -> None:
-        """Delete what processes that have died left unfinished."""
-        for path in self._folder.glob(f".*{PART}"):
-            stat = _stat(path)
-            if stat is not None and time.time() - stat.st_mtime > ABANDONED:
-                path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self._all / ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            writer.close(TIP, {**facts, "fingerprint": self._fingerprint, "settings": self._settings})
+        self._all.written(tip.path)
 
 
 def newest_table(chunks: int) -> PageTable:
@@ -387,12 +347,6 @@ def _at_checkpoint(saved: SavedSession, pos: int) -> SavedSession:
         policy=None,
         logits=None,
     )
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    with contextlib.suppress(OSError):
-        return path.stat()
-    return None
 
 
 def _done(rows: npt.NDArray[np.uint8]) -> Future[npt.NDArray[np.uint8] | None]:

@@ -14,6 +14,7 @@ from fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, st
 from kvflash_ggml.cli import chat, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
+from kvflash_ggml.snapshot.cache import PrefixCache
 
 
 @pytest.fixture
@@ -152,6 +153,17 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
     )
     cli("m.gguf", "hi", "--kvflash", "auto")
     assert cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+
+
+def test_a_prefix_cache(cli: Stage, tmp_path: Path) -> None:
+    cli("m.gguf", "hi", "--kvflash", "4096")
+    assert "kvflash_cache" not in cli.settings
+    cli("m.gguf", "hi", "--kvflash", "4096", "--kvflash-cache", str(tmp_path))
+    assert cli.settings["kvflash_cache"] == PrefixCache(folder=tmp_path)
+    cli("m.gguf", "hi", "--kvflash", "4096", "--kvflash-cache", str(tmp_path), "--kvflash-cache-size", "2G")
+    assert cli.settings["kvflash_cache"] == PrefixCache(folder=tmp_path, disk_bytes=2 << 30)
+    result = cli("m.gguf", "hi", "--kvflash-cache", str(tmp_path))
+    assert (result.exit_code, "--kvflash-cache needs a pool" in result.stderr) == (2, True)
 
 
 # --- the report of residency

@@ -621,7 +621,7 @@ def test_a_state_that_llama_cannot_read(info: dict[str, Any], world: Any) -> Non
 
 def test_a_file_that_is_not_there(target: Session, tmp_path: Path) -> None:
     refused(target, tmp_path / "absent", "absent")
-    refused(target, tmp_path, "cannot")
+    refused(target, tmp_path, "not a regular file")
 
 
 def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
