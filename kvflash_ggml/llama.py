@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -150,11 +151,13 @@ class Llama(llama_cpp.Llama):
         self._session = Session(
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
         )
-        self._stack.callback(self._session.close)
+        this = weakref.ref(self)  # not to keep itself alive
         self._keeper = Keeper(
-            self._session, fingerprint=partial(fingerprint.of_llama, self, engine), n_vocab=self.n_vocab()
+            self._session, fingerprint=lambda: fingerprint.of_llama(this(), engine), n_vocab=self.n_vocab()
         )
-        self._stack.callback(self._keeper.close)
+        # with the context's own, which a garbage collector may close before it closes this
+        self._ctx._exit_stack.callback(self._session.close)
+        self._ctx._exit_stack.callback(self._keeper.close)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None
         if self.verbose:

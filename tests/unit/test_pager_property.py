@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import ABSENT, Moves, Pager
+from kvflash_ggml.pool.pager import ABSENT, Moves, Pager, PageTable
 
 COUNT = 10
 
@@ -113,11 +113,16 @@ class PagerMachine(RuleBasedStateMachine):
         places = places[: -(-length // CHUNK)]
         self.pager.reset()
         self._forget()
-        self.pager.adopt(length, places)
+        uses = [data.draw(st.integers(0, self.clock + 2), "use") for _ in places]
+        self.clock = data.draw(st.integers(max(uses, default=0), self.clock + 5), "clock")
+        table = PageTable(
+            blocks=list(places), last_use=uses, clock=self.clock, settled=False, pins=frozenset(), scores=None
+        )
+        self.pager.adopt(length, table)
         self.length = length
         for c, block in enumerate(places):
             self.where.append(None if block == ABSENT else block)
-            self.use[c] = self.clock
+            self.use[c] = uses[c]
             if block == ABSENT or c < length // CHUNK:
                 self.host.add(c)
         self._epoch_moved(True)
@@ -136,9 +141,7 @@ class PagerMachine(RuleBasedStateMachine):
         for pos in {0, self.length // 2, self.length - 1} - {-1}:
             if pos < self.length:
                 block = self.where[pos // CHUNK]
-                assert self.pager.slot_of(pos) == (
-                    ABSENT if block is None else block * CHUNK + pos % CHUNK
-                )
+                assert self.pager.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
 
     @invariant()
     def room_is_exact(self) -> None:
@@ -161,11 +164,7 @@ class PagerMachine(RuleBasedStateMachine):
         kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first, oldest)}
         absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
         taken = {block for block in self.where if block is not None}
-        able = [
-            c
-            for c, block in enumerate(self.where)
-            if block is not None and c in self.host and c not in kept
-        ]
+        able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]
         short = len(absent) - (COUNT - len(taken))
         before = copy.deepcopy((self.pager.chunks, self.pager.blocks.free(), self.pager.epoch))
         if short > len(able):
@@ -188,9 +187,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.where.extend([None] * (last + 1 - len(self.where)))
         free = [block for block in self.order if block not in taken]
         places = dict(moves.recall + moves.fresh)
-        assert [places[c] for c in absent] == free[: len(absent)], (
-            "blocks are not handed out in order"
-        )
+        assert [places[c] for c in absent] == free[: len(absent)], "blocks are not handed out in order"
         for c in absent:
             self.where[c] = places[c]
         self._touch([*absent, *range(first, last + 1)], moved=bool(absent or victims))
@@ -208,9 +205,7 @@ class PagerMachine(RuleBasedStateMachine):
         moves = self.pager.truncate(length)
         gone = range(keep, len(self.where))
         assert sorted(moves.drop) == list(gone)
-        assert sorted(moves.evict) == [
-            (c, self.where[c]) for c in gone if self.where[c] is not None
-        ]
+        assert sorted(moves.evict) == [(c, self.where[c]) for c in gone if self.where[c] is not None]
         assert not moves.recall
         assert not moves.fresh
         del self.where[keep:]
