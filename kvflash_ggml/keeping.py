@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import llama_cpp
@@ -35,10 +35,11 @@ class Keeping(llama_cpp.Llama):
     _requires_eval: bool
 
     def _open_keeper(self, session: Session) -> None:
-        make = partial(fingerprint.of_llama, self, session.engine)
-        self._keeper = Keeper(session, fingerprint=make, n_vocab=self.n_vocab())
-        self._stack.callback(self._keeper.close)
-        self._stack.callback(self._drop_prefixes)
+        this = weakref.ref(self)  # not to keep itself alive
+        self._keeper = Keeper(
+            session, fingerprint=lambda: fingerprint.of_llama(this(), session.engine), n_vocab=self.n_vocab()
+        )
+        self._ctx._exit_stack.callback(self._keeper.close)
 
     def _catch_up(self, session: Session) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
@@ -167,6 +168,7 @@ class Keeping(llama_cpp.Llama):
                 raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")
             super().set_cache(None)
             self._prefixes = Prefixes(cache, self._session, self._snapshots(), n_vocab=self.n_vocab())
+            self._ctx._exit_stack.callback(self._prefixes.close)
         else:
             super().set_cache(cache)
 

@@ -151,7 +151,8 @@ class Llama(Keeping):
         self._session = Session(
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
         )
-        self._stack.callback(self._session.close)
+        # with the context's own, which a garbage collector may close before it closes this
+        self._ctx._exit_stack.callback(self._session.close)
         self._open_keeper(self._session)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
+import weakref
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -522,6 +526,39 @@ def test_ram_cache(kind: str, pool: int, llama: Any, tokens: Any) -> None:
     again = llm.create_completion(first, **settings)["choices"][0]["text"]
     assert again == answer
     assert sum(done) < (400 if kind == "hybrid" else 10)
+
+
+# --- the end
+
+
+def test_a_model_that_is_dropped_is_closed_at_once(models: dict[str, Path], tokens: Any) -> None:
+    from kvflash_ggml import Llama
+
+    llm = Llama(str(models["small"]), n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
+    llm.eval(tokens[:600].tolist())
+    llm.load_state(llm.save_state())
+    session, gone = llm._session, weakref.ref(llm)
+    del llm
+    assert gone() is None, "it is in a cycle"
+    assert session.engine.closed
+
+
+def test_a_model_in_a_cycle_is_closed_before_its_context(models: dict[str, Path]) -> None:
+    """A garbage collector finalises in any order: a session that outlived its context would crash the process."""
+    code = f"""if True:
+        import gc
+        from kvflash_ggml import Llama
+        for turn in range(8):
+            llm = Llama({str(models["small"])!r}, n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
+            llm.eval(list(range(5, 700)))
+            llm.kvflash_progress = (lambda llm: lambda done, total: llm)(llm)
+            llm._ctx.llm = llm._model.llm = llm
+            if turn % 2:
+                llm._ctx.close()
+            del llm
+            gc.collect()
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- cutting the text

@@ -19,7 +19,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
 from kvflash_ggml.session import Session
 
-TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 1500, dtype=np.int32)
+TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 700, dtype=np.int32)
 
 
 def save_beginnings(path: Path, ready: int) -> None:
@@ -28,7 +28,7 @@ def save_beginnings(path: Path, ready: int) -> None:
     session.extend(TEXT)
     os.write(ready, b"!")
     while True:
-        for length in range(1, len(TEXT), 49):
+        for length in range(1, len(TEXT), 23):
             save(session, path, length=length)
 
 
@@ -48,7 +48,7 @@ def main(folder: Path, kills: int) -> dict[str, int]:
         os.close(tell)
         assert os.read(ready, 1), "it died by itself"
         os.close(ready)
-        time.sleep(rng.random() * 0.03)
+        time.sleep(rng.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         if seen or path.exists():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import ABSENT, NO_MOVES, Pager
+from kvflash_ggml.pool.pager import ABSENT, NO_MOVES, Pager, PageTable
 
 
 def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> Pager:
@@ -251,7 +253,7 @@ class TestTruncate:
 class TestAdopt:
     def test_places_are_taken_over(self) -> None:
         pager = make()
-        pager.adopt(2 * CHUNK + 1, [ABSENT, 5, 2])
+        pager.adopt(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
         pager.check_integrity()
         assert [chunk.on_host for chunk in pager.chunks] == [True, True, False]
         assert pager.slot_of(CHUNK + 3) == 5 * CHUNK + 3
@@ -261,7 +263,35 @@ class TestAdopt:
 
     def test_a_block_cannot_be_adopted_twice(self) -> None:
         with pytest.raises(ValueError, match="list"):
-            make().adopt(2 * CHUNK, [3, 3])
+            make().adopt(2 * CHUNK, frozen([3, 3]))
+
+    def test_a_smaller_pool_keeps_what_must_stay_and_the_best(self) -> None:
+        """7 blocks for 12 chunks that were resident: a sink, the tail, the head, and the best of the rest."""
+        pager = make()
+        blocks = pager.blocks.count
+        count = blocks + 5
+        scores = np.array([0.0, 5, 1, 9, 2, 8, 3, 7], np.float32)
+        pager.adopt(count * CHUNK, frozen(range(count), scores=scores))
+        pager.check_integrity()
+        kept = pager.protected(count - 1, count - 1)
+        inside = set(pager.resident_chunks)
+        assert len(inside) == blocks
+        assert kept <= inside
+        lost = set(range(count)) - inside
+        assert max(pager._score(c) for c in lost) <= min(pager._score(c) for c in inside - kept)
+        assert all(pager.chunks[c].block == c for c in inside if c < blocks)
+
+    def test_pins_that_do_not_fit_change_nothing(self) -> None:
+        pager = make()
+        with pytest.raises(ConfigError, match="as saved"):
+            pager.adopt(9 * CHUNK, frozen(range(9), pins=frozenset(range(99))))
+        assert not pager.chunks
+        assert not pager.pins
+
+
+def frozen(blocks: Sequence[int], **values: Any) -> PageTable:
+    defaults: dict[str, Any] = {"clock": 9, "settled": False, "pins": frozenset(), "scores": None}
+    return PageTable(blocks=list(blocks), last_use=[0] * len(blocks), **{**defaults, **values})
 
 
 def test_integrity_is_checked() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import ABSENT, Moves, Pager
+from kvflash_ggml.pool.pager import ABSENT, Moves, Pager, PageTable
 
 COUNT = 10
 
@@ -113,11 +113,16 @@ class PagerMachine(RuleBasedStateMachine):
         places = places[: -(-length // CHUNK)]
         self.pager.reset()
         self._forget()
-        self.pager.adopt(length, places)
+        uses = [data.draw(st.integers(0, self.clock + 2), "use") for _ in places]
+        self.clock = data.draw(st.integers(max(uses, default=0), self.clock + 5), "clock")
+        table = PageTable(
+            blocks=list(places), last_use=uses, clock=self.clock, settled=False, pins=frozenset(), scores=None
+        )
+        self.pager.adopt(length, table)
         self.length = length
         for c, block in enumerate(places):
             self.where.append(None if block == ABSENT else block)
-            self.use[c] = self.clock
+            self.use[c] = uses[c]
             if block == ABSENT or c < length // CHUNK:
                 self.host.add(c)
         self._epoch_moved(True)

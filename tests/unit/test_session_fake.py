@@ -404,6 +404,10 @@ class SessionMachine(RuleBasedStateMachine):
         with contextlib.suppress(HostMemoryError):
             self.session.extend(new)
         settle_ahead(self.session)
+        settle_scores(self.session)
+        if self.session._reselector is not None:
+            with contextlib.suppress(HostMemoryError):  # a page that could not be read is told of at the next look
+                self.session._reselector._raise_failure()
         self.session.engine.refuse_alloc = False
         FaultyFile.trouble = None
         assert self.session.engine.info.recurrent or self.session.length >= before
