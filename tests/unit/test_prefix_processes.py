@@ -11,22 +11,22 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_texts import load, make_heap, make_tier, put, text
+from prefix_texts import Int32s, load, make_heap, make_tier, put, text
 
 import kvflash_ggml
 from kvflash_ggml.errors import SnapshotError
 
-SECONDS = 2.5
+ROUNDS = 60
 
 
-def work(folder: Path, seed: int, capacity: int, until: float) -> int:
+def work(folder: Path, seed: int, capacity: int, rounds: int) -> int:
     """Store and load random texts. Whatever is loaded is checked to the last byte; returns how many were found."""
     rng = random.Random(seed)
     heap = make_heap()
     stateful = bool(seed % 2)
     tier = make_tier(folder, heap, capacity=capacity, model="ab"[seed % 2], stateful=stateful)
     found = 0
-    while time.time() < until:
+    for _ in range(rounds):
         parts = [(rng.randrange(3), rng.choice([64, 100, 300]))] * 2 + [(rng.randrange(6), rng.randrange(1, 200))]
         tokens = text(*parts)
         put(tier, heap, tokens, stateful=stateful)
@@ -55,12 +55,15 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("capacity", [60_000, 1 << 30])
 def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
-    until = time.time() + SECONDS
-    workers = [start(tmp_path, capacity, until, seed) for seed in range(5)]
-    time.sleep(SECONDS / 2)
-    workers[4].send_signal(signal.SIGKILL)
+    workers = [start(tmp_path, capacity, seed, ROUNDS) for seed in range(4)]
+    victim = start(tmp_path, capacity, 4, 1_000_000)
+    while len(list(tmp_path.glob("*/*.tip"))) < 5 and victim.poll() is None:
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL, victim.communicate()[0]
+    victim.communicate()
     outputs = [worker.communicate()[0] for worker in workers]
-    for worker, output in list(zip(workers, outputs, strict=True))[:4]:
+    for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output
         assert "deleted" not in output, "a sound file was taken for a damaged one"
         assert int(output.splitlines()[-1]) > 0, "nothing was ever found"
@@ -79,7 +82,7 @@ def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
 
 def test_nothing_is_lost_while_there_is_room(tmp_path: Path) -> None:
     """Two processes write the same texts at the same time; afterwards each of them is there."""
-    workers = [start(tmp_path, 1 << 30, 0, seed, "all") for seed in (0, 2, 4)]
+    workers = [start(tmp_path, 1 << 30, seed, "common") for seed in (0, 2, 4)]
     for worker in workers:
         output = worker.communicate()[0]
         assert worker.returncode == 0, output
@@ -89,13 +92,13 @@ def test_nothing_is_lost_while_there_is_room(tmp_path: Path) -> None:
         assert load(tier, tokens) == len(tokens)
 
 
-def common_texts() -> list[object]:
+def common_texts() -> list[Int32s]:
     return [text((1, 320), (seed, 64 * seed)) for seed in range(2, 8)] + [text((1, 64 * n)) for n in range(1, 12)]
 
 
 if __name__ == "__main__":
-    folder, capacity, until, seed = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-    if len(sys.argv) > 5:
+    folder, capacity, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    if sys.argv[4] == "common":
         heap = make_heap()
         tier = make_tier(folder, heap, capacity=capacity, model="a")
         texts = common_texts()
@@ -103,6 +106,4 @@ if __name__ == "__main__":
         for tokens in texts:
             put(tier, heap, tokens)
     else:
-        print(work(folder, seed, capacity, until))
-    sys.stdout.flush()
-    os._exit(0)
+        print(work(folder, seed, capacity, int(sys.argv[4])))

@@ -1,0 +1,59 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvflash_ggml.files import replacing, write_atomically
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_has_the_rights_that_the_user_asks_for(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "file", "text")
+        assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+        assert os.umask(mask) == mask, "the mask of the whole process was changed"
+    finally:
+        os.umask(before)
+
+
+def test_what_was_there_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.write("half, and not in bytes")  # type: ignore[arg-type]
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_can_write_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replacing(path) as one, replacing(path) as two:
+        one.write(b"one")
+        two.write(b"two")
+    assert path.read_text() == "one", "the one that was done last"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_move_is_guarded(tmp_path: Path) -> None:
+    path, steps = tmp_path / "file", []
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        steps.append(path.exists())
+        yield
+        steps.append(path.exists())
+
+    with replacing(path, guard=guard) as file:
+        file.write(b"x")
+    assert steps == [False, True]
