@@ -392,12 +392,11 @@ class Session:
         """
         if saved.length > self.n_ctx:
             raise ContextFull(f"the saved text has {saved.length} tokens, the context window {self.n_ctx}")
-        self.pager.check(saved.table)
+        places = self.pager.place(saved.length, saved.table)
         # all that can be damaged is read and checked while there is a way back
         with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
             reading = reader.submit(saved.state.read)
-            resident = zip(saved.pages, saved.table.blocks, strict=True)
-            saved.heap.load([page for page, block in resident if block != ABSENT or not self.bounded])
+            saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
             state = reading.result()
         if saved.policy is not None:
             saved.policy.rows.result()

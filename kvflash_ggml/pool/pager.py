@@ -7,7 +7,7 @@ nothing. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -258,49 +258,48 @@ class Pager:
             scores=self.scores,
         )
 
-    def check(self, table: PageTable) -> None:
-        """ConfigError unless the pins of a table can be adopted beside those that are here."""
+    def place(self, length: int, table: PageTable) -> list[int]:
+        """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
+
+        length: tokens of the text. Of more resident chunks than this pool can hold, those with the best scores come
+        first. ConfigError if it cannot hold the pins of the table beside those that are here.
+        """
         pins = self.pins | table.pins
         self._check_pins(pins, f"pinning {len(pins)} chunks, as saved,")
+        able = [c for c, block in enumerate(table.blocks) if block != ABSENT or not self.bounded]
+        if len(able) > self.blocks.count:
+            head = max(0, length - 1) // CHUNK
+            kept = self.protected(head, head) | pins
+            scores = [math.inf] * len(table.blocks)
+            if table.scores is not None:
+                scores[: len(table.scores)] = table.scores.tolist()
+            able.sort(key=lambda c: (c not in kept, -scores[c], -table.last_use[c], -c))
+        resident = set(able[: self.blocks.count])
+        return [
+            ABSENT if c not in resident else block if 0 <= block < self.blocks.count else ANY
+            for c, block in enumerate(table.blocks)
+        ]
 
     def adopt(self, length: int, table: PageTable) -> None:
-        """After a reset: take over the table of a text of `length` tokens, in the saved places as far as they exist.
+        """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells.
 
-        Chunks that are sealed have an image too, so that they can leave again. What a smaller pool cannot hold is on
-        the host only. ConfigError, and nothing changed, if it cannot hold the pins.
+        Chunks that are sealed have an image too, so that they can leave again.
         """
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
-        self.check(table)
+        places = self.place(length, table)
         self.pins |= table.pins
         self.scores = table.scores
         self.length = length
         self._clock = table.clock
-        sealed = length // CHUNK
-        self.chunks = [Chunk(last_use=use, on_host=c < sealed) for c, use in enumerate(table.last_use)]
-        placed = self._placed(table.blocks)
-        self._settled = table.settled and placed == table.blocks
-        for block in placed:
+        self._settled = table.settled and places == table.blocks
+        for block in places:
             if block >= 0:
                 self.blocks.claim(block)
-        for chunk, block in zip(self.chunks, placed, strict=True):
-            chunk.block = self.blocks.take() if block == ANY else block
-            chunk.on_host = chunk.on_host or block == ABSENT
+        for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
+            place = self.blocks.take() if block == ANY else block
+            self.chunks.append(Chunk(place, on_host=place == ABSENT or c < length // CHUNK, last_use=use))
         self.epoch += 1
-
-    def _placed(self, blocks: Sequence[int]) -> list[int]:
-        """Per chunk its saved block, ANY where this pool has no such block, ABSENT where it has no room."""
-        able = [c for c, block in enumerate(blocks) if block != ABSENT or not self.bounded]
-        if len(able) > self.blocks.count:
-            head = max(0, self.length - 1) // CHUNK
-            kept = self.protected(head, head)
-            able.sort(key=lambda c: (c not in kept, -self._score(c), -self.chunks[c].last_use, -c))
-            able = able[: self.blocks.count]
-        resident = set(able)
-        return [
-            ABSENT if c not in resident else block if 0 <= block < self.blocks.count else ANY
-            for c, block in enumerate(blocks)
-        ]
 
     def reset(self) -> None:
         """Forget the text. Pins stay, as positions of the next one."""

@@ -20,6 +20,10 @@ from harness import TEXT, check, row, same_bits
 
 from kvflash_ggml import KVFlashError, PrefixCache
 from kvflash_ggml.bench.tasks import needle_task
+from kvflash_ggml.pool.pager import ABSENT
+from kvflash_ggml.snapshot.container import Container
+from kvflash_ggml.snapshot.format import LEDGER
+from kvflash_ggml.snapshot.source import FileSource
 
 KINDS = ("dense", "hybrid", "iswa")
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
@@ -212,6 +216,13 @@ def damage(tmp_path: Path, at: int) -> tuple[Path, bytes]:
     return run, bytes(data)
 
 
+def evicted(tmp_path: Path) -> int:
+    """A chunk that is not in the pool at any end of a prompt or an answer."""
+    tips = [Container(FileSource(path)).section("ledger").array(LEDGER) for path in cache_files(tmp_path, "tip")]
+    ends = [tip["block"] for tip in tips if (tip["block"] >= 0).any()]
+    return next(c for c in range(4, 20) if all(blocks[c] == ABSENT for blocks in ends))
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_lost_page_is_noticed_when_it_is_needed(
     kind: str, make: Any, llama: Any, texts: Any, tmp_path: Path, caplog: Any
@@ -222,11 +233,9 @@ def test_a_lost_page_is_noticed_when_it_is_needed(
     llm = make(kind)
     ask(llm, prompt)
     settle(llm)
-    resident = [c for c, chunk in enumerate(llm._session.pager.chunks) if chunk.block >= 0]
     page_bytes = llm._session.engine.info.page_bytes
     llm.close()
-    lost = next(c for c in range(4, 20) if c not in resident)
-    run, data = damage(tmp_path, lost * page_bytes + page_bytes // 2)
+    run, data = damage(tmp_path, evicted(tmp_path) * page_bytes + page_bytes // 2)
 
     llm = make(kind)
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
@@ -280,10 +289,9 @@ def test_a_lost_page_is_lost_to_all_texts_that_have_it(
     prompt = texts["system"] + texts["a"]
     llm = make()
     first = ask(llm, prompt)
-    resident = [c for c, chunk in enumerate(llm._session.pager.chunks) if chunk.block >= 0]
     page_bytes = llm._session.engine.info.page_bytes
     llm.close()
-    damage(tmp_path, next(c for c in range(4, 20) if c not in resident) * page_bytes + page_bytes // 2)
+    damage(tmp_path, evicted(tmp_path) * page_bytes + page_bytes // 2)
     llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=tmp_path / "cache"))
     ask(llm, prompt)  # restored as a whole and kept in memory; the page is missed while the answer is made
     assert "the whole text is read again" in caplog.text

@@ -108,7 +108,7 @@ def test_a_fact_is_recalled_after_a_restore(kind: str, llama: Any, model: Any, t
     def tokenize(text: str) -> list[int]:
         return list(llm.tokenize(text.encode(), add_bos=False, special=False))
 
-    for seed in range(1, 7):
+    for seed in range(1, 13):
         task = needle_task(TEXT.read_text(), tokenize, n_tokens=2048, depth=0.3, seed=seed)
         prompt = tokenize(task.prompt)
         llm.reset()
