@@ -39,8 +39,10 @@ kvf_device & device_of(kvf_engine & engine, const ggml_tensor * tensor) {
     return device;
 }
 
+constexpr int64_t HOST_GAP = 64;  // bytes after each host allocation
+
 // Blocks [block, block + n) side by side in the pool, and their images side by side on the host: one strided copy per
-// span. Images further apart may lie in different allocations, which one copy must not cross.
+// span. Such images are of one allocation, see HOST_GAP.
 struct run {
     int32_t   block;
     int32_t   n;
@@ -239,7 +241,8 @@ void * kvf_host_alloc(kvf_engine * engine, int64_t size) {
     if (!buft) {
         buft = ggml_backend_cpu_buffer_type();
     }
-    ggml_backend_buffer_ptr buffer { ggml_backend_buft_alloc_buffer(buft, size) };
+    // the gap keeps images of two allocations from lying side by side: a copy across them is refused by CUDA
+    ggml_backend_buffer_ptr buffer { ggml_backend_buft_alloc_buffer(buft, size + HOST_GAP) };
     if (!buffer) {
         return nullptr;
     }

@@ -66,6 +66,14 @@ class PageTable:
     scores: Scores | None
 
 
+def known_scores(scores: Scores | None, count: int) -> npt.NDArray[np.float64]:
+    """The scores of `count` chunks; those newer than the look, or all without one, count as best."""
+    known = np.full(count, np.inf)
+    if scores is not None:
+        known[: len(scores)] = scores[:count]
+    return known
+
+
 class Pager:
     """Page table with sinks, a tail window, pins and least-recently-used eviction.
 
@@ -270,9 +278,7 @@ class Pager:
         if len(able) > self.blocks.count:
             head = max(0, length - 1) // CHUNK
             kept = self.protected(head, head) | pins
-            scores = [math.inf] * len(table.blocks)
-            if table.scores is not None:
-                scores[: len(table.scores)] = table.scores.tolist()
+            scores = known_scores(table.scores, len(table.blocks)).tolist()
             able.sort(key=lambda c: (c not in kept, -scores[c], -table.last_use[c], -c))
         resident = set(able[: self.blocks.count])
         return [
@@ -315,10 +321,10 @@ class Pager:
     def _best(self, kept: set[int]) -> set[int]:
         """The chunks with the best scores, as many as fit beside `kept`; of equals, the newest text stays."""
         room = self.blocks.count - len(kept)
-        able = [c for c in range(self.length // CHUNK) if c not in kept]
-        stuck = [c for c in able if self.chunks[c].block != ABSENT and not self.chunks[c].on_host]
-        able.sort(key=lambda c: (c not in stuck, -self._score(c), -c))
-        return set(able[: max(0, room)])
+        able = np.array([c for c in range(self.length // CHUNK) if c not in kept], np.intp)
+        can_leave = [self.chunks[c].block == ABSENT or self.chunks[c].on_host for c in able]
+        order = np.lexsort((-able, -known_scores(self.scores, len(self.chunks))[able], can_leave))
+        return set(able[order[: max(0, room)]].tolist())
 
     def _victims(self, count: int, kept: set[int]) -> list[int]:
         """The `count` chunks outside `kept` with the lowest scores, or least recently used without scores or of equals.

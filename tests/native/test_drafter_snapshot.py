@@ -76,6 +76,6 @@ def test_another_drafter_reads_the_text_again(
     other = llama(**POOLED, kvflash_drafter=other_tokens)
     other.load_snapshot(tmp_path / "session.kvs")
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
-        go_on(other, 20)
+        go_on(other)
     assert window_of(other).pushed > 1900
     assert "the drafter reads the text again" in caplog.text

@@ -138,12 +138,13 @@ def test_a_fresh_process_goes_on_bit_for_bit(kind: str, make: Any, model: Any, t
 
 
 ELSEWHERE = f"""
-import json, sys
+import json, os, sys
 from kvflash_ggml import Llama, PrefixCache
 import numpy as np
 model, folder, turn = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 llm = Llama(model, n_threads=1, n_threads_batch=1, n_batch=256, n_ubatch=256, seed=7, verbose=False,
-            kvflash_cache=PrefixCache(folder=folder), **{POOL!r})
+            n_gpu_layers=layers, kvflash_cache=PrefixCache(folder=folder), **{POOL!r})
 totals = [0]
 llm.kvflash_progress = lambda done, total: totals.append(total)
 generator = llm.generate(turn, temp=0.0)
@@ -293,7 +294,7 @@ def test_a_lost_page_is_lost_to_all_texts_that_have_it(
     llm.close()
     damage(tmp_path, evicted(tmp_path) * page_bytes + page_bytes // 2)
     llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=tmp_path / "cache"))
-    ask(llm, prompt)  # restored as a whole and kept in memory; the page is missed while the answer is made
+    ask(llm, prompt, 40)  # restored as a whole and kept in memory; the page is missed while the answer is made
     assert "the whole text is read again" in caplog.text
     caplog.clear()
     ask(llm, texts["b"])
