@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoints import Blob, Bytes, Checkpoints
+from . import resume
+from .checkpoints import Checkpoints
 from .config import CHUNK, KVFlashConfig
-from .errors import ConfigError, ContextFull, KVFlashError, SnapshotError
+from .errors import ConfigError, ContextFull, KVFlashError
 from .paging import Paging
 from .pool.blocks import Blocks
 from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
-from .pool.pager import ABSENT, Pager
+from .pool.pager import Pager
 from .reselect import Reselector
 from .saved import SavedPolicy, SavedSession
 from .watch import Watch
@@ -78,12 +77,12 @@ class Session:
         engine.use_mask(self.mask.rows)
         self._pin()
 
-        self._queries_from = 0  # captured queries of earlier tokens are not of this text
-        self._checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.queries_from = 0  # captured queries of earlier tokens are not of this text
+        self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.watch = Watch(scorer)
-        self._reselector: Reselector | None = None
+        self.reselector: Reselector | None = None
         if self.bounded and scorer is not None:
-            self._reselector = Reselector(engine, self.store, scorer, tau=config.tau, n_chunks=-(-n_ctx // CHUNK))
+            self.reselector = Reselector(engine, self.store, scorer, tau=config.tau, n_chunks=-(-n_ctx // CHUNK))
 
     @property
     def tokens(self) -> Int32s:
@@ -103,12 +102,12 @@ class Session:
         """The name of the policy at work."""
         if not self.bounded:
             return "none needed"
-        return "lru" if self._reselector is None else self._reselector.scorer.name
+        return "lru" if self.reselector is None else self.reselector.scorer.name
 
     @property
     def index_bytes(self) -> int:
         """Bytes that the policy's statistics take for a whole context."""
-        return 0 if self._reselector is None else self._reselector.scorer.index_bytes
+        return 0 if self.reselector is None else self.reselector.scorer.index_bytes
 
     # --- extend
 
@@ -144,14 +143,14 @@ class Session:
         self._forget_scores()
         done, total = 0, len(tokens)
         last = total - self._replay_size(total)
-        look = self._reselector is not None and self.config.reselect_prefill
+        look = self.reselector is not None and self.config.reselect_prefill
         while done < total:
             batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
             count = min(self.n_ubatch, batch_end - done, self.pager.room(self.length, spare=look and done < last))
             start = self.length
             if checkpoint is not None and done < last and start < checkpoint < start + count:
                 count = checkpoint - start
-            self._checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
+            self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             reselect = self._use_look(hidden=True)
             self._step(
                 tokens[done : done + count],
@@ -160,7 +159,7 @@ class Session:
                 reselect=reselect,
             )
             done += count
-            if look or (done == total and self._reselector is not None):
+            if look or (done == total and self.reselector is not None):
                 self._look(rows=None if done == total else 1)
             if after is not None:
                 after(start, count)
@@ -202,7 +201,7 @@ class Session:
 
     def _generate_step(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
         """One step of generation: the fast path."""
-        start, chooser = self.length, self._reselector
+        start, chooser = self.length, self.reselector
         reselect = chooser is not None and chooser.ready and self._use_look(only_if_worth=True)
         self._step(tokens, output_all=output_all, output_last=True, reselect=reselect, generated=True)
         if chooser is not None and chooser.tick():
@@ -213,7 +212,7 @@ class Session:
     def _replay_size(self, total: int) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
         info = self.engine.info
-        pageable = self._reselector is not None and self.length + total > info.n_slots
+        pageable = self.reselector is not None and self.length + total > info.n_slots
         can_go_back = self.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         return min(REPLAY, self.n_ubatch, total) if pageable and can_go_back else 0
 
@@ -235,42 +234,42 @@ class Session:
 
     def _look(self, *, rows: int | None) -> None:
         """Score the chunks against the newest `rows` queries, or all that are kept: a question is read as a whole."""
-        assert self._reselector is not None
+        assert self.reselector is not None
         head = max(0, self.length - 1) // CHUNK
         kept = frozenset(self.pager.protected(head, head))
-        known = self.length - self._queries_from
-        self._reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows, known=known)
+        known = self.length - self.queries_from
+        self.reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows, known=known)
 
     def _use_look(self, *, only_if_worth: bool = False, hidden: bool = False) -> bool:
         """Take over the scores of the last look. True if the resident set should be rebuilt from them."""
-        if self._reselector is None:
+        if self.reselector is None:
             return False
-        scores = self._reselector.take_hidden() if hidden else self._reselector.take()
+        scores = self.reselector.take_hidden() if hidden else self.reselector.take()
         if scores is None:
             return False
         self.pager.scores = scores
         self.watch.look(scores)
         if only_if_worth:
-            return self._reselector.worth(scores, *self.pager.unprotected())
+            return self.reselector.worth(scores, *self.pager.unprotected())
         return True
 
     def _forget_scores(self) -> None:
         """A new request: nothing that was scored for the last one may steer it."""
         self.pager.scores = None
         self.watch.forget()
-        if self._reselector is not None:
-            self._reselector.forget()
+        if self.reselector is not None:
+            self.reselector.forget()
 
     def _indexed(self, chunks: Sequence[int]) -> None:
         """Images of sealed chunks are on the host: the policy may read their keys."""
-        if self._reselector is not None:
-            self._reselector.sealed(chunks)
+        if self.reselector is not None:
+            self.reselector.sealed(chunks)
 
     def _undo_step(self) -> None:
         """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
         if not self.engine.truncate(self.length):
-            self.length = self._checkpoints.restore(self.length)
-        self._queries_from = self.length  # it may have captured some before it failed
+            self.length = self.checkpoints.restore(self.length)
+        self.queries_from = self.length  # it may have captured some before it failed
         self.paging.apply(self.pager.truncate(self.length), self.length)
         self.mask.rewind()
         self.watch.cut(self.length, self.pager.resident_chunks)
@@ -286,12 +285,12 @@ class Session:
         if length >= self.length:
             return self.length
         if not self._window_reaches(length) or not self.engine.truncate(length):
-            length = self._checkpoints.restore(length)
+            length = self.checkpoints.restore(length)
         self.paging.apply(self.pager.truncate(length), length)
-        self._queries_from = self._known_from(length)
+        self.queries_from = self.known_from(length)
         self.length = length
         self.paging.cut(length)
-        self._checkpoints.forget(after=length)
+        self.checkpoints.forget(after=length)
         self._cut_scores(length)
         self.mask.rewind()
         self.watch.cut(length, self.pager.resident_chunks)
@@ -305,7 +304,7 @@ class Session:
         """What `truncate` would leave."""
         if length >= self.length or (not self.engine.info.recurrent and self._window_reaches(length)):
             return min(length, self.length)
-        return self._checkpoints.nearest(length)
+        return self.checkpoints.nearest(length)
 
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
@@ -321,8 +320,8 @@ class Session:
         self.pager.reset()
         self.mask.reset()
         self.length = 0
-        self._queries_from = 0
-        self._checkpoints.forget(after=0)
+        self.queries_from = 0
+        self.checkpoints.forget(after=0)
         self._cut_scores(0)
         self._pin()
         self.watch.forget()
@@ -334,137 +333,42 @@ class Session:
         Less than `shared` where queries of the newest tokens have been overwritten by those of a text that is cut off.
         """
         rows = self.engine.info.query_rows
-        known_from = self._known_from(min(shared, self.length))
-        if self._reselector is None or total <= self.engine.info.n_slots or known_from <= total - rows:
+        known_from = self.known_from(min(shared, self.length))
+        if self.reselector is None or total <= self.engine.info.n_slots or known_from <= total - rows:
             return shared
         return max(0, min(shared, total - rows))
 
-    def _known_from(self, length: int) -> int:
+    def known_from(self, length: int) -> int:
         """The first token whose query is still kept once the text has been cut to `length`."""
         if length >= self.length:
-            return self._queries_from
+            return self.queries_from
         # newer tokens have taken the place of older queries
-        return min(length, max(self._queries_from, self.length - self.engine.info.query_rows))
+        return min(length, max(self.queries_from, self.length - self.engine.info.query_rows))
 
     # --- save and restore
 
     def freeze(self, length: int | None = None) -> SavedSession:
-        """The session as it is, or cut to its first `length` tokens, to be restored later. It goes on unchanged.
-
-        Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
-        state or a sliding window is not known.
-        """
-        whole = length is None or length == self.length
-        length = self.length if length is None else length
-        if not 0 <= length <= self.length:
-            raise SnapshotError(f"cannot save {length} tokens of a text of {self.length}")
-        state = self._state_at(length)
-        if self.bounded:
-            self.paging.save()
-        table = self.pager.freeze()
-        chunks = -(-length // CHUNK)
-        table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
-        checkpoints = self._checkpoints.freeze()
-        queries = self._read_queries()
-        policy = None
-        if not whole:
-            table.scores = None
-            table.settled = False
-            checkpoints = {pos: blob for pos, blob in checkpoints.items() if pos <= length}
-        elif self._reselector is not None:
-            policy = self._reselector.freeze(length // CHUNK)
-        return SavedSession(
-            tokens=self.ids[:length].copy(),
-            table=table,
-            heap=self.paging.heap,
-            pages=self.paging.hold(length),
-            state=state,
-            checkpoints=checkpoints,
-            queries=queries,
-            queries_from=self._known_from(length),
-            policy=policy,
-        )
+        """The session as it is, or cut to its first `length` tokens, to be restored later. See `resume.freeze`."""
+        return resume.freeze(self, length)
 
     def restore(self, saved: SavedSession) -> None:
-        """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
-
-        ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, HostMemoryError: nothing has changed.
-        """
-        if saved.length > self.n_ctx:
-            raise ContextFull(f"the saved text has {saved.length} tokens, the context window {self.n_ctx}")
-        places = self.pager.place(saved.length, saved.table)
-        # all that can be damaged is read and checked while there is a way back
-        with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
-            reading = reader.submit(saved.state.read)
-            saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
-            state = reading.result()
-        if saved.policy is not None:
-            saved.policy.rows.result()
-        if self._reselector is not None:
-            self._reselector.check(saved.policy)
-        if self.length:  # else there is nothing to come back to
-            before = self.engine.get_state()
-            try:
-                self.engine.set_state(state, saved.length)
-            except SnapshotError:
-                self.engine.set_state(before, self.length)
-                raise
-        self.reset()
-        try:
-            self.ids[: saved.length] = saved.tokens
-            self.pager.adopt(saved.length, saved.table)
-            self.length = saved.length
-            self.paging.adopt(saved.pages, self.length)
-            self.engine.set_state(state, self.length)
-            self._checkpoints.adopt(saved.checkpoints)
-            self._queries_from = self.length
-            if saved.queries.size and saved.queries.size == self._query_size:
-                self.engine.write_queries(saved.queries)
-                self._queries_from = saved.queries_from
-            if self._reselector is not None:
-                self._reselector.adopt(saved.policy, self.tokens)
-            self.watch.cut(self.length, self.pager.resident_chunks)
-        except BaseException:
-            self.reset()
-            raise
+        """Replace everything by a frozen session of this heap. See `resume.restore`."""
+        resume.restore(self, saved)
 
     @property
     def fresh_policy(self) -> SavedPolicy | None:
         """The clock of a policy that has not looked yet."""
-        return None if self._reselector is None else self._reselector.fresh()
-
-    def _state_at(self, length: int) -> Blob:
-        """What is not pooled, as it was after `length` tokens."""
-        if length == self.length or not (self.engine.info.recurrent or self.engine.info.n_swa):
-            return Bytes(self.engine.get_state())
-        states = self._checkpoints.freeze()
-        if length not in states:
-            known = ", ".join(map(str, [*sorted(states), self.length]))
-            raise SnapshotError(
-                f"the recurrent state or sliding window after {length} tokens is not known: it is after {known}"
-            )
-        return states[length]
-
-    @property
-    def _query_size(self) -> int:
-        return sum(math.prod(shape) for shape in self.engine.query_shapes)
-
-    def _read_queries(self) -> Floats:
-        """The captured ring, flat; empty if none is kept."""
-        queries = np.zeros(self._query_size, np.float32)
-        if queries.size:
-            self.engine.wait(self.engine.read_queries(queries))
-        return queries
+        return None if self.reselector is None else self.reselector.fresh()
 
     def _cut_scores(self, length: int) -> None:
         self.pager.scores = None
-        if self._reselector is not None:
-            self._reselector.cut(length // CHUNK)
+        if self.reselector is not None:
+            self.reselector.cut(length // CHUNK)
 
     def close(self) -> None:
         self.engine.synchronize()
-        if self._reselector is not None:
-            self._reselector.close()
+        if self.reselector is not None:
+            self.reselector.close()
         self.paging.close()
         self.engine.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -51,6 +52,16 @@ class Names(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         return value if isinstance(value, tuple) else tuple(x.strip() for x in value.split(",") if x.strip())
+
+
+model_argument = click.argument("model", type=click.Path(exists=True, dir_okay=False))
+
+text_option = click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    help="Text to make documents of. Default: the texts of the checkout's tests.",
+)
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:

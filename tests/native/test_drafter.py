@@ -39,7 +39,7 @@ def ask(llm: Any, *, seed: int, depth: float = 0.3, n_tokens: int = 4096) -> boo
 
 
 def reader_of(llm: Any) -> Any:
-    return llm._session._reselector.scorer._reader
+    return llm._session.reselector.scorer._reader
 
 
 def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:

@@ -32,7 +32,7 @@ def go_on(llm: Any, steps: int = 64) -> list[bytes]:
 
 
 def window_of(llm: Any) -> Any:
-    return llm._session._reselector.scorer._reader.window
+    return llm._session.reselector.scorer._reader.window
 
 
 @pytest.mark.parametrize("bridged", [False, True])

@@ -151,7 +151,7 @@ def test_queries_of_a_text_that_was_cut_are_not_asked(again: int, llama: Any, to
     take(llm.generate([*prompt, *tokens[2000:2040].tolist()], **GREEDY), 40)
     asked = []
     for each in (llm, fresh):
-        scorer = each._session._reselector.scorer
+        scorer = each._session.reselector.scorer
         with mock.patch.object(scorer, "score", wraps=scorer.score) as score:
             take(each.generate([*prompt, *tokens[3000 : 3000 + again].tolist()], **GREEDY), 1)
         looks = [call.args[0] for call in score.call_args_list]
@@ -608,7 +608,7 @@ def test_cut_of_state_that_cannot_go_back(kind: str, llama: Any, tokens: Any) ->
     straight = walk(fresh, [*tokens[:800], tokens[5000]], tokens[5001:5020])
     assert agreement(after, straight) >= 0.95
     assert np.abs(after - straight).max() < 0.8
-    assert llm._session._checkpoints
+    assert llm._session.checkpoints
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])

@@ -131,7 +131,7 @@ def test_the_beginning_of_a_text(kind: str, length: int | None, llama: Any, toke
     llm.eval(tokens[:1000].tolist())
     llm.eval(tokens[1000:1500].tolist())
     if length is None:
-        length = min(llm._session._checkpoints.freeze())
+        length = min(llm._session.checkpoints.freeze())
         with pytest.raises(SnapshotError, match=re.escape(f"{length}")):
             llm.save_snapshot(tmp_path / "x", length=length - 1)
     for impossible in (1501, -1):

@@ -79,15 +79,15 @@ def load(session: Session, source: bytes | Path) -> None:
 
 def settle_scores(session: Session) -> None:
     """Let the scoring thread finish, so that nothing changes while it is looked at."""
-    if session._reselector is not None:
-        session._reselector._run(lambda: None).result()
+    if session.reselector is not None:
+        session.reselector._run(lambda: None).result()
 
 
 def seen(session: Session) -> tuple[Any, ...]:
     """Everything that a refused snapshot must leave as it was."""
     settle_scores(session)
     engine: Any = session.engine
-    pager, chooser = session.pager, session._reselector
+    pager, chooser = session.pager, session.reselector
     return (
         session.tokens.tolist(),
         [(chunk.block, chunk.on_host, chunk.last_use) for chunk in pager.chunks],
@@ -98,8 +98,8 @@ def seen(session: Session) -> tuple[Any, ...]:
         engine.settled()[0].tobytes(),
         engine.get_state(),
         engine.queries.tobytes(),
-        session._queries_from,
-        sorted(session._checkpoints.freeze()),
+        session.queries_from,
+        sorted(session.checkpoints.freeze()),
         session.mask.slot_pos.tolist(),
         chooser and (chooser.tau, chooser._since_look, chooser._since_reselect, chooser._due, len(chooser._pending)),
     )

@@ -146,7 +146,7 @@ def slab_pages(session: Session) -> int:
 
 
 def query_buffers(session: Session) -> set[int]:
-    return set() if session._reselector is None else set(session._reselector._addresses)
+    return set() if session.reselector is None else set(session.reselector._addresses)
 
 
 def check_protected(session: Session) -> None:
@@ -267,7 +267,7 @@ class SessionMachine(RuleBasedStateMachine):
                 scorer=self.SCORER and self.SCORER(),
                 **self.KINDS[choice["kind"]],
             )
-            session._checkpoints._step = 200
+            session.checkpoints._step = 200
             return session
 
         self.build = build
@@ -405,9 +405,9 @@ class SessionMachine(RuleBasedStateMachine):
             self.session.extend(new)
         settle_ahead(self.session)
         settle_scores(self.session)
-        if self.session._reselector is not None:
+        if self.session.reselector is not None:
             with contextlib.suppress(HostMemoryError):  # a page that could not be read is told of at the next look
-                self.session._reselector._raise_failure()
+                self.session.reselector._raise_failure()
         self.session.engine.refuse_alloc = False
         FaultyFile.trouble = None
         assert self.session.engine.info.recurrent or self.session.length >= before
@@ -421,7 +421,7 @@ class SessionMachine(RuleBasedStateMachine):
             frozen = session.freeze(length)
         except SnapshotError:
             assert session.engine.info.recurrent or session.engine.info.n_swa
-            assert length not in (None, session.length, *session._checkpoints.freeze())
+            assert length not in (None, session.length, *session.checkpoints.freeze())
             return None
         assert frozen.length == (session.length if length is None else length)
         chunks = -(-frozen.length // CHUNK)
@@ -437,7 +437,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), whole=st.booleans())
     def put_aside(self, data: st.DataObject, whole: bool) -> None:
         """To be written, or restored, when the text has gone on or has been cut."""
-        known = [0, *self.session._checkpoints.freeze(), len(self.tokens)]
+        known = [0, *self.session.checkpoints.freeze(), len(self.tokens)]
         length = data.draw(st.one_of(st.sampled_from(known), st.integers(0, len(self.tokens))), "length")
         saved = self.freeze(None if whole else length)
         if saved is not None:
@@ -755,7 +755,7 @@ def test_a_checkpoint_that_cannot_be_restored_empties_the_session(world: Any) ->
     session = world(recurrent=True)
     session.extend(some(400))
     session.extend(some(100, 1))
-    assert session._checkpoints._states
+    assert session.checkpoints._states
     with mock.patch.object(session.engine, "set_state", side_effect=SnapshotError("no")):
         assert session.truncate(450) == 0
     check(session, session.tokens.tolist())

@@ -199,7 +199,7 @@ def test_an_impossible_length_is_an_error(info: dict[str, Any], world: Any) -> N
     session = world(**info)
     session.extend(text(400))
     session.extend(text(100, 4))
-    known = sorted(session._checkpoints.freeze())
+    known = sorted(session.checkpoints.freeze())
     assert known
     for length in (known[0] + 1, 450, 10):
         with pytest.raises(SnapshotError, match=str(known[0])):
@@ -270,8 +270,8 @@ def test_another_policy_reads_the_keys_again(data: bytes, world: Any, caplog: An
     load(session, data)
     again = world()
     load(again, data)
-    assert session._reselector.scorer.dump(11).tobytes() == again._reselector.scorer.dump(11).tobytes()
-    assert not session._reselector._pending
+    assert session.reselector.scorer.dump(11).tobytes() == again.reselector.scorer.dump(11).tobytes()
+    assert not session.reselector._pending
 
 
 def test_statistics_of_another_shape_are_refused(data: bytes, world: Any) -> None:
@@ -344,8 +344,8 @@ def test_a_recurrent_layout(world: Any) -> None:
     saved.logits = np.arange(N_VOCAB, dtype=np.float32)
     parts = plain_reader.read(keeper(session).dump(saved))
     assert parts.sections["state"] == session.engine.get_state()
-    assert parts.facts["checkpoints"] == sorted(session._checkpoints.freeze()) != []
-    for pos, blob in session._checkpoints.freeze().items():
+    assert parts.facts["checkpoints"] == sorted(session.checkpoints.freeze()) != []
+    for pos, blob in session.checkpoints.freeze().items():
         assert parts.sections[f"checkpoint {pos}"] == blob.read()
     assert np.frombuffer(parts.sections["logits"], "<f4").tolist() == list(range(N_VOCAB))
 

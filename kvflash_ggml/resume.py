@@ -1,0 +1,133 @@
+"""Puts a session aside, and puts it back so that it goes on bit for bit."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .checkpoints import Blob, Bytes
+from .config import CHUNK
+from .errors import ContextFull, SnapshotError
+from .pool.pager import ABSENT
+from .saved import SavedSession
+
+if TYPE_CHECKING:
+    from .session import Session
+
+Floats = npt.NDArray[np.float32]
+
+
+def freeze(session: Session, length: int | None = None) -> SavedSession:
+    """The session as it is, or cut to its first `length` tokens, to be restored later. It goes on unchanged.
+
+    Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
+    state or a sliding window is not known, HostMemoryError if there is no room for the copies.
+    """
+    whole = length is None or length == session.length
+    length = session.length if length is None else length
+    if not 0 <= length <= session.length:
+        raise SnapshotError(f"cannot save {length} tokens of a text of {session.length}")
+    state = _state_at(session, length)
+    if session.bounded:
+        session.paging.save()
+    table = session.pager.freeze()
+    chunks = -(-length // CHUNK)
+    table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
+    if not whole:
+        table.scores, table.settled = None, False
+    saved = SavedSession(
+        tokens=session.ids[:length].copy(),
+        table=table,
+        heap=session.paging.heap,
+        pages=session.paging.hold(length),
+        state=state,
+        checkpoints={pos: blob for pos, blob in session.checkpoints.freeze().items() if pos <= length},
+        queries=_read_queries(session),
+        queries_from=session.known_from(length),
+        policy=None,
+    )
+    try:
+        if whole and session.reselector is not None:
+            saved.policy = session.reselector.freeze(length // CHUNK)
+    except BaseException:
+        saved.release()
+        raise
+    return saved
+
+
+def restore(session: Session, saved: SavedSession) -> None:
+    """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
+
+    ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, HostMemoryError: nothing has changed.
+    """
+    if saved.length > session.n_ctx:
+        raise ContextFull(f"the saved text has {saved.length} tokens, the context window {session.n_ctx}")
+    state = _check(session, saved)
+    session.reset()
+    try:
+        session.ids[: saved.length] = saved.tokens
+        session.pager.adopt(saved.length, saved.table)
+        session.length = saved.length
+        session.paging.adopt(saved.pages, session.length)
+        session.engine.set_state(state, session.length)
+        session.checkpoints.adopt(saved.checkpoints)
+        session.queries_from = session.length
+        if saved.queries.size and saved.queries.size == _query_size(session):
+            session.engine.write_queries(saved.queries)
+            session.queries_from = saved.queries_from
+        if session.reselector is not None:
+            session.reselector.adopt(saved.policy, session.tokens)
+        session.watch.cut(session.length, session.pager.resident_chunks)
+    except BaseException:
+        session.reset()
+        raise
+
+
+def _check(session: Session, saved: SavedSession) -> bytes | bytearray:
+    """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
+    places = session.pager.place(saved.length, saved.table)
+    with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
+        reading = reader.submit(saved.state.read)
+        saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
+        state = reading.result()
+    if saved.policy is not None:
+        saved.policy.rows.result()
+    if session.reselector is not None:
+        session.reselector.check(saved.policy)
+    if session.length:  # else there is nothing to come back to
+        before = session.engine.get_state()
+        try:
+            session.engine.set_state(state, saved.length)
+        except SnapshotError:
+            session.engine.set_state(before, session.length)
+            raise
+    return state
+
+
+def _state_at(session: Session, length: int) -> Blob:
+    """What is not pooled, as it was after `length` tokens."""
+    if length == session.length or not (session.engine.info.recurrent or session.engine.info.n_swa):
+        return Bytes(session.engine.get_state())
+    states = session.checkpoints.freeze()
+    if length not in states:
+        known = ", ".join(map(str, [*sorted(states), session.length]))
+        raise SnapshotError(
+            f"the recurrent state or sliding window after {length} tokens is not known: it is after {known}"
+        )
+    return states[length]
+
+
+def _query_size(session: Session) -> int:
+    return sum(math.prod(shape) for shape in session.engine.query_shapes)
+
+
+def _read_queries(session: Session) -> Floats:
+    """The captured ring, flat; empty if none is kept."""
+    queries = np.zeros(_query_size(session), np.float32)
+    if queries.size:
+        session.engine.wait(session.engine.read_queries(queries))
+    return queries
