@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -35,10 +34,9 @@ class Keeping(llama_cpp.Llama):
     _requires_eval: bool
 
     def _open_keeper(self, session: Session) -> None:
-        this = weakref.ref(self)  # not to keep itself alive
-        self._keeper = Keeper(
-            session, fingerprint=lambda: fingerprint.of_llama(this(), session.engine), n_vocab=self.n_vocab()
-        )
+        # now, while the file at that path is the one that has been loaded
+        known = fingerprint.of_llama(self, session.engine)
+        self._keeper = Keeper(session, fingerprint=known, n_vocab=self.n_vocab())
         self._ctx._exit_stack.callback(self._keeper.close)
 
     def _catch_up(self, session: Session) -> None:
@@ -77,6 +75,8 @@ class Keeping(llama_cpp.Llama):
         done = keeper.save(self._freeze(length), Path(path), compress=compress)
         if wait:
             done.result()
+        else:
+            done.add_done_callback(_report_failure)
         return done
 
     def load_snapshot(self, path: str | Path) -> int:
@@ -84,7 +84,7 @@ class Keeping(llama_cpp.Llama):
 
         Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
         Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
-        changed then.
+        changed then. With `logits_all` the rows of all tokens but the last are NaN: a file does not have them.
         """
         saved = self._snapshots().load(Path(path))
         self._thaw(saved)
@@ -92,7 +92,11 @@ class Keeping(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
-        data = stock_state.read(self._ctx.ctx) if self._session is None else self._snapshots().dump(self._freeze(None))
+        if self._session is None:
+            data = stock_state.read(self._ctx.ctx)
+        else:
+            keeper = self._snapshots()
+            data = keeper.dump(self._freeze(None))
         rows = self.n_tokens if self._logits_all else 0
         return llama_cpp.LlamaState(
             scores=self.scores[:rows].copy(),
@@ -122,8 +126,10 @@ class Keeping(llama_cpp.Llama):
             self.scores[: len(state.scores)] = state.scores
 
     def _snapshots(self) -> Keeper:
-        if self._keeper is None:
+        if self._keeper is None or self._session is None:
             raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
+        if self._session.engine.closed:
+            raise KVFlashError("this model is closed: make a new Llama")
         return self._keeper
 
     def _freeze(self, length: int | None) -> SavedSession:
@@ -131,7 +137,7 @@ class Keeping(llama_cpp.Llama):
         self._catch_up(self._session)
         saved = self._session.freeze(length)
         saved.seed = self._seed
-        if length in (None, self.n_tokens) and not self._requires_eval and self.n_tokens:
+        if length in (None, self.n_tokens) and not self._requires_eval and self._session.has_logits:
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
         return saved
 
@@ -153,8 +159,10 @@ class Keeping(llama_cpp.Llama):
         self._requires_eval = saved.logits is None
         if saved.logits is not None:
             self._session.engine.set_logits(saved.logits)
+            self._session.has_logits = True
         if self._logits_all:
             self._grow_scores(self.n_tokens)
+            self.scores[: self.n_tokens] = np.nan
             if saved.logits is not None:
                 self.scores[self.n_tokens - 1] = saved.logits
 
@@ -180,6 +188,8 @@ class Keeping(llama_cpp.Llama):
     def _restore_prefix(self, prefixes: Prefixes, tokens: npt.NDArray[np.int32]) -> None:
         """Bring the session to the text that shares most with `tokens`, if that is not the one at hand."""
         assert self._session is not None
+        if self._logits_all:
+            return  # the logits of what is restored would be missing
         self._catch_up(self._session)
         shared = common_prefix(self._session.tokens, tokens)
         if shared == len(tokens) == self._session.length and not self._requires_eval:
@@ -198,7 +208,7 @@ class Keeping(llama_cpp.Llama):
     def _keep_prefix(self) -> None:
         """Keep the text for later, if there is a cache."""
         session, prefixes = self._session, self._prefixes
-        if session is None or prefixes is None or prefixes.has(session.tokens):
+        if session is None or prefixes is None or session.engine.closed or prefixes.has(session.tokens):
             return
         try:
             prefixes.put(self._freeze(None))
@@ -210,3 +220,10 @@ class Keeping(llama_cpp.Llama):
         if self._prefixes is None:
             return None
         return self._prefixes.branch(np.asarray(tokens, np.int32), self.n_tokens)
+
+
+def _report_failure(done: Future[int]) -> None:
+    """A file that is written behind the decode: perhaps nobody asks how it went."""
+    error = done.exception()
+    if error is not None:
+        logger.warning("a snapshot was not saved: %s", error)

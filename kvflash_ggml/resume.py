@@ -67,8 +67,8 @@ def restore(session: Session, saved: SavedSession) -> None:
     if saved.length > session.n_ctx:
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {session.n_ctx}")
     state = _check(session, saved)
-    session.reset()
     try:
+        session.reset()
         session.ids[: saved.length] = saved.tokens
         session.pager.adopt(saved.length, saved.table)
         session.length = saved.length

@@ -63,6 +63,7 @@ class Session:
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
         self.length = 0
+        self.has_logits = False  # of the last token
         self.ids = np.zeros(n_ctx, np.int32)
         self.bounded = info.n_slots < n_ctx
         if self.bounded and info.v_trans:
@@ -191,6 +192,7 @@ class Session:
             self._undo_step()
             raise
         self.paging.wait = 0
+        self.has_logits = output_all or output_last
         self.ids[start : start + n] = tokens
         self.length += n
         sealed = self.pager.commit(n)
@@ -288,6 +290,7 @@ class Session:
             length = self.checkpoints.restore(length)
         self.paging.apply(self.pager.truncate(length), length)
         self.queries_from = self.known_from(length)
+        self.has_logits = False
         self.length = length
         self.paging.cut(length)
         self.checkpoints.forget(after=length)
@@ -315,11 +318,19 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything but the settings."""
+        try:
+            self._clear()
+        except BaseException:  # interrupted: what is half forgotten is gone
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        self.length = 0
+        self.has_logits = False
         self.engine.clear()
         self.paging.clear()
         self.pager.reset()
         self.mask.reset()
-        self.length = 0
         self.queries_from = 0
         self.checkpoints.forget(after=0)
         self._cut_scores(0)

@@ -62,7 +62,8 @@ class Meter:
 
         def generate(tokens: Any, *args: Any, **kwargs: Any) -> Iterator[int]:
             self.prompt_tokens = len(tokens)
-            self.evaluated = max(1, len(tokens) - _known(llm, tokens))
+            # a pool tells through its progress; it may know more of the text than what is at hand
+            self.evaluated = 1 if llm.kvflash is not None else max(1, len(tokens) - _known(llm, tokens))
             self.start = self.first = self.last = time.perf_counter()
             with closing(original(tokens, *args, **kwargs)) as stream:
                 for token in stream:

@@ -172,8 +172,7 @@ class PageHeap:
                     raise
                 if page.place != NOWHERE:
                     self._free_place(page)
-                page.address = address
-                self._pages[page] = None
+                self._loaded(page, address)
             self._pages.move_to_end(page)
             return page.address
 
@@ -196,12 +195,18 @@ class PageHeap:
                     wait(read for _, _, read in reads)
                     for page, address, read in reads:
                         if read.exception() is None:
-                            page.address = address
-                            self._pages[page] = None
+                            self._loaded(page, address)
                         else:
                             self._free.append(address)
                 for _, _, read in reads:
                     read.result()
+
+    def _loaded(self, page: Page, address: int) -> None:
+        """The image has been read. Without a ceiling it stays in memory, and its file can be closed."""
+        page.address = address
+        if self._most is None:
+            page.source = None
+        self._pages[page] = None
 
     def view(self, page: Page) -> memoryview:
         """Writable bytes of a page that is in memory."""

@@ -298,13 +298,15 @@ class Pager:
         self.scores = table.scores
         self.length = length
         self._clock = table.clock
-        self._settled = table.settled and places == table.blocks
         for block in places:
             if block >= 0:
                 self.blocks.claim(block)
         for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
             place = self.blocks.take() if block == ANY else block
             self.chunks.append(Chunk(place, on_host=place == ABSENT or c < length // CHUNK, last_use=use))
+        head = max(0, length - 1) // CHUNK
+        there = all(self.chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(self.chunks))
+        self._settled = table.settled and there and places == table.blocks
         self.epoch += 1
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK
-from ..errors import ConfigError, HostMemoryError, SnapshotError
+from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..saved import SavedSession
 from ..session import Session
 from .container import StoredPage
@@ -27,7 +27,7 @@ MOST_TRIES = 8
 """Prefixes that cannot be used before a text is read as a whole."""
 
 MOST_WAITING = 8
-"""Texts that wait to be written, while generation goes on."""
+"""Texts that wait to be written, while generation goes on. What comes then is not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class PrefixCache:
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
         if self.folder is not None:
-            object.__setattr__(self, "folder", Path(self.folder))
+            object.__setattr__(self, "folder", Path(self.folder).absolute())  # wherever the process goes
 
 
 class Prefixes:
@@ -93,19 +93,20 @@ class Prefixes:
             found = None if self._disk is None else self._disk.find(tokens)
             best = length if found is None else max(length, found.length)
             # less than a chunk is read sooner than restored, but the end of the text comes with its logits
-            if best < max(mine + CHUNK, self.cache.least) and not mine < best == len(tokens):
+            worth = best >= max(mine + CHUNK, self.cache.least) or best == len(tokens)
+            if best <= mine or not worth:
                 return None
             try:
                 if found is not None and found.length > length:
                     return self._restore_found(found, tokens)
                 assert kept is not None
                 return self._restore_kept(kept)
-            except HostMemoryError as err:
-                logger.warning("a prefix of %d tokens is read again: %s", best, err)
-                return None
             except SnapshotError as err:
                 # a file is damaged, or another process has just deleted it: something shorter may be left
                 logger.warning("a prefix of %d tokens cannot be used: %s", best, err)
+            except KVFlashError as err:
+                logger.warning("a prefix of %d tokens is read again: %s", best, err)
+                return None
         return None
 
     def _restore_kept(self, kept: SavedSession) -> SavedSession:
@@ -163,13 +164,18 @@ class Prefixes:
         return self._memory.known(tokens) == len(tokens)
 
     def put(self, saved: SavedSession) -> None:
-        """Keep a session, here and in the folder, and release it in the end."""
+        """Keep a session, here and in the folder, and release it in the end.
+
+        Pins that were set at run time are not part of what others share.
+        """
+        saved.table.pins = frozenset()
         self._newest = saved.tokens
         if self._disk is not None:
             self._writing = [future for future in self._writing if not future.done()]
-            if len(self._writing) >= MOST_WAITING:
-                wait(self._writing[:1])
-            self._writing.append(self._writer.submit(self._write, saved.share()))
+            if len(self._writing) < MOST_WAITING:
+                self._writing.append(self._writer.submit(self._write, saved.share()))
+            else:
+                self._complain(f"{MOST_WAITING} texts wait to be written")
         self._memory.put(saved)
 
     def flush(self) -> None:
@@ -187,8 +193,12 @@ class Prefixes:
         try:
             self._disk.put(saved)
         except Exception as err:  # nobody asks this thread how it went
-            if str(err) != self._failed:  # a full disk stays full: say so once
-                self._failed = str(err)
-                logger.warning("the prefix cache could not be written: %s", err)
+            self._complain(str(err))
         finally:
             saved.release()
+
+    def _complain(self, why: str) -> None:
+        """A full disk stays full: say so once."""
+        if why != self._failed:
+            self._failed = why
+            logger.warning("the prefix cache could not be written: %s", why)

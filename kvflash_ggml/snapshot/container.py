@@ -257,7 +257,7 @@ class Container:
     def _check_section(self, entry: object) -> Section:
         name, *numbers = entry if isinstance(entry, list) and entry else [None]
         whole = [x for x in numbers if type(x) is int and x >= 0]
-        if not isinstance(name, str) or not len(whole) == len(numbers) == 3:
+        if not isinstance(name, str) or not name.isascii() or not len(whole) == len(numbers) == 3:
             raise SnapshotError(f"{self.source.name} is damaged: a section has no name, place, size and checksum")
         offset, size, check = whole
         if size > self.source.size or offset > self.source.size - size:

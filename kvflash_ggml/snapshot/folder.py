@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from ..errors import ConfigError, SnapshotError
 from ..files import PART
@@ -31,8 +32,14 @@ logger = logging.getLogger("kvflash_ggml")
 
 RUN, TIP = "run", "tip"
 
+PATIENCE = 30
+"""Seconds to wait for other processes."""
+
 ABANDONED = 3600
 """Seconds after which a file that was never finished belongs to a process that has died."""
+
+AHEAD = 60
+"""Seconds that the clocks of two machines may differ."""
 
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,5})-([0-9a-f]{32})\.(run|tip)")
 _ROOT = re.compile(r"[0-9a-f]{32}")
@@ -110,9 +117,16 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """No other thread or process adds or deletes files meanwhile. Ends with the process, however that ends."""
+        """No other thread or process adds or evicts files meanwhile. Ends with the process, however that ends.
+
+        TimeoutError if somebody keeps it for long.
+        """
         with (self.path / ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + PATIENCE
+            while not _try_lock(file):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.path} has been locked by somebody else for {PATIENCE} s")
+                time.sleep(0.02)
             yield
 
     def reject(self, path: Path, why: SnapshotError) -> None:
@@ -150,7 +164,7 @@ class Folder:
                 return
             owners = self._owners(files)
             children = Counter(run for entry in files for run in owners.get(entry.parent, ()))
-            leaves = [(stat.st_mtime_ns, entry) for entry, stat in files.items() if not children[entry]]
+            leaves = [(_last_use(stat), entry) for entry, stat in files.items() if not children[entry]]
             heapq.heapify(leaves)
             while leaves and total > self.capacity:
                 _, entry = heapq.heappop(leaves)
@@ -159,7 +173,7 @@ class Folder:
                 for run in owners.get(entry.parent, ()):
                     children[run] -= 1
                     if not children[run]:
-                        heapq.heappush(leaves, (files[run].st_mtime_ns, run))
+                        heapq.heappush(leaves, (_last_use(files[run]), run))
 
     def _owners(self, files: Iterable[Entry]) -> dict[str, list[Entry]]:
         """The runs that hold the chunk before a file, by that chunk's name."""
@@ -183,6 +197,18 @@ class Folder:
             stat = file_stat(path)
             if stat is not None and time.time() - stat.st_mtime > ABANDONED:
                 self.delete(path)
+
+
+def _try_lock(file: TextIO) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _last_use(stat: os.stat_result) -> int:
+    """When a file was used last. One from the future says nothing, and must not outlive those of today."""
+    return 0 if stat.st_mtime > time.time() + AHEAD else stat.st_mtime_ns
 
 
 def file_stat(path: Path) -> os.stat_result | None:

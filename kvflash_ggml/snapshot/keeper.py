@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,13 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Keeper:
-    """fingerprint: called once, when it is first needed. n_vocab: tokens of a file are checked against it."""
+    """fingerprint: of the model, at the time it was loaded. n_vocab: tokens of a file are checked against it."""
 
-    def __init__(self, session: Session, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
+    def __init__(self, session: Session, *, fingerprint: Fingerprint, n_vocab: int) -> None:
         self._session = session
-        self._make_fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._n_vocab = n_vocab
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-save")
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        return self._make_fingerprint()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -50,9 +44,14 @@ class Keeper:
 
     def save(self, saved: SavedSession, path: Path, *, compress: bool) -> Future[int]:
         """Write a file behind the decode, and release `saved`. The result is its size in bytes."""
-        if compress:
-            codec.require()
-        return self._writer.submit(self._write, saved, path, self.fingerprint, self.settings, compress)
+        try:
+            if compress:
+                codec.require()
+            place = _place(path)
+            return self._writer.submit(self._write, saved, place, self.fingerprint, self.settings, compress)
+        except BaseException:
+            saved.release()
+            raise
 
     def _write(
         self, saved: SavedSession, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool
@@ -92,3 +91,15 @@ class Keeper:
     def close(self) -> None:
         """Wait for files that are being written."""
         self._writer.shutdown()
+
+
+def _place(path: Path) -> Path:
+    """Where a file goes, wherever the process is by then: behind links, and never in place of a device or a folder."""
+    try:
+        place = path.resolve()
+        usable = place.is_file() or not place.exists()
+    except (OSError, ValueError) as err:
+        raise SnapshotError(f"cannot write {path}: {err}") from err
+    if not usable:
+        raise SnapshotError(f"cannot write {path}: it is there and no regular file: name a file in a folder")
+    return place

@@ -15,6 +15,10 @@ from ..saved import SavedSession
 Int32s = npt.NDArray[np.int32]
 
 
+MOST_TEXTS = 128
+"""Each may keep files open from which its pages have not been read yet."""
+
+
 class MemoryTier:
     """Saved sessions by their text, the one used longest ago first.
 
@@ -52,7 +56,7 @@ class MemoryTier:
                 self._holders[key] += 1
                 if self._holders[key] == 1:
                     self._shared_bytes += size
-            while self.size > self._capacity and self.evict():
+            while (self.size > self._capacity or len(self) > MOST_TEXTS) and self.evict():
                 pass
 
     def find(self, tokens: Int32s, *, stateful: bool) -> tuple[SavedSession | None, int]:

@@ -47,10 +47,6 @@ class FileSource:
             raise SnapshotError(f"{path} is no snapshot: it is not a regular file")
         self.size = status.st_size
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()  # as long as anybody may read from it, it is open
-
     def read_into(self, offset: int, out: memoryview) -> None:
         while out:
             try:

@@ -281,6 +281,12 @@ class TestAdopt:
         assert max(pager._score(c) for c in lost) <= min(pager._score(c) for c in inside - kept)
         assert all(pager.chunks[c].block == c for c in inside if c < blocks)
 
+    def test_a_table_that_says_too_much_is_not_believed(self) -> None:
+        """Settled, it says, but the chunk that is being written is not resident."""
+        pager = make()
+        pager.adopt(2 * CHUNK + 1, frozen([0, 1, ABSENT], settled=True))
+        assert pager.reserve(pager.length, 1).recall == [(2, 2)]
+
     def test_pins_that_do_not_fit_change_nothing(self) -> None:
         pager = make()
         with pytest.raises(ConfigError, match="as saved"):
