@@ -83,6 +83,17 @@ def pages(session: Any) -> list[bytes]:
     ]
 
 
+def go_on(llm: Any, steps: int = 64) -> list[bytes]:
+    """The logits of each step of a greedy answer."""
+    rows = []
+    for _ in range(steps):
+        logits = row(llm)
+        rows.append(logits.tobytes())
+        llm.eval([int(logits.argmax())])
+    check(llm)
+    return rows
+
+
 # --- a session without a Llama
 
 

@@ -90,6 +90,8 @@ def test_a_drafter_with_another_tokenizer(llama: Any, other_tokens: Path) -> Non
 
 def test_each_token_goes_through_the_drafter_once(llama: Any, tokens: Any) -> None:
     llm = llama(**POOLED, kvflash_tau=64)
+    if llm._session.engine.info.asynchronous:
+        pytest.skip("a look is used some steps later")
     llm.eval(tokens[:2000].tolist())
     window = reader_of(llm).window
     assert window.pushed == 2000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from drafter_models import with_other_tokens
-from harness import MODELS, check, row
+from harness import MODELS, go_on
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter", "kvflash_tau": 16}
@@ -18,17 +18,6 @@ POOLED = {"n_ctx": 5120, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "dra
 @pytest.fixture(scope="module")
 def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
     return with_other_tokens(SMALL, tmp_path_factory.mktemp("drafter") / "other.gguf")
-
-
-def go_on(llm: Any, steps: int = 64) -> list[bytes]:
-    """The logits of each step of a greedy answer."""
-    rows = []
-    for _ in range(steps):
-        logits = row(llm)
-        rows.append(logits.tobytes())
-        llm.eval([int(logits.argmax())])
-    check(llm)
-    return rows
 
 
 def window_of(llm: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import check, row, same_bits
+from harness import check, go_on, same_bits
 
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
@@ -17,16 +17,6 @@ from kvflash_ggml.pool.heap import PageHeap
 from kvflash_ggml.snapshot import codec
 
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_tau": 8}
-
-
-def go_on(llm: Any, steps: int = 8) -> list[bytes]:
-    rows = []
-    for _ in range(steps):
-        logits = row(llm)
-        rows.append(logits.tobytes())
-        llm.eval([int(logits.argmax())])
-    check(llm)
-    return rows
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
@@ -37,7 +27,7 @@ def test_an_interrupted_restore_leaves_a_session_that_works(
     llm = llama(kind, **POOL)
     llm.eval(tokens[:900].tolist())
     llm.save_snapshot(tmp_path / "x")
-    want = go_on(llm)
+    want = go_on(llm, 8)
     room, name = where.split(".")
     part = getattr(llm._session, room)
     original = getattr(part, name)
@@ -52,7 +42,7 @@ def test_an_interrupted_restore_leaves_a_session_that_works(
     assert llm._session.length == 0
     check(llm)
     llm.load_snapshot(tmp_path / "x")
-    assert go_on(llm) == want
+    assert go_on(llm, 8) == want
 
 
 def test_logits_of_a_restored_text_are_not_made_up(llama: Any, tokens: Any, tmp_path: Path) -> None:
