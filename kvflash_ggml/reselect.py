@@ -42,8 +42,10 @@ It counts where looking holds the decode up: on devices that compute on the call
 DUTY = 0.5
 """Share of the time that the worker may be busy, where looking runs beside the device's compute."""
 
-MOST_SCORES = 4 << 20
-"""Scores (layers x heads x query rows x chunks) in one look, which bounds its time to some tenths of a second."""
+MOST_SCORES = 16 << 20
+"""Scores (layers x heads x query rows x chunks) in one look, which bounds that at a prompt's end to about half a second.
+
+Fewer rows would be quicker, but the marks of a chat template alone can take up eight of them."""
 
 MOST_PENDING = 2
 """Looks under way at once."""
