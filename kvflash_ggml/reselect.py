@@ -43,7 +43,7 @@ DUTY = 0.5
 """Share of the time that the worker may be busy, where looking runs beside the device's compute."""
 
 MOST_SCORES = 16 << 20
-"""Scores (layers x heads x query rows x chunks) in one look, which bounds that at a prompt's end to about half a second.
+"""Scores (layers x heads x query rows x chunks) in one look: that at a prompt's end takes up to half a second.
 
 Fewer rows would be quicker, but the marks of a chat template alone can take up eight of them."""
 
