@@ -27,7 +27,7 @@ from .policy.edges import follow
 from .reselect import HostKeys
 from .saved import SavedReader, SavedSession
 from .session import Session
-from .snapshot.fingerprint import of_file
+from .snapshot.fingerprint import ModelFile
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -102,7 +102,7 @@ class SmallModel:
     """
 
     def __init__(self, path: Path, *, n_ctx: int, offload: bool, settings: Any) -> None:
-        self.identity = of_file(path)
+        self._file = ModelFile(path)
         with ExitStack() as stack:
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = -1 if offload else 0
@@ -156,6 +156,10 @@ class SmallModel:
             for chunk in chunks:
                 session.store.written(chunk, ticket)
                 session.pager.saved(chunk)
+
+    @property
+    def identity(self) -> str:
+        return self._file.identity()
 
     def freeze(self) -> SavedSession:
         return self._session.freeze()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from .errors import ContextFull, KVFlashError
-from .policy.drafter import common_prefix
+from .prefix import common_prefix
 from .saved import SavedSession
 from .session import Session
 from .snapshot import fingerprint
@@ -34,9 +34,8 @@ class Keeping(llama_cpp.Llama):
     _requires_eval: bool
 
     def _open_keeper(self, session: Session) -> None:
-        # now, while the file at that path is the one that has been loaded
-        known = fingerprint.of_llama(self, session.engine)
-        self._keeper = Keeper(session, fingerprint=known, n_vocab=self.n_vocab())
+        read = fingerprint.of_llama(self, session.engine)
+        self._keeper = Keeper(session, fingerprint=read, n_vocab=self.n_vocab())
         self._ctx._exit_stack.callback(self._keeper.close)
 
     def _catch_up(self, session: Session) -> None:

@@ -28,6 +28,7 @@ from .policy.base import Scorer
 from .policy.drafter import NAME as DRAFTER
 from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize, resolve
+from .prefix import common_prefix
 from .session import Progress, Session
 from .snapshot.cache import PrefixCache
 from .tokenizer import IncrementalTokenizer
@@ -231,11 +232,9 @@ class Llama(Keeping):
 
     def reset(self) -> None:
         """Forget the text. Settings and pins stay."""
-        super_reset = self._session is None
-        if super_reset:
+        if self._session is None:
             super().reset()  # type: ignore[no-untyped-call]
             return
-        assert self._session is not None
         self.n_tokens = 0
         self._requires_eval = True
         self._session.reset()
@@ -313,10 +312,7 @@ class Llama(Keeping):
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
         if self._prefixes is not None:
             self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
-        known = self._input_ids
-        n = min(len(known), len(tokens))
-        differs = np.flatnonzero(known[:n] != np.asarray(tokens[:n], np.intc))
-        shared = int(differs[0]) if len(differs) else n
+        shared = common_prefix(self._input_ids, np.asarray(tokens, np.intc))
         if shared == len(tokens) == self.n_tokens and not self._requires_eval:
             return shared  # the logits of the last token are at hand
         if shared == len(tokens):

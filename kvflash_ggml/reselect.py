@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .config import CHUNK
 from .errors import HostMemoryError, SnapshotError
 from .policy.base import Floats, KeyShape, Look, Reading, Resumable, Scorer
-from .saved import SavedPolicy
+from .saved import SavedPolicy, done
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -255,7 +255,7 @@ class Reselector:
     def fresh(self) -> SavedPolicy:
         """The state of one that has not looked yet, without statistics."""
         return SavedPolicy(
-            name=self.scorer.name, tau=self.tau, since_look=0, since_reselect=0, due=0, looks=[], rows=_done(None)
+            name=self.scorer.name, tau=self.tau, since_look=0, since_reselect=0, due=0, looks=[], rows=done(None)
         )
 
     def check(self, saved: SavedPolicy | None) -> None:
@@ -286,7 +286,7 @@ class Reselector:
         self._since_look = saved.since_look
         self._since_reselect = saved.since_reselect
         self._due = saved.due
-        self._pending.extend(_done(scores) for scores in saved.looks)
+        self._pending.extend(done(scores) for scores in saved.looks)
 
     def close(self) -> None:
         self.forget()
@@ -348,10 +348,4 @@ class Reselector:
         """On the worker, or at once where the device computes on the caller's thread."""
         if self._worker is not None:
             return self._worker.submit(work, *args)
-        return _done(work(*args))
-
-
-def _done(value: object) -> Future:  # type: ignore[type-arg]
-    future: Future[object] = Future()
-    future.set_result(value)
-    return future
+        return done(work(*args))

@@ -62,7 +62,8 @@ def freeze(session: Session, length: int | None = None) -> SavedSession:
 def restore(session: Session, saved: SavedSession) -> None:
     """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
 
-    ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, HostMemoryError: nothing has changed.
+    ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, and HostMemoryError while pages are read:
+    nothing has changed. Whatever interrupts it after that leaves an empty session.
     """
     if saved.length > session.n_ctx:
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {session.n_ctx}")

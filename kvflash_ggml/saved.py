@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,16 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.uint8]
+
+
+T = TypeVar("T")
+
+
+def done(value: T) -> Future[T]:
+    """A future whose result is known."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -21,14 +21,10 @@ from .options import Numbers, model_argument, model_options, user_errors
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option("--window", default=4096, show_default=True, help="Prefill is timed over so many tokens.")
 @click.option("--decode", default=64, show_default=True, help="Decode steps timed at each depth.")
-@click.option("-ub", "--ubatch-size", default=512, show_default=True)
-@click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
-@click.option("-t", "--threads", default=None, type=int)
-@click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
-@click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+@model_options
 def depth(
     model: str, depths: tuple[int, ...], pools: tuple[int, ...], policies: str, full: bool, window: int, decode: int,
-    ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Decode and prefill speed of the full cache and of pools, at several depths."""
     library.load()
@@ -36,15 +32,6 @@ def depth(
     from .depth import Plan, ratios, run_arm
 
     plan = Plan(depths=depths, window=window, decode=decode)
-    options = {
-        "n_batch": ubatch_size,
-        "n_ubatch": ubatch_size,
-        "n_gpu_layers": n_gpu_layers,
-        "n_threads": threads,
-        "n_threads_batch": threads,
-        "type_k": KV_TYPES[cache_type_k],
-        "type_v": KV_TYPES[cache_type_v],
-    }
     points, device = [], ""
     arms: list[tuple[int | None, str]] = [(None, "-")] if full else []
     arms += [(pool, policy) for pool in pools for policy in policies.split(",")]

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import CHUNK
+from ..prefix import common_prefix
 from ..saved import SavedBridge, SavedReader
 from .base import Floats, Keys, Look
-from .drafter import LEAST, Drafter, Int32s, Window, common_prefix
+from .drafter import LEAST, Drafter, Int32s, Window
 from .statistics import split
 
 logger = logging.getLogger("kvflash_ggml")

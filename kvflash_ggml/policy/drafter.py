@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..config import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
+from ..prefix import common_prefix
 from ..saved import SavedBridge, SavedReader, SavedSession
 from .base import Floats, Keys, Look, Scorer, register
 
@@ -285,10 +286,3 @@ class DrafterScorer:
 @register(NAME)
 def default() -> Scorer:
     raise ConfigError("the policy 'drafter' needs a model file and the target's tokenizer: ask for it through Llama")
-
-
-def common_prefix(a: Int32s, b: Int32s) -> int:
-    """How many leading tokens two texts share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n

@@ -166,8 +166,12 @@ class Prefixes:
     def put(self, saved: SavedSession) -> None:
         """Keep a session, here and in the folder, and release it in the end.
 
-        Pins that were set at run time are not part of what others share.
+        Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
+        pins that were set at run time, which are not part of what others share.
         """
+        kept = saved.share()
+        saved.release()
+        saved = kept
         saved.table.pins = frozenset()
         self._newest = saved.tokens
         if self._disk is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ..errors import SnapshotError
 from ..files import replacing
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
-from ..saved import SavedPolicy, SavedSession
+from ..saved import SavedPolicy, SavedSession, done
 from . import chain, format
 from .container import VERSION, Container, StoredPage, Writer
 from .fingerprint import Fingerprint
@@ -153,7 +152,7 @@ class DiskTier:
         saved.pages = [Page(source=page) for page in pages]
         saved.policy = saved.policy or fresh
         if saved.policy is not None and rows is not None:
-            saved.policy = replace(saved.policy, rows=_done(rows))
+            saved.policy = replace(saved.policy, rows=done(rows))
         return saved
 
     def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], npt.NDArray[np.uint8] | None]:
@@ -347,9 +346,3 @@ def _at_checkpoint(saved: SavedSession, pos: int) -> SavedSession:
         policy=None,
         logits=None,
     )
-
-
-def _done(rows: npt.NDArray[np.uint8]) -> Future[npt.NDArray[np.uint8] | None]:
-    future: Future[npt.NDArray[np.uint8] | None] = Future()
-    future.set_result(rows)
-    return future

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import CHUNK
+from ..errors import SnapshotError
 from ..native.library import build_info
 
 if TYPE_CHECKING:
@@ -52,15 +53,18 @@ def of_engine(engine: Engine) -> Fingerprint:
     }
 
 
-def of_llama(llm: Any, engine: Engine) -> Fingerprint:
-    """The model, how positions are encoded, and the build that computes. llm: a `llama_cpp.Llama`."""
+def of_llama(llm: Any, engine: Engine) -> Callable[[], Fingerprint]:
+    """The model, how positions are encoded, and the build that computes. llm: a `llama_cpp.Llama`, just loaded.
+
+    Files are hashed when the result is called: most models are never saved.
+    """
     params = llm.context_params
     architecture = llm.metadata.get("general.architecture", "unknown")
     trained = llm.metadata.get(f"{architecture}.rope.scaling.original_context_length")
-    return {
-        "architecture": architecture,
-        "model": of_file(llm.model_path),
-        "lora": [of_file(llm.lora_path), llm.lora_scale] if llm.lora_path else None,
+    model = ModelFile(llm.model_path)
+    lora = ModelFile(llm.lora_path) if llm.lora_path else None
+    scale = llm.lora_scale
+    facts = {
         "kv_overrides": repr(llm.kv_overrides),
         "n_vocab": llm.n_vocab(),
         "llama.cpp": build_info()["llama_cpp_commit"],
@@ -70,25 +74,57 @@ def of_llama(llm: Any, engine: Engine) -> Fingerprint:
         "long_context": trained is not None and llm.n_ctx() > int(trained),
     }
 
+    def read() -> Fingerprint:
+        adapter = [lora.identity(), scale] if lora is not None else None
+        return {"architecture": architecture, "model": model.identity(), "lora": adapter, **facts}
 
-def of_file(path: str | Path) -> str:
-    """Which model a GGUF file is, wherever it lies: a hash of its size, its head and samples of its tensors.
+    return read
 
-    All parts of a split model count.
-    """
-    parts = list(_parts(Path(path)))
-    return _hash_parts(tuple((str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts))
+
+class ModelFile:
+    """A GGUF file that has just been loaded, wherever the process goes afterwards. All parts of a split model count."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._parts = tuple(_Part.of(part) for part in _parts(Path(path).absolute()))
+
+    def identity(self) -> str:
+        """Which model it is, wherever it lies: a hash of its size, its head and samples of its tensors.
+
+        SnapshotError if the file has been replaced or changed since it was loaded.
+        """
+        for part in self._parts:
+            try:
+                same = _Part.of(Path(part.name)) == part
+            except OSError:
+                same = False
+            if not same:
+                raise SnapshotError(f"{part.name} has been replaced since it was loaded: load the model again")
+        return _hash_parts(self._parts)
+
+
+class _Part(NamedTuple):
+    """One file, and what tells it from another of that name."""
+
+    name: str
+    size: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Part:
+        status = path.stat()
+        return cls(str(path), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(maxsize=16)
-def _hash_parts(parts: tuple[tuple[str, int, int], ...]) -> str:
+def _hash_parts(parts: tuple[_Part, ...]) -> str:
     digest = hashlib.sha256()
-    for name, size, _ in parts:
-        digest.update(size.to_bytes(8, "little"))
-        with Path(name).open("rb", buffering=0) as file:
+    for part in parts:
+        digest.update(part.size.to_bytes(8, "little"))
+        with Path(part.name).open("rb", buffering=0) as file:
             digest.update(file.read(HEAD))
             for i in range(1, SAMPLES + 1):
-                at = max(HEAD, (size - SAMPLE) * i // SAMPLES)
+                at = max(HEAD, (part.size - SAMPLE) * i // SAMPLES)
                 digest.update(os.pread(file.fileno(), SAMPLE, at))
     return digest.hexdigest()[:32]
 

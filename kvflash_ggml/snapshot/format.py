@@ -15,7 +15,7 @@ from ..config import CHUNK
 from ..errors import SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ABSENT, ANY, PageTable
-from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession
+from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
@@ -240,7 +240,7 @@ def _policy(container: Container, chunks: int) -> SavedPolicy | None:
         since_reselect=since_reselect,
         due=due,
         looks=[_look(container, i, chunks) for i in range(count)],
-        rows=_done(None),
+        rows=done(None),
     )
 
 
@@ -298,10 +298,4 @@ def _beside(work: Callable[[], npt.NDArray[np.uint8]]) -> Future[npt.NDArray[np.
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflash-statistics")
     future: Future[npt.NDArray[np.uint8] | None] = executor.submit(work)
     executor.shutdown(wait=False)
-    return future
-
-
-def _done(value: npt.NDArray[np.uint8] | None) -> Future[npt.NDArray[np.uint8] | None]:
-    future: Future[npt.NDArray[np.uint8] | None] = Future()
-    future.set_result(value)
     return future

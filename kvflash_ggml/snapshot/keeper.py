@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,17 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 class Keeper:
-    """fingerprint: of the model, at the time it was loaded. n_vocab: tokens of a file are checked against it."""
+    """fingerprint: reads that of the model, called when it is first needed. n_vocab: bounds the tokens of a file."""
 
-    def __init__(self, session: Session, *, fingerprint: Fingerprint, n_vocab: int) -> None:
+    def __init__(self, session: Session, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
         self._session = session
-        self.fingerprint = fingerprint
+        self._read_fingerprint = fingerprint
         self._n_vocab = n_vocab
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-save")
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return self._read_fingerprint()
 
     @property
     def settings(self) -> dict[str, Any]:

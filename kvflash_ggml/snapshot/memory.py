@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Set
 import numpy as np
 import numpy.typing as npt
 
-from ..policy.drafter import common_prefix
 from ..pool.heap import Page, PageHeap
+from ..prefix import common_prefix
 from ..saved import SavedSession
 
 Int32s = npt.NDArray[np.int32]

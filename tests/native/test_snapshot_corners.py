@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import check, go_on, same_bits
+from harness import MODELS, check, go_on, same_bits
 
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
@@ -157,3 +158,33 @@ def test_files_from_the_future_do_not_push_out_those_of_today(llama: Any, tokens
     next(llm.generate(prompt, temp=0))
     llm._prefixes.flush()
     assert llm._prefixes._disk.find(np.array(prompt, np.int32)).length >= 832
+
+
+def test_a_model_whose_file_has_been_replaced_is_not_saved_as_another(
+    llama: Any, model: Any, tokens: Any, tmp_path: Path
+) -> None:
+    from kvflash_ggml import Llama
+
+    path = tmp_path / "model.gguf"
+    shutil.copy(model("small"), path)
+    llm = Llama(str(path), n_threads=1, verbose=False, **POOL)
+    llm.eval(tokens[:700].tolist())
+    shutil.copy(model("small"), tmp_path / "other")
+    (tmp_path / "other").replace(path)
+    with pytest.raises(SnapshotError, match="replaced"):
+        llm.save_snapshot(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    go_on(llm, 2)
+    llm.close()
+
+
+def test_a_kept_text_has_no_pages_of_the_drafter(llama: Any, tokens: Any) -> None:
+    """They would stay in host memory for nothing: a restored text does not use them."""
+    small = MODELS / "scorer-qwen3-q8_0.gguf"
+    settings = POOL | {"n_ubatch": 128, "kvflash_policy": "drafter", "kvflash_drafter": small}
+    llm = llama("dense", **settings, kvflash_cache=PrefixCache())
+    next(llm.generate(tokens[:2000].tolist(), temp=0))
+    assert len(llm._prefixes._memory)
+    heap = llm._session.reselector.scorer._reader._drafter._session.paging.heap
+    assert heap._pages
+    assert all(page.holders == 1 for page in heap._pages)

@@ -51,7 +51,7 @@ class Digest:
 
 
 def keeper(session: Session) -> Keeper:
-    return Keeper(session, fingerprint=fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
+    return Keeper(session, fingerprint=lambda: fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
 
 
 def dump(session: Session, length: int | None = None) -> bytes:
