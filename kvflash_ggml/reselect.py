@@ -6,6 +6,7 @@ later, so that, with a fixed tau, what is computed never depends on how fast a t
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -64,6 +65,7 @@ class HostKeys:
         self.shapes: Sequence[KeyShape] = [
             KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
         ]
+        self._heads = np.array([(i, h) for i, x in enumerate(engine.layers) for h in range(x.n_head)], np.int32)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(self._page(chunk))
@@ -89,13 +91,27 @@ class HostKeys:
         return self._engine.score_bounds(group, bounds, look.rows, look.queries, self._threads)
 
     def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
+        queries = _turned(look.queries, [(look.rows, x.n_head, x.head) for x in self.shapes])
         parts = []
         with self._store.lock:
             while len(chunks):
                 images = self._store.fetch_some(chunks)
                 chunks = chunks[len(images) :]
-                parts.append(self._engine.score_keys(images, look.rows, look.queries, self._threads))
-        return np.concatenate(parts, axis=1)
+                parts.append(self._engine.score_keys(self._heads, images, look.rows, queries, self._threads))
+        columns = np.concatenate(parts, axis=1)
+        shapes = [(x.n_head, look.rows, columns.shape[1]) for x in self.shapes]
+        return _turned(columns.reshape(-1), shapes).reshape(columns.shape)
+
+
+def _turned(values: Floats, shapes: Sequence[tuple[int, int, int]]) -> Floats:
+    """Arrays of these shapes, one after the other, with the first two axes of each exchanged: per row instead of per
+    head, or the other way round."""
+    parts, at = [], 0
+    for shape in shapes:
+        count = math.prod(shape)
+        parts.append(values[at : at + count].reshape(shape).swapaxes(0, 1).reshape(-1))
+        at += count
+    return np.concatenate(parts)
 
 
 class Reselector:

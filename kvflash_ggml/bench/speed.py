@@ -107,11 +107,16 @@ def paging(
 @click.option("--contexts", type=Numbers(), default="32K,128K,256K", show_default=True, help="Tokens of text.")
 @click.option("--rows", type=Numbers(), default="1,8", show_default=True, help="Query rows per look.")
 @click.option("--threads", type=Numbers(), default="2", show_default=True, help="Host threads.")
+@click.option("--heads", default=8, show_default=True, help="Query heads that are scored from an index.")
 @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="q8_0", show_default=True)
 def scoring(
-    model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], cache_type_k: str
-) -> None:
-    """Time of one look of the qk policy: bounds of every chunk, then the keys of the shortlist."""
+    model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], heads: int,
+    cache_type_k: str,
+) -> None:  # fmt: skip
+    """Time of one look of the qk policy: bounds of every chunk, then the keys of the shortlist.
+
+    Beside it the same for a few heads: an index of their keys at 4 bits for every chunk, then the keys themselves.
+    """
     library.load()
     from ..llama import Llama
     from . import report
@@ -126,10 +131,14 @@ def scoring(
         type_v=KV_TYPES[cache_type_k],
     )
     assert llm._session is not None
-    points = measure(llm._session.engine, contexts=contexts, rows=rows, threads=threads)
+    engine = llm._session.engine
+    if not 1 <= heads <= (most := sum(layer.n_head for layer in engine.layers)):
+        raise click.BadParameter(f"{heads}, but this model has {most} query heads", param_hint="--heads")
+    points = measure(engine, contexts=contexts, rows=rows, threads=threads, heads=heads)
     llm.close()
+    some = [f"{name}, {heads} heads" for name in ("index ms", "keys ms", "MiB")]
     report.table(
-        ["context", "rows", "threads", "bounds ms", "keys ms", "combine ms", "total ms", "index MiB"],
+        ["context", "rows", "threads", "bounds ms", "keys ms", "combine ms", "total ms", "index MiB", *some],
         [astuple(point) for point in points],
     )
     report.document(
@@ -137,6 +146,7 @@ def scoring(
             "bench": "scoring",
             "model": Path(model).name,
             "type_k": cache_type_k,
+            "heads": heads,
             "environment": report.environment("CPU"),
             "points": [asdict(point) for point in points],
         }

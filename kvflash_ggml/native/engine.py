@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -14,6 +14,7 @@ from ..errors import DecodeError, SnapshotError, UnsupportedModelError
 from ._kvf import ffi, lib
 
 Int32s = npt.NDArray[np.int32]
+Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
 assert lib.KVF_BLOCK == CHUNK
 
@@ -286,7 +287,7 @@ class Engine:
 
         queries: flat, per layer [rows, n_head, head_k]; columns run over layers, rows and heads in that order.
         """
-        out = self._columns(rows, len(bounds))
+        out = np.empty((rows * sum(layer.n_head for layer in self.layers), len(bounds)), np.float32)
         code = lib.kvf_bounds_score(
             self._engine, group, len(bounds), ffi.from_buffer("uint8_t[]", bounds), rows,
             ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
@@ -294,20 +295,43 @@ class Engine:
         _check(code)
         return out
 
-    def score_keys(
-        self, images: Sequence[int], rows: int, queries: npt.NDArray[np.float32], threads: int
-    ) -> npt.NDArray[np.float32]:
-        """Log of the attention mass per page image, before normalisation; shape [columns, n]."""
-        out = self._columns(rows, len(images))
-        code = lib.kvf_keys_score(
-            self._engine, len(images), ffi.new("uint64_t[]", images), rows,
-            ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
-        )  # fmt: skip
-        _check(code)
-        return out
+    def index_size(self, units: Int32s) -> int:
+        """Bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2], ascending."""
+        size = int(lib.kvf_index_size(self._engine, len(units), _heads(units)))
+        assert size > 0, f"no KV heads of the pooled layers, ascending: {units}"
+        return size
 
-    def _columns(self, rows: int, n: int) -> npt.NDArray[np.float32]:
-        return np.empty((rows * sum(layer.n_head for layer in self.layers), n), np.float32)
+    def build_index(self, units: Int32s, image: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` (shape [index_size]) with the keys of these KV heads in a page image, at 4 bits."""
+        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
+        _check(lib.kvf_index_build(self._engine, len(units), _heads(units), ffi.cast("uint8_t *", image), data))
+
+    def score_index(
+        self, units: Int32s, heads: Int32s, addresses: Addresses, rows: int, queries: npt.NDArray[np.float32],
+        threads: int,
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
+        """`score_keys` from the index rows at these addresses: `units` are those they were built for."""
+        which = len(units), _heads(units)
+        return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
+
+    def score_keys(
+        self, heads: Int32s, images: Addresses, rows: int, queries: npt.NDArray[np.float32], threads: int
+    ) -> npt.NDArray[np.float32]:
+        """Log of the attention mass per page image, before normalisation; shape [len(heads) * rows, n].
+
+        heads: query heads, (pooled layer, head) [k, 2], ascending. queries: flat, per head [rows, head_k].
+        """
+        return self._score(lib.kvf_keys_score, (), heads, images, rows, queries, threads)
+
+    def _score(
+        self, call: Callable[..., int], which: Sequence[object], heads: Int32s, addresses: Addresses, rows: int,
+        queries: npt.NDArray[np.float32], threads: int,
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
+        out = np.empty((len(heads) * rows, len(addresses)), np.float32)
+        chunks = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(addresses, np.uint64))
+        _check(call(self._engine, *which, len(heads), _heads(heads), len(addresses), chunks, rows,
+                    ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads))  # fmt: skip
+        return out
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
@@ -362,6 +386,12 @@ class Engine:
             )
             for x in raw
         )
+
+
+def _heads(heads: Int32s) -> object:
+    assert heads.ndim == 2
+    assert heads.shape[1] == 2
+    return ffi.from_buffer("kvf_head[]", np.ascontiguousarray(heads, np.int32))
 
 
 def _check(code: int) -> None:

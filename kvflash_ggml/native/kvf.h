@@ -10,7 +10,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI        2
+#define KVF_ABI        3
 #define KVF_BLOCK      64
 
 #define KVF_E_ARGUMENT -1
@@ -126,18 +126,38 @@ int      kvf_query_write(kvf_engine * engine, const float * rows);  // put them 
 // Make this row the logits of the last token, as if it had just been evaluated.
 int      kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab);
 
-// Scoring of chunks on the host. Queries are per layer [rows][n_head][head_k] floats in the basis of the cached keys, results
-// per layer [rows][n_head][n]. These touch no device and may run on any thread beside a decode.
+// Scoring of chunks on the host. Queries are floats in the basis of the cached keys. These touch no device and may run on any
+// thread beside a decode.
 //
 // Bounds: for each group of `group` rows of a page image and each KV head, the largest and the negated smallest key values.
 int64_t  kvf_bounds_size(const kvf_engine * engine, int32_t group);
 int      kvf_bounds(const kvf_engine * engine, int32_t group, const uint8_t * image, uint8_t * out);
-// The largest scale*q*k that any key of a chunk can reach, from its bounds.
+// The largest scale*q*k that any key of a chunk can reach, from its bounds. Queries are per layer [rows][n_head][head_k], results
+// per layer [rows][n_head][n].
 int      kvf_bounds_score(const kvf_engine * engine, int32_t group, int32_t n, const uint8_t * bounds,
                           int32_t rows, const float * queries, float * out, int32_t n_threads);
-// The logarithm of the attention mass of a chunk (before normalisation), from its keys.
-int      kvf_keys_score(const kvf_engine * engine, int32_t n, const uint64_t * image,
-                        int32_t rows, const float * queries, float * out, int32_t n_threads);
+
+// A head of a pooled layer: a query head, or where units are asked for a KV head. Lists of them are in ascending order of
+// (layer, head), without repetition.
+typedef struct kvf_head {
+    int32_t layer;         // among the pooled layers
+    int32_t head;
+} kvf_head;
+
+// Index: the keys of some KV heads, the units, at 4 bits. The index row of a chunk holds for each unit in order the KVF_BLOCK
+// keys of the chunk, in ggml's type Q4_0; a key whose length is not a multiple of 32 values is padded with zeros.
+int64_t  kvf_index_size (const kvf_engine * engine, int32_t n_units, const kvf_head * units);  // bytes of an index row
+int      kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf_head * units, const uint8_t * image,
+                         uint8_t * out);
+// Attention mass of n chunks for `rows` queries of each head: the logarithm of the sum of exp(scale*q*k) over the keys of a
+// chunk. Queries are per head [rows][head_k], results per head [rows][n]. From the index rows at these addresses, whose units
+// must include the KV head of every head, ...
+int      kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf_head * units,
+                         int32_t n_heads, const kvf_head * heads, int32_t n, const uint64_t * index,
+                         int32_t rows, const float * queries, float * out, int32_t n_threads);
+// ... or from the keys in the page images at these addresses.
+int      kvf_keys_score (const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n, const uint64_t * image,
+                         int32_t rows, const float * queries, float * out, int32_t n_threads);
 // [/cdef]
 
 #ifdef __cplusplus

@@ -231,15 +231,21 @@ void kvf_get_info(const kvf_engine * engine, kvf_info * out) {
     *out = engine->info;
 }
 
+std::vector<kvf_layer> kvf_layers(const kvf_engine * engine) {
+    auto res = engine->layers;
+    for (auto & l : res) {
+        const auto query = engine->pool.queries.find(l.il);
+        l.scale = query == engine->pool.queries.end() ? 0.0f : query->second.scale;
+    }
+    return res;
+}
+
 int kvf_get_layers(const kvf_engine * engine, kvf_layer * out, int32_t n) {
     if (n != (int32_t) engine->layers.size()) {
         return KVF_E_ARGUMENT;
     }
-    std::copy(engine->layers.begin(), engine->layers.end(), out);
-    for (int32_t i = 0; i < n; ++i) {
-        const auto query = engine->pool.queries.find(out[i].il);
-        out[i].scale = query == engine->pool.queries.end() ? 0.0f : query->second.scale;
-    }
+    const auto layers = kvf_layers(engine);
+    std::copy(layers.begin(), layers.end(), out);
     return 0;
 }
 

@@ -65,6 +65,8 @@ struct kvf_engine {
 
 constexpr llama_seq_id KVF_SEQ = 0;  // a pool holds one sequence
 
+std::vector<kvf_layer> kvf_layers(const kvf_engine * engine);  // with the scale of the newest graph
+
 // kvf_state.cpp
 class llama_kv_cache_iswa;
 class llama_memory_recurrent;

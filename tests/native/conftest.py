@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import MODELS, TEXT, Bare, dequantise, write_iswa
+from harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
@@ -42,14 +42,14 @@ def models() -> dict[str, Path]:
 def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
-    "iswa" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
+    "iswa" and "uneven" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
     """
     made = dict(models)
 
     def find(kind: str) -> Path:
         if kind not in made:
             path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
-            {"iswa": write_iswa, "f32": dequantise}[kind](models["dense"], path)
+            {"iswa": write_iswa, "uneven": write_uneven, "f32": dequantise}[kind](models["dense"], path)
             made[kind] = path
         return made[kind]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+from kvflash_ggml.bench.shapes import SHAPES, write
 
 TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"
@@ -178,6 +180,12 @@ def write_iswa(source: Path, target: Path) -> None:
         vector(f"blk.{i}.attn_q_norm", head, 1.5)
         vector(f"blk.{i}.attn_k_norm", head, 1.5)
     _finish(writer)
+
+
+def write_uneven(source: Path, target: Path) -> None:
+    """A small hybrid with random weights, whose heads of 48 values fill no whole number of blocks."""
+    shape = replace(SHAPES["tiny"], heads=16, head=48, rotary=(8, 8, 8, 0))
+    write(target, shape)
 
 
 def _copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, wanted: Callable[[str], bool]) -> None:

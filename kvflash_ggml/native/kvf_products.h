@@ -1,0 +1,81 @@
+// Matrix products on the host, for scoring: on the calling thread, beside whatever the device computes.
+#pragma once
+
+#include "ggml-cpp.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+// A value row in the type that rows of type `stored` are multiplied with.
+struct kvf_encoder {
+    explicit kvf_encoder(ggml_type stored) : type(ggml_get_type_traits_cpu(stored)->vec_dot_type) {}
+
+    void operator()(const float * row, int64_t width, uint8_t * out) const {
+        if (type == GGML_TYPE_F32) {
+            std::copy(row, row + width, (float *) out);
+        } else {
+            ggml_get_type_traits_cpu(type)->from_float(row, out, width);
+        }
+    }
+
+    ggml_type type;
+};
+
+// Products of stored rows and queries. ggml multiplies whole matrices faster than row by row: what it has loaded of a row
+// serves several queries. Made once, and computed again wherever the next rows are.
+class kvf_products {
+  public:
+    // n products, of n_scores values together
+    kvf_products(size_t n, size_t n_scores) :
+        ctx_(ggml_init({ 3*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(3*n, false)
+                             + n_scores*sizeof(float), nullptr, false })),
+        graph_(ggml_new_graph_custom(ctx_.get(), 3*n, false)) {}
+
+    // Only the shape, n_head matrices of n rows: the memory belongs to others, and is there when products are computed.
+    ggml_tensor * matrix(ggml_type type, int64_t width, int64_t n, int64_t n_head, size_t row_stride,
+                         size_t head_stride) {
+        ggml_set_no_alloc(ctx_.get(), true);
+        auto * res = ggml_new_tensor_3d(ctx_.get(), type, width, n, n_head);
+        ggml_set_no_alloc(ctx_.get(), false);
+        res->nb[1] = row_stride;
+        res->nb[2] = head_stride;
+        res->nb[3] = n_head*head_stride;
+        return res;
+    }
+
+    // [rows, queries, n_head]
+    ggml_tensor * multiply(ggml_tensor * rows, ggml_tensor * queries) {
+        auto * res = ggml_mul_mat(ctx_.get(), rows, queries);
+        ggml_build_forward_expand(graph_, res);
+        return res;
+    }
+
+    void compute() {
+        auto plan = ggml_graph_plan(graph_, 1, nullptr);
+        work_.resize(std::max(work_.size(), plan.work_size));
+        plan.work_data = work_.data();
+        ggml_graph_compute(graph_, &plan);
+    }
+
+  private:
+    ggml_context_ptr     ctx_;
+    ggml_cgraph *        graph_;
+    std::vector<uint8_t> work_;
+};
+
+// Calls work(first, last) for parts of [0, n), none of them empty, on so many threads.
+template <typename F>
+void kvf_in_parallel(int32_t n, int32_t n_threads, F && work) {
+    n_threads = std::clamp(n_threads, 1, std::max(n, 1));
+    std::vector<std::thread> threads;
+    for (int32_t t = 1; t < n_threads; ++t) {
+        threads.emplace_back([&work, n, n_threads, t] { work(n*(int64_t) t/n_threads, n*(int64_t) (t + 1)/n_threads); });
+    }
+    work(0, n/n_threads);
+    for (auto & thread : threads) {
+        thread.join();
+    }
+}
