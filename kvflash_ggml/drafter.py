@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -16,17 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
 
-from .config import CHUNK, POOL_STEP, KVFlashConfig, round_up
 from .errors import ConfigError
-from .native import engine as native
-from .policy.base import Floats, Look
+from .policy.base import Floats
 from .policy.combine import softmax_max
 from .policy.crosstok import TextReader, token_scores
 from .policy.drafter import NAME, QUERY_ROWS, Reader, TokenReader
 from .policy.edges import follow
-from .reselect import HostKeys
+from .policy.heads import every_head
 from .saved import SavedReader, SavedSession
-from .session import Session
+from .sidecar import Sidecar
 from .snapshot.fingerprint import ModelFile
 
 logger = logging.getLogger("kvflash_ggml")
@@ -110,52 +106,19 @@ class SmallModel:
             # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
             self.model = internals.LlamaModel(path_model=str(path), params=params, verbose=True)
             stack.callback(self.model.close)
-            native.probe(
-                ctypes.cast(self.model.model, ctypes.c_void_p).value or 0,
-                type_k=llama_cpp.GGML_TYPE_F16,
-                type_v=llama_cpp.GGML_TYPE_F16,
-                offload=settings.offload_kqv,
-                arch=self.model.metadata().get("general.architecture", "unknown"),
-            )
-            context = self._make_context(min(n_ctx, self.model.n_ctx_train()), settings)
-            stack.callback(context.close)
-            self.n_ctx = context.n_ctx() // CHUNK * CHUNK
-            engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, STEP)
-            stack.callback(engine.close)
-            config = KVFlashConfig(pool=engine.info.n_slots)
-            self._session = Session(engine, config, n_ctx=context.n_ctx(), n_batch=STEP, n_ubatch=STEP)
-            self._session.paging.keep_images = True  # they are scored, and saved
-            stack.callback(self._session.close)
-            self._keys = HostKeys(engine, self._session.store)
-            self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
-            self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
+            self._side = Sidecar(self.model, n_ctx=n_ctx, query_rows=QUERY_ROWS, step=STEP, settings=settings)
+            stack.callback(self._side.close)
+            self.n_ctx = self._side.n_ctx
+            self._session = self._side.session
+            self._keys = self._side.keys
             self._stack = stack.pop_all()
-
-    def _make_context(self, n_ctx: int, settings: Any) -> Any:
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = round_up(n_ctx, POOL_STEP)
-        params.n_batch = params.n_ubatch = STEP
-        params.n_threads = settings.n_threads
-        params.n_threads_batch = settings.n_threads_batch
-        params.offload_kqv = settings.offload_kqv
-        params.swa_full = False
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        with _pool(params.n_ctx):
-            return internals.LlamaContext(model=self.model, params=params, verbose=True)
 
     @property
     def length(self) -> int:
         return self._session.length
 
     def push(self, tokens: Int32s) -> None:
-        session, before = self._session, self._session.length // CHUNK
-        session.extend(np.asarray(tokens, np.int32))
-        for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
-            images = session.store.allocate(chunks)
-            ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
-            for chunk in chunks:
-                session.store.written(chunk, ticket)
-                session.pager.saved(chunk)
+        self._side.read(tokens)
 
     @property
     def identity(self) -> str:
@@ -172,54 +135,24 @@ class SmallModel:
             session.release()
 
     def cut(self, length: int) -> int:
-        before = self._session.length // CHUNK
-        left = self._session.truncate(length)
-        for chunk in range(left // CHUNK, before):
-            self._session.store.drop(chunk)
-        return left
+        return self._side.truncate(length)
 
     def score_chunks(self) -> Floats:
-        look = self._look()
+        look = self._side.look(QUERY_ROWS)
         if look.n_chunks == 0:
             return np.empty(0, np.float32)
         chunks = range(look.n_chunks)
         masses = self._keys.score_keys(chunks, look)
         scores = softmax_max(masses)
-        follow(self._keys, look, masses, chunks, scores)
+        follow(self._keys, look, every_head(self._keys.shapes), masses, chunks, scores)
         return scores
 
     def score_tokens(self) -> Floats:
-        look = self._look()
+        look = self._side.look(QUERY_ROWS)
         return token_scores(self._keys, look) if look.n_chunks else np.empty(0, np.float32)
-
-    def _look(self) -> Look:
-        session = self._session
-        rows = min(QUERY_ROWS, session.length)
-        session.engine.wait(session.engine.read_queries(self._flat))
-        newest = np.arange(session.length - rows, session.length) % QUERY_ROWS
-        parts, at = [], 0
-        for ring in self._ring:
-            parts.append(self._flat[at : at + ring.size].reshape(ring.shape)[newest].reshape(-1))
-            at += ring.size
-        return Look(
-            tokens=session.tokens,
-            n_chunks=session.length // CHUNK,
-            rows=rows,
-            queries=np.concatenate(parts),
-            kept=frozenset(),
-        )
 
     def close(self) -> None:
         self._stack.close()
-
-
-@contextlib.contextmanager
-def _pool(cells: int) -> Iterator[None]:
-    native.set_pool(cells, QUERY_ROWS)
-    try:
-        yield
-    finally:
-        native.set_pool(0)
 
 
 def same_vocabulary(target: Any, drafter: Any) -> bool:

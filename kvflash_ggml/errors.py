@@ -35,6 +35,10 @@ class DecodeError(KVFlashError, RuntimeError):
     """llama.cpp could not evaluate a batch. The session still holds everything before it."""
 
 
+class CalibrationError(KVFlashError, RuntimeError):
+    """The retrieval heads of a model cannot be found here. All heads count then."""
+
+
 class SnapshotError(KVFlashError, ValueError):
     """A snapshot or saved state cannot be written, read or used."""
 

@@ -6,7 +6,6 @@ later, so that, with a fixed tau, what is computed never depends on how fast a t
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -18,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import CHUNK
-from .errors import HostMemoryError, SnapshotError
-from .policy.base import Floats, KeyShape, Look, Reading, Resumable, Scorer
-from .saved import SavedPolicy, done
+from .errors import HostMemoryError
+from .policy.base import Floats, KeyShape, Look, Pairs, Reading, Resumable, Rows, Scorer, Selective
+from .policy.heads import every_head, queries_of
+from .saved import Row, SavedPolicy, Statistics, done
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -43,11 +43,6 @@ It counts where looking holds the decode up: on devices that compute on the call
 DUTY = 0.5
 """Share of the time that the worker may be busy, where looking runs beside the device's compute."""
 
-MOST_SCORES = 16 << 20
-"""Scores (layers x heads x query rows x chunks) in one look: that at a prompt's end takes up to half a second.
-
-Fewer rows would be quicker, but the marks of a chat template alone can take up eight of them."""
-
 MOST_PENDING = 2
 """Looks under way at once."""
 
@@ -65,7 +60,6 @@ class HostKeys:
         self.shapes: Sequence[KeyShape] = [
             KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
         ]
-        self._heads = np.array([(i, h) for i, x in enumerate(engine.layers) for h in range(x.n_head)], np.int32)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(self._page(chunk))
@@ -77,41 +71,33 @@ class HostKeys:
         with self._store.lock:
             return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
 
-    def bounds_size(self, group: int) -> int:
-        return self._engine.bounds_size(group)
+    def index_size(self, units: Pairs) -> int:
+        return self._engine.index_size(units)
 
-    def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
+    def index(self, chunk: int, units: Pairs) -> Row:
+        out = np.empty(self.index_size(units), np.uint8)
         # waiting for the transfer with the lock in hand would hold up the thread that feeds the device
         self._engine.wait(self._store.ticket(chunk))
         with self._store.lock:
             self._engine.wait(self._store.ticket(chunk))
-            self._engine.bounds(group, self._store.fetch(chunk), out)
+            self._engine.build_index(units, self._store.fetch(chunk), out)
+        return out
 
-    def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
-        return self._engine.score_bounds(group, bounds, look.rows, look.queries, self._threads)
+    def score_index(self, units: Pairs, rows: Rows, heads: Pairs, look: Look) -> Floats:
+        queries = queries_of(heads, look, self.shapes)
+        addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
+        return self._engine.score_index(units, heads, addresses, look.rows, queries, self._threads)
 
-    def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
-        queries = _turned(look.queries, [(look.rows, x.n_head, x.head) for x in self.shapes])
+    def score_keys(self, chunks: Sequence[int], look: Look, heads: Pairs | None = None) -> Floats:
+        heads = every_head(self.shapes) if heads is None else heads
+        queries = queries_of(heads, look, self.shapes)
         parts = []
         with self._store.lock:
             while len(chunks):
                 images = self._store.fetch_some(chunks)
                 chunks = chunks[len(images) :]
-                parts.append(self._engine.score_keys(self._heads, images, look.rows, queries, self._threads))
-        columns = np.concatenate(parts, axis=1)
-        shapes = [(x.n_head, look.rows, columns.shape[1]) for x in self.shapes]
-        return _turned(columns.reshape(-1), shapes).reshape(columns.shape)
-
-
-def _turned(values: Floats, shapes: Sequence[tuple[int, int, int]]) -> Floats:
-    """Arrays of these shapes, one after the other, with the first two axes of each exchanged: per row instead of per
-    head, or the other way round."""
-    parts, at = [], 0
-    for shape in shapes:
-        count = math.prod(shape)
-        parts.append(values[at : at + count].reshape(shape).swapaxes(0, 1).reshape(-1))
-        at += count
-    return np.concatenate(parts)
+                parts.append(self._engine.score_keys(heads, images, look.rows, queries, self._threads))
+        return np.concatenate(parts, axis=1)
 
 
 class Reselector:
@@ -168,6 +154,11 @@ class Reselector:
         self._since_look = self._since_reselect = 0
         self._last_step = 0.0
 
+    def use(self, heads: Pairs) -> None:
+        """From the next look on a scorer that can ask some heads only asks these."""
+        if isinstance(self.scorer, Selective):
+            self._run(self.scorer.use, heads)
+
     # --- looks
 
     def look(
@@ -179,14 +170,13 @@ class Reselector:
         rows: int | None = None,
         known: int | None = None,
     ) -> None:
-        """Score the chunks against the newest `rows` queries, beside the compute.
+        """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
-        By default against as many as are kept, or as a long text of a large model allows: see MOST_SCORES. known: how
-        many of the newest tokens have their queries captured, None for all that are kept.
+        known: how many of the newest tokens have their queries captured, None for all that are kept.
         """
         self.looks += 1
-        affordable = max(2, MOST_SCORES // max(1, n_chunks * sum(shape.n_head for shape in self._keys.shapes)))
-        wanted = min(rows or affordable, self.scorer.query_rows, len(tokens) if known is None else known)
+        limits = [self.scorer.query_rows, len(tokens) if known is None else known]
+        wanted = min(limits if rows is None else [rows, *limits])
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
         newest = np.arange(len(tokens) - wanted, len(tokens))
@@ -253,8 +243,7 @@ class Reselector:
     def freeze(self, n_chunks: int) -> SavedPolicy:
         """The clock, the looks that are under way, and the statistics of the first chunks. Waits for the looks."""
         looks = [future.result() for future in self._pending]
-        dump = self.scorer.dump if isinstance(self.scorer, Resumable) else lambda n_chunks: None
-        rows = self._run(dump, n_chunks)
+        statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.freeze).result() if isinstance(self.scorer, Reading) else None
         self._raise_failure()
         return SavedPolicy(
@@ -264,25 +253,20 @@ class Reselector:
             since_reselect=self._since_reselect,
             due=self._due,
             looks=looks,
-            rows=rows,
+            statistics=statistics,
             reader=reader,
         )
+
+    def _statistics(self, n_chunks: int) -> Statistics | None:
+        if not isinstance(self.scorer, Resumable):
+            return None
+        return Statistics(self.scorer.layout.name, self.scorer.dump(n_chunks))
 
     def fresh(self) -> SavedPolicy:
         """The state of one that has not looked yet, without statistics."""
         return SavedPolicy(
-            name=self.scorer.name, tau=self.tau, since_look=0, since_reselect=0, due=0, looks=[], rows=done(None)
+            name=self.scorer.name, tau=self.tau, since_look=0, since_reselect=0, due=0, looks=[], statistics=done(None)
         )
-
-    def check(self, saved: SavedPolicy | None) -> None:
-        """SnapshotError if what this very policy saved cannot be its own."""
-        if saved is None or saved.name != self.scorer.name or not isinstance(self.scorer, Resumable):
-            return
-        rows, ours = saved.rows.result(), self.scorer.dump(0)
-        if rows is not None and rows.shape[1] != ours.shape[1]:
-            raise SnapshotError(
-                f"the statistics of policy '{saved.name}' have {rows.shape[1]} bytes a chunk, here {ours.shape[1]}"
-            )
 
     def adopt(self, saved: SavedPolicy | None, tokens: npt.NDArray[np.int32]) -> None:
         """Go on from there. What another policy knew is of no use: then the keys are read again."""
@@ -292,9 +276,9 @@ class Reselector:
             return
         if saved.reader is not None and isinstance(self.scorer, Reading):
             self._run(self.scorer.adopt, saved.reader, tokens.copy()).result()
-        rows = saved.rows.result()
-        if rows is not None and isinstance(self.scorer, Resumable):
-            self._run(self.scorer.load, rows).result()
+        known = saved.statistics.result()
+        if known is not None and isinstance(self.scorer, Resumable) and self.scorer.layout == known.layout:
+            self._run(self.scorer.load, known.rows).result()
         else:
             self.sealed(range(n_chunks))
         if self._fixed_tau is None:

@@ -96,9 +96,7 @@ def _check(session: Session, saved: SavedSession) -> bytes | bytearray:
         saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
         state = reading.result()
     if saved.policy is not None:
-        saved.policy.rows.result()
-    if session.reselector is not None:
-        session.reselector.check(saved.policy)
+        saved.policy.statistics.result()
     if session.length:  # else there is nothing to come back to
         before = session.engine.get_state()
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from .pool.pager import PageTable
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[np.uint8]
+Row = npt.NDArray[np.uint8]
 
 
 T = TypeVar("T")
@@ -64,13 +64,31 @@ class SavedReader:
             self.session.release()
 
 
+class Layout(NamedTuple):
+    """What a row of a policy's statistics means, and its bytes. Rows of another layout are made anew from the keys."""
+
+    name: str
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """What a policy keeps of each sealed chunk, a row of bytes each. Nobody writes to them: texts share their rows."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.name, len(self.rows[0]) if self.rows else 0)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SavedPolicy:
     """A policy and its clock, between two looks.
 
-    looks: scores that have been asked for and not used yet, the oldest first. rows: the policy's statistics, a row of
-    bytes per sealed chunk, as soon as they have been copied; None if it keeps them to itself. reader: the model of its
-    own, if the policy has one.
+    looks: scores that have been asked for and not used yet, the oldest first. statistics: of the sealed chunks, as soon
+    as they are at hand; None if the policy keeps them to itself. reader: the model of its own, if the policy has one.
     """
 
     name: str
@@ -79,7 +97,7 @@ class SavedPolicy:
     since_reselect: int
     due: int
     looks: list[Floats | None]
-    rows: Future[Rows | None]
+    statistics: Future[Statistics | None]
     reader: SavedReader | None = None
 
 
@@ -110,7 +128,8 @@ class SavedSession:
     @property
     def size(self) -> int:
         """Bytes of everything, wherever they are."""
-        return len(self.pages) * self.heap.page_bytes + sum(blob.size for blob in self.blobs) + self.own_size
+        shared = sum(blob.size for blob in self.blobs) + sum(row.nbytes for row in self.rows)
+        return len(self.pages) * self.heap.page_bytes + shared + self.own_size
 
     @property
     def blobs(self) -> list[Blob]:
@@ -118,11 +137,17 @@ class SavedSession:
         return [self.state, *self.checkpoints.values()]
 
     @property
+    def rows(self) -> Sequence[Row]:
+        """The policy's statistics, if they are at hand."""
+        if self.policy is None or not self.policy.statistics.done():
+            return ()
+        statistics = self.policy.statistics.result()
+        return () if statistics is None else statistics.rows
+
+    @property
     def own_size(self) -> int:
-        """Bytes that no other text has: all but page images and copies of state."""
+        """Bytes that no other text has: all but page images, copies of state and statistics."""
         arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
-        if self.policy is not None and self.policy.rows.done():
-            arrays.append(self.policy.rows.result())
         return sum(array.nbytes for array in arrays if array is not None)
 
     def share(self) -> SavedSession:

@@ -1,4 +1,4 @@
-"""What one look costs on the host: with bounds and every head, and with an index of the keys of some heads."""
+"""What one look of the default policy costs on the host."""
 
 from __future__ import annotations
 
@@ -9,93 +9,125 @@ from itertools import product
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..config import CHUNK
-from ..native.engine import Engine, Int32s
-from ..policy.combine import softmax_max
+from ..native.engine import Engine
+from ..policy.base import Floats, KeyShape, Look
+from ..policy.heads import Heads, as_heads, every_head, queries_of
 from ..policy.qk import QKScorer
-from ..policy.share import attention_shares
+from ..saved import Row
 
 T = TypeVar("T")
+
+IMAGES = 256
+"""Page images that are made up: more than any cache of a processor holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Milliseconds, the best of a few: bounds of all chunks, keys of the shortlist, the rest, and the sum.
-
-    some_index_ms, some_keys_ms: the same from the index and from the keys of a few query heads.
-    """
+    """Milliseconds, the best of a few: scores from the index, from as many real keys, and a whole look."""
 
     context: int
     rows: int
     threads: int
-    bounds_ms: float
+    heads: int
+    index_ms: float
     keys_ms: float
-    combine_ms: float
-    total_ms: float
+    look_ms: float
     index_mib: float
-    some_index_ms: float
-    some_keys_ms: float
-    some_index_mib: float
+
+
+class MadeUp:
+    """Keys of a text that was never read (policy.base.Keys): every chunk has one of IMAGES page images."""
+
+    def __init__(self, engine: Engine, threads: int) -> None:
+        self.shapes: Sequence[KeyShape] = [
+            KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
+        ]
+        self._engine = engine
+        self._threads = threads
+        size = engine.info.page_bytes
+        self._slab = engine.alloc(IMAGES * size)
+        engine.view(self._slab, IMAGES * size)[:] = bytes(IMAGES * size)
+        self._images = [self._slab + i * size for i in range(IMAGES)]
+
+    def read(self, chunk: int) -> list[Floats]:
+        return [self.read_layer(chunk, layer) for layer in range(len(self.shapes))]
+
+    def read_layer(self, chunk: int, layer: int) -> Floats:
+        page = self._engine.view(self._images[chunk % IMAGES], self._engine.info.page_bytes)
+        return self._engine.layer_keys(np.frombuffer(page, np.uint8), layer)
+
+    def index_size(self, units: Heads) -> int:
+        return self._engine.index_size(units)
+
+    def index(self, chunk: int, units: Heads) -> Row:
+        row = np.empty(self.index_size(units), np.uint8)
+        self._engine.build_index(units, self._images[chunk % IMAGES], row)
+        return row
+
+    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, look: Look) -> Floats:
+        addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
+        queries = queries_of(heads, look, self.shapes)
+        return self._engine.score_index(units, heads, addresses, look.rows, queries, self._threads)
+
+    def score_keys(self, chunks: Sequence[int], look: Look, heads: Heads | None = None) -> Floats:
+        heads = every_head(self.shapes) if heads is None else heads
+        images = [self._images[chunk % IMAGES] for chunk in chunks]
+        queries = queries_of(heads, look, self.shapes)
+        return self._engine.score_keys(heads, images, look.rows, queries, self._threads)
+
+    def close(self) -> None:
+        self._engine.free(self._slab)
 
 
 def measure(
-    engine: Engine, *, contexts: Sequence[int], rows: Sequence[int], threads: Sequence[int], heads: int
+    engine: Engine, *, contexts: Sequence[int], rows: Sequence[int], threads: Sequence[int], heads: Sequence[int]
 ) -> list[Cost]:
-    """Bounds, keys and queries are made up: what they are does not change what they cost.
+    """Keys and queries are made up: what they are does not change what they cost.
 
-    heads: so many query heads, spread over all, are scored from an index.
+    heads: how many query heads count, spread over the layers and their KV heads; 0 for all.
     """
-    return [_cost(engine, *case, heads) for case in product(contexts, rows, threads)]
+    return [_cost(engine, *case) for case in product(contexts, rows, threads, heads)]
 
 
 def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -> Cost:
-    scorer = QKScorer()
-    rng = np.random.default_rng(0)
-    chunks = context // CHUNK
-    bounds = rng.integers(0, 100, (chunks, engine.bounds_size(scorer.group)), np.uint8)
-    queries = rng.standard_normal(rows * sum(h * d for _, h, d in engine.query_shapes), np.float32)
-    count, size = scorer.shortlisted(chunks), engine.info.page_bytes
-    slab = engine.alloc(count * size)
-    engine.view(slab, count * size)[:] = bytes(count * size)
-    images = [slab + i * size for i in range(count)]
-    every = np.array([(i, h) for i, x in enumerate(engine.layers) for h in range(x.n_head)], np.int32)
-    heads = every[np.linspace(0, len(every) - 1, n_heads).astype(int)]
-    asked = queries[: rows * sum(engine.layers[i].head_k for i, _ in heads)]
+    keys = MadeUp(engine, threads)
     try:
-        units, index = _index(engine, heads, slab, chunks)
-        addresses = np.array([row.ctypes.data for row in index], np.uint64)
-        some_index_ms, _ = _best(lambda: engine.score_index(units, heads, addresses, rows, asked, threads))
-        some_keys_ms, _ = _best(lambda: engine.score_keys(heads, images, rows, asked, threads))
-        bounds_ms, coarse = _best(lambda: engine.score_bounds(scorer.group, bounds, rows, queries, threads))
-        keys_ms, fine = _best(lambda: engine.score_keys(every, images, rows, queries, threads))
-        known = np.arange(count)
-        combine_ms, _ = _best(lambda: (softmax_max(coarse), softmax_max(fine), attention_shares(coarse, known, fine)))
+        every = every_head(keys.shapes)
+        count = n_heads or len(every)
+        heads = as_heads(map(tuple, every[np.linspace(0, len(every) - 1, count).astype(int)].tolist()))
+        chunks = context // CHUNK
+        scorer = QKScorer(heads=heads)
+        scorer.open(keys, chunks)
+        for chunk in range(chunks):
+            scorer.seal(chunk)
+        size = rows * sum(h * d for _, h, d in engine.query_shapes)
+        look = Look(
+            tokens=np.zeros(context, np.int32),
+            n_chunks=chunks,
+            rows=rows,
+            queries=np.random.default_rng(0).standard_normal(size, np.float32),
+            kept=frozenset({0, *range(chunks - 5, chunks)}),
+        )
+        units, index, best = scorer.units, scorer.dump(chunks), range(scorer.rescored(chunks))
+        index_ms, _ = _best(lambda: keys.score_index(units, index, heads, look))
+        keys_ms, _ = _best(lambda: keys.score_keys(best, look, heads))
+        look_ms, _ = _best(lambda: scorer.score(look))
+        index_mib = scorer.index_bytes / 2**20
+        scorer.close()
     finally:
-        engine.free(slab)
+        keys.close()
     return Cost(
         context=context,
         rows=rows,
         threads=threads,
-        bounds_ms=bounds_ms,
+        heads=count,
+        index_ms=index_ms,
         keys_ms=keys_ms,
-        combine_ms=combine_ms,
-        total_ms=bounds_ms + keys_ms + combine_ms,
-        index_mib=bounds.nbytes / 2**20,
-        some_index_ms=some_index_ms,
-        some_keys_ms=some_keys_ms,
-        some_index_mib=chunks * index[0].nbytes / 2**20,
+        look_ms=look_ms,
+        index_mib=index_mib,
     )
-
-
-def _index(engine: Engine, heads: Int32s, image: int, chunks: int) -> tuple[Int32s, list[npt.NDArray[np.uint8]]]:
-    """The KV heads that these query heads read, and an index row per chunk, each a copy of that of one page image."""
-    groups = [layer.n_head // layer.n_head_kv for layer in engine.layers]
-    units = np.unique([(i, head // groups[i]) for i, head in heads], axis=0).astype(np.int32)
-    row = np.empty(engine.index_size(units), np.uint8)
-    engine.build_index(units, image, row)
-    return units, [row.copy() for _ in range(chunks)]
 
 
 def _best(work: Callable[[], T], repeats: int = 5) -> tuple[float, T]:

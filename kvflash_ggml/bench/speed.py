@@ -107,16 +107,13 @@ def paging(
 @click.option("--contexts", type=Numbers(), default="32K,128K,256K", show_default=True, help="Tokens of text.")
 @click.option("--rows", type=Numbers(), default="1,8", show_default=True, help="Query rows per look.")
 @click.option("--threads", type=Numbers(), default="2", show_default=True, help="Host threads.")
-@click.option("--heads", default=8, show_default=True, help="Query heads that are scored from an index.")
+@click.option("--heads", type=Numbers(), default="8,0", show_default=True, help="Heads that count; 0: all.")
 @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="q8_0", show_default=True)
 def scoring(
-    model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], heads: int,
+    model: str, contexts: tuple[int, ...], rows: tuple[int, ...], threads: tuple[int, ...], heads: tuple[int, ...],
     cache_type_k: str,
 ) -> None:  # fmt: skip
-    """Time of one look of the qk policy: bounds of every chunk, then the keys of the shortlist.
-
-    Beside it the same for a few heads: an index of their keys at 4 bits for every chunk, then the keys themselves.
-    """
+    """Time of one look of the qk policy: every key at four bits, then the real keys of the best chunks."""
     library.load()
     from ..llama import Llama
     from . import report
@@ -132,13 +129,12 @@ def scoring(
     )
     assert llm._session is not None
     engine = llm._session.engine
-    if not 1 <= heads <= (most := sum(layer.n_head for layer in engine.layers)):
-        raise click.BadParameter(f"{heads}, but this model has {most} query heads", param_hint="--heads")
+    if max(heads) > (most := sum(layer.n_head for layer in engine.layers)):
+        raise click.BadParameter(f"{max(heads)}, but this model has {most} query heads", param_hint="--heads")
     points = measure(engine, contexts=contexts, rows=rows, threads=threads, heads=heads)
     llm.close()
-    some = [f"{name}, {heads} heads" for name in ("index ms", "keys ms", "MiB")]
     report.table(
-        ["context", "rows", "threads", "bounds ms", "keys ms", "combine ms", "total ms", "index MiB", *some],
+        ["context", "rows", "threads", "heads", "index ms", "keys ms", "look ms", "index MiB"],
         [astuple(point) for point in points],
     )
     report.document(
@@ -146,7 +142,6 @@ def scoring(
             "bench": "scoring",
             "model": Path(model).name,
             "type_k": cache_type_k,
-            "heads": heads,
             "environment": report.environment("CPU"),
             "points": [asdict(point) for point in points],
         }

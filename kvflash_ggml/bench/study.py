@@ -6,18 +6,22 @@ hand; every scorer then ranks the same chunks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..calibration.run import calibrate
 from ..config import CHUNK
 from ..llama import Llama
 from ..policy.base import REGISTRY, Floats, Keys, KeyShape, Look, Scorer
+from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
-from ..policy.statistics import split
+from ..reselect import HostKeys
+from ..saved import Row
+from ..snapshot.fingerprint import ModelFile
 from .outcomes import Plan
 from .recall import TAIL_ROOM, cases, prompt_tokens, tail_tokens
 from .tasks_kinds import Ask, Case
@@ -58,7 +62,7 @@ class Capture:
 
 
 class Columns:
-    """The keys of one text, each thing computed once for all scorers. Implements `policy.base.Keys`.
+    """The keys of one text, with what all scorers ask for computed once. Implements `policy.base.Keys`.
 
     look: with the most rows that any scorer asks for.
     """
@@ -67,8 +71,7 @@ class Columns:
         self.shapes: Sequence[KeyShape] = keys.shapes
         self._keys = keys
         self._look = look
-        self._bounds: dict[int, npt.NDArray[np.uint8]] = {}
-        self._coarse: dict[int, Floats] = {}
+        self._all = every_head(keys.shapes)
         self._exact: Floats | None = None
         self._read: dict[int, list[Floats]] = {}
 
@@ -80,60 +83,42 @@ class Columns:
     def read_layer(self, chunk: int, layer: int) -> Floats:
         return self.read(chunk)[layer]
 
-    def bounds_size(self, group: int) -> int:
-        return self._keys.bounds_size(group)
+    def index_size(self, units: Heads) -> int:
+        return self._keys.index_size(units)
 
-    def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
-        if group not in self._bounds:
-            index = np.empty((self._look.n_chunks, self.bounds_size(group)), np.uint8)
-            for c, row in enumerate(index):
-                self._keys.bounds(c, group, row)
-            self._bounds[group] = index
-        out[:] = self._bounds[group][chunk]
+    def index(self, chunk: int, units: Heads) -> Row:
+        return self._keys.index(chunk, units)
 
-    def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
-        if group not in self._coarse:
-            self._coarse[group] = self._keys.score_bounds(group, self._bounds[group], self._look)
-        return self._newest(self._coarse[group], look.rows)[:, : len(bounds)]
+    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, look: Look) -> Floats:
+        return self._keys.score_index(units, rows, heads, look)
 
-    def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
+    def score_keys(self, chunks: Sequence[int], look: Look, heads: Heads | None = None) -> Floats:
         if self._exact is None:
             self._exact = self._keys.score_keys(range(self._look.n_chunks), self._look)
-        return self._newest(self._exact, look.rows)[:, list(chunks)]
-
-    def _newest(self, columns: Floats, rows: int) -> Floats:
-        """Those of the newest rows."""
-        parts, at = [], 0
-        for shape in self.shapes:
-            size = self._look.rows * shape.n_head
-            parts.append(columns[at + size - rows * shape.n_head : at + size])
-            at += size
-        return np.concatenate(parts)
+        columns = self._exact.reshape(len(self._all), self._look.rows, -1)
+        if heads is not None:
+            places = {tuple(head): i for i, head in enumerate(self._all.tolist())}
+            columns = columns[[places[tuple(head)] for head in heads.tolist()]]
+        columns = columns[:, self._look.rows - look.rows :]
+        return columns.reshape(-1, columns.shape[2])[:, list(chunks)]
 
 
-def newest(look: Look, rows: int, shapes: Sequence[KeyShape]) -> Look:
-    """The look with its newest rows only."""
-    rows = min(rows, look.rows)
-    queries = np.concatenate([part[-rows:].reshape(-1) for part in split(look, shapes)])
-    return Look(tokens=look.tokens, n_chunks=look.n_chunks, rows=rows, queries=queries, kept=look.kept)
-
-
-def variants() -> dict[str, Callable[[], Scorer]]:
-    """Every registered policy, and the default one with each of its settings changed."""
+def variants(heads: Heads | None) -> dict[str, Callable[[], Scorer]]:
+    """Every registered policy, and the default one with each of its settings changed. heads: None asks all."""
 
     def qk(**settings: Any) -> Callable[[], Scorer]:
-        return lambda: QKScorer(**settings)
+        return lambda: QKScorer(**({"heads": heads, "exact_work": 0.0} | settings))
 
     out: dict[str, Callable[[], Scorer]] = {name: REGISTRY[name] for name in BY_KEYS}
+    out["qk, retrieval heads"] = qk()
+    out["qk, all heads"] = qk(heads=None)
+    out["qk, real keys only"] = qk(exact_work=math.inf)
+    out["qk, index only"] = qk(share=0.0, least=0)
     out["qk without followers"] = qk(followers=False)
-    for group in (8, 16, 32, 64):
-        out[f"bounds only, group {group}"] = qk(group=group, shortlist=0.0, least=0)
-        out[f"qk group {group}"] = qk(group=group)
-    for least in (8, 16, 32, 64):
-        out[f"qk shortlist {least}"] = qk(shortlist=0.0, least=least)
     for rows in (1, 4, 8, 16, 32, 64):
-        for combine in ("softmax", "z"):
-            out[f"qk {combine}, rows {rows}"] = qk(combine=combine, query_rows=rows)
+        out[f"qk, rows {rows}"] = qk(query_rows=rows)
+    for age in (0.0, 0.02, 0.1):
+        out[f"qk, age {age:g}"] = qk(age=age)
     return out
 
 
@@ -163,7 +148,6 @@ def study(
     made: dict[str, Callable[[], Scorer]] | None = None,
 ) -> Iterator[list[Rank]]:  # fmt: skip
     """The ranks of every variant, question by question."""
-    made = variants() if made is None else made
     capture = Capture()
     llm = Llama(
         model,
@@ -175,6 +159,7 @@ def study(
         **options,
     )
     try:
+        made = variants(_heads(llm)) if made is None else made
         for task, seed, case in cases(llm, plan, text, n_tokens=context):
             for ask in _asked(llm, case):
                 assert capture.look is not None
@@ -183,6 +168,16 @@ def study(
                 yield list(_ranks(capture.keys, capture.look, made, ask=ask, shift=shift, task=task, seed=seed))
     finally:
         llm.close()
+
+
+def _heads(llm: Llama) -> Heads | None:
+    """The retrieval heads of the model, found now."""
+    session = llm._session
+    assert session is not None
+    identity = ModelFile(llm.model_path).identity()
+    found = calibrate(llm._model, identity=identity, settings=llm.context_params)
+    shapes = HostKeys(session.engine, session.store).shapes
+    return found.among([layer.il for layer in session.engine.layers], shapes)
 
 
 def _asked(llm: Llama, case: Case) -> Iterator[Ask]:

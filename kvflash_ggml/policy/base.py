@@ -9,9 +9,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..saved import SavedReader
+from ..saved import Layout, Row, SavedReader
 
 Floats = npt.NDArray[np.float32]
+Pairs = npt.NDArray[np.int32]
+Rows = Sequence[Row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +25,18 @@ class KeyShape:
     head: int
     scale: float
 
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.n_head // self.n_head_kv
+
 
 class Keys(Protocol):
-    """The keys of sealed chunks, as the host holds them. Columns run over layers, query rows and heads, in order."""
+    """The keys of sealed chunks, as the host holds them.
+
+    heads, units: pairs (pooled layer, query head or KV head), sorted, [n, 2] (policy.heads). Columns of scores run over
+    heads and then query rows, the oldest first.
+    """
 
     shapes: Sequence[KeyShape]
 
@@ -37,20 +48,20 @@ class Keys(Protocol):
         """The keys of one layer of one chunk, dequantised: [CHUNK, n_head_kv, head]."""
         ...
 
-    def bounds_size(self, group: int) -> int:
-        """Bytes of the bounds of one chunk, for groups of so many rows."""
+    def index_size(self, units: Pairs) -> int:
+        """Bytes that the keys of some KV heads of one chunk take at four bits."""
         ...
 
-    def bounds(self, chunk: int, group: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill `out` with the bounds of a chunk's keys."""
+    def index(self, chunk: int, units: Pairs) -> Row:
+        """Those keys: every one of the chunk, [index_size]."""
         ...
 
-    def score_bounds(self, group: int, bounds: npt.NDArray[np.uint8], look: Look) -> Floats:
-        """The largest scale*q*k any key within the bounds can reach, [columns, n] for bounds [n, bounds_size]."""
+    def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, look: Look) -> Floats:
+        """As `score_keys`, from what `index` gave for some chunks."""
         ...
 
-    def score_keys(self, chunks: Sequence[int], look: Look) -> Floats:
-        """Log of the attention mass of each chunk, before normalisation, [columns, len(chunks)]."""
+    def score_keys(self, chunks: Sequence[int], look: Look, heads: Pairs | None = None) -> Floats:
+        """Log of the attention mass of each chunk, not normalised, [columns, len(chunks)]; by default of all heads."""
         ...
 
 
@@ -108,12 +119,26 @@ class Scorer(Protocol):
 class Resumable(Protocol):
     """A scorer whose statistics are saved with the text. One that is not reads all keys again after a restore."""
 
-    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        """A copy of the statistics of the first chunks, a row of bytes each: [n_chunks, bytes]."""
+    @property
+    def layout(self) -> Layout:
+        """Of the rows it keeps at present."""
         ...
 
-    def load(self, rows: npt.NDArray[np.uint8]) -> None:
-        """Take over what `dump` gave, for the first chunks of the text. ValueError if the rows have another length."""
+    def dump(self, n_chunks: int) -> Rows:
+        """The statistics of the first chunks. Nobody writes to them afterwards."""
+        ...
+
+    def load(self, rows: Rows) -> None:
+        """Take over rows of the present layout for the first chunks of the text."""
+        ...
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """A scorer that can ask some heads only."""
+
+    def use(self, heads: Pairs) -> None:
+        """From now on these heads count, and no others. Statistics that are at hand are made to fit."""
         ...
 
 

@@ -18,7 +18,7 @@ from ..prefix import common_prefix
 from ..saved import SavedBridge, SavedReader
 from .base import Floats, Keys, Look
 from .drafter import LEAST, Drafter, Int32s, Window
-from .statistics import split
+from .heads import split
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -207,9 +207,8 @@ def token_scores(keys: Keys, look: Look) -> Floats:
     for chunk in range(look.n_chunks):
         part, at = scores[chunk * CHUNK : (chunk + 1) * CHUNK], 0
         for (queries, shape), rows in zip(layers, keys.read(chunk), strict=True):
-            group = shape.n_head // shape.n_head_kv
-            grouped = queries.reshape(look.rows, shape.n_head_kv, group, shape.head)
-            dots = np.einsum("rhgd,thd->rhgt", grouped, rows, optimize=True).reshape(-1, CHUNK)
+            grouped = queries.reshape(look.rows, shape.n_head_kv, shape.group, shape.head)
+            dots = np.einsum("rhgd,thd->hgrt", grouped, rows, optimize=True).reshape(-1, CHUNK)
             columns = slice(at, at + len(dots))
             np.maximum(part, (dots * shape.scale - total[columns, None]).max(axis=0), out=part)
             at += len(dots)

@@ -12,7 +12,7 @@ import numpy as np
 from ..config import CHUNK
 from .base import Floats, Keys, Look
 from .combine import log_shares
-from .statistics import split
+from .heads import Heads, split
 
 EDGE = 16
 """Tokens at the end of a chunk from which a short fact may run on."""
@@ -25,33 +25,35 @@ BEHIND = 1e-3
 
 
 def follow(
-    keys: Keys, look: Look, columns: Floats, chunks: Sequence[int], scores: Floats, penalty: Floats | float = 0.0
+    keys: Keys,
+    look: Look,
+    heads: Heads,
+    masses: Floats,
+    chunks: Sequence[int],
+    scores: Floats,
+    penalty: Floats | float = 0.0,
 ) -> None:
     """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
 
-    columns: attention masses of `chunks`, and after them of others that share the attention, [columns, n or more].
-    scores: one per chunk of the text, changed in place. penalty: of each column, [columns, 1].
+    masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the look,
+    [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,
+    [columns, 1].
     """
-    best = (log_shares(columns) - penalty).argmax(axis=0)
-    order = sorted(range(len(chunks)), key=lambda i: (-scores[chunks[i]], chunks[i]))
-    for i in order[:FOLLOWED]:
-        chunk = chunks[i]
+    order = sorted(chunks, key=lambda c: (-scores[c], c))[:FOLLOWED]
+    best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
+    for chunk, column in zip(order, best.tolist(), strict=True):
         after = chunk + 1
         if after >= look.n_chunks or after in look.kept or scores[after] >= scores[chunk]:
             continue
-        if _attends_to_end(keys, look, int(best[i]), chunk):
+        which, row = divmod(column, look.rows)
+        layer, head = heads[which].tolist()
+        if _attends_to_end(keys, look, layer, head, row, chunk):
             scores[after] = scores[chunk] - BEHIND
 
 
-def _attends_to_end(keys: Keys, look: Look, column: int, chunk: int) -> bool:
-    """Does most of the attention that a column gives a chunk go to its last keys?"""
-    for layer, (shape, queries) in enumerate(zip(keys.shapes, split(look, keys.shapes), strict=True)):
-        count = look.rows * shape.n_head
-        if column < count:
-            row, head = divmod(column, shape.n_head)
-            kv_head = head // (shape.n_head // shape.n_head_kv)
-            scores = shape.scale * (keys.read_layer(chunk, layer)[:, kv_head] @ queries[row, head])
-            weights = np.exp(scores - scores.max())
-            return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())
-        column -= count
-    raise AssertionError("a column beyond the last layer")
+def _attends_to_end(keys: Keys, look: Look, layer: int, head: int, row: int, chunk: int) -> bool:
+    """Does most of the attention that a query gives a chunk go to its last keys?"""
+    shape, queries = keys.shapes[layer], split(look, keys.shapes)[layer]
+    scores = shape.scale * (keys.read_layer(chunk, layer)[:, head // shape.group] @ queries[row, head])
+    weights = np.exp(scores - scores.max())
+    return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())

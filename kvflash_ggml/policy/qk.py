@@ -1,39 +1,45 @@
-"""The default policy: the model's own queries against its own keys.
+"""The default policy: the model's own queries against its own keys, in the heads that retrieve.
 
-Two stages. Bounds of each chunk's keys (per group of rows the largest and smallest values: Quest, arXiv 2406.10774)
-say how much attention any of its keys could draw, and give a shortlist. The real keys of the shortlist, which the host
-holds anyway, then give the attention mass itself.
+A few heads of a model find what a question asks for, and the rest are noise that wins a maximum by chance (docs/
+policies.md). Of the keys that these heads read every one is kept at four bits, in an index that is made when a chunk is
+sealed. No statistic of a group of keys finds a fact among real text; every key at four bits does. The real keys of the
+best few chunks, which the host holds anyway, then decide the order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from .base import Floats, Keys, KeyShape, Look, register
-from .combine import COMBINE
+from ..config import CHUNK
+from ..saved import Layout, Row
+from .base import Floats, Keys, Look, Rows, register
+from .combine import softmax_max
 from .edges import follow
-from .share import attention_shares, calibrated
-
-LOWER = 1e4
-"""Puts every chunk outside the shortlist below every chunk inside, in the order of their bounds."""
-
-KEPT_KNOWN = 8
-"""Of the chunks that stay anyway, so many of the first and the last are scored exactly too: see `_rivals`."""
+from .heads import Heads, every_head, newest, units_of
+from .share import attention_shares
 
 LOOKS_KNOWN = 4
-"""Looks whose estimated shares are at hand: more than can be under way at once."""
+"""Looks whose shares are at hand: more than can be under way at once."""
+
+MAX_WORK = 9e9
+"""Multiplications of one look: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
+
+MIN_ROWS = 8
+"""The marks of a chat template after a question can take up as many."""
+
+EXACT_WORK = 64 * 2**20
+"""Multiplications up to which every chunk is scored by its real keys: a short text needs no index."""
 
 
 class QKScorer:
-    """group: rows per bound. shortlist: share of the chunks that is scored exactly. combine: "softmax" or "z".
+    """heads: the retrieval heads, None for all until `use` names them.
 
     query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
-    for each token after it, in the units of the scores: the end of a question says best what is looked for. followers:
-    recall the chunk after one whose end is attended to as well.
+    for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
+    least: of the chunks, how many are scored again by their real keys. followers: recall the chunk after one whose end
+    is attended to as well.
     """
 
     name = "qk"
@@ -41,76 +47,113 @@ class QKScorer:
     def __init__(
         self,
         *,
-        group: int = 32,
-        shortlist: float = 0.03,
-        least: int = 32,
-        combine: str = "softmax",
+        heads: Heads | None = None,
         query_rows: int = 32,
-        age: float = 0.02,
+        age: float = 0.05,
+        share: float = 0.04,
+        least: int = 16,
+        exact_work: float = EXACT_WORK,
         followers: bool = True,
     ) -> None:
         self.query_rows = query_rows
-        self.group = group
-        self._share = shortlist
-        self._least = least
-        self._combine = COMBINE[combine]
+        self._given = heads
         self._age = age
+        self._share = share
+        self._least = least
+        self._exact_work = exact_work
         self._follow = followers
-        self._bounds: npt.NDArray[np.uint8] = np.empty((0, 0), np.uint8)
+        self._rows: list[Row | None] = []
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
-
-    def shortlisted(self, n_chunks: int) -> int:
-        """How many chunks of a text are scored exactly."""
-        return max(self._least, int(self._share * n_chunks))
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._keys = keys
-        # pages of this array are touched only as the text grows
-        self._bounds = np.empty((n_chunks, keys.bounds_size(self.group)), np.uint8)
+        self._rows = [None] * n_chunks
+        self._set_heads(every_head(keys.shapes) if self._given is None else self._given)
+
+    def use(self, heads: Heads) -> None:
+        self._given = heads
+        if not self._rows:
+            return  # not open yet
+        had = self._units
+        self._set_heads(heads)
+        if np.array_equal(had, self._units):
+            return
+        parts = self._parts(had)
+        for chunk, row in enumerate(self._rows):
+            if row is not None:
+                self._rows[chunk] = self._refit(chunk, row, parts)
+
+    def _refit(self, chunk: int, row: Row, parts: dict[tuple[int, ...], slice]) -> Row:
+        """The row of a chunk for the present units: cut from what is at hand, or made anew from the keys."""
+        units = [tuple(unit) for unit in self._units.tolist()]
+        if all(unit in parts for unit in units):
+            return np.concatenate([row[parts[unit]] for unit in units])
+        return self._keys.index(chunk, self._units)
+
+    def _parts(self, units: Heads) -> dict[tuple[int, ...], slice]:
+        """Where each unit lies in a row."""
+        ends = np.cumsum([self._keys.index_size(units[i : i + 1]) for i in range(len(units))]).tolist()
+        starts = [0, *ends]
+        return {tuple(unit): slice(lo, hi) for unit, lo, hi in zip(units.tolist(), starts, ends, strict=False)}
+
+    def _set_heads(self, heads: Heads) -> None:
+        shapes = self._keys.shapes
+        self._heads, self._units = heads, units_of(heads, shapes)
+        self._work = CHUNK * sum(shapes[layer].head for layer, _ in heads.tolist())  # of a chunk and a row
 
     def seal(self, chunk: int) -> None:
-        self._keys.bounds(chunk, self.group, self._bounds[chunk])
+        self._rows[chunk] = self._keys.index(chunk, self._units)
 
     def cut(self, n_chunks: int) -> None:
-        """Rows of chunks that are gone are overwritten when others take their place."""
+        self._rows[n_chunks:] = [None] * (len(self._rows) - n_chunks)
 
-    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        rows: npt.NDArray[np.uint8] = self._bounds[:n_chunks].copy()
-        return rows
+    @property
+    def layout(self) -> Layout:
+        units = " ".join(f"{layer}.{head}" for layer, head in self._units.tolist())
+        return Layout(f"q4_0 {units}", self._keys.index_size(self._units))
 
-    def load(self, rows: npt.NDArray[np.uint8]) -> None:
-        self._bounds[: len(rows)] = rows
+    def dump(self, n_chunks: int) -> Rows:
+        return self._whole(n_chunks)
+
+    def load(self, rows: Rows) -> None:
+        self._rows[: len(rows)] = rows
+
+    def _whole(self, n_chunks: int) -> list[Row]:
+        """The rows of the first chunks. One that could not be made when its chunk was sealed is made now."""
+        for chunk in range(n_chunks):
+            if self._rows[chunk] is None:
+                self.seal(chunk)
+        return [row for row in self._rows[:n_chunks] if row is not None]
+
+    @property
+    def units(self) -> Heads:
+        """The KV heads that are indexed."""
+        return self._units
+
+    def rescored(self, n_chunks: int) -> int:
+        """How many chunks of a text are scored again by their real keys."""
+        return max(self._least, int(self._share * n_chunks))
 
     def score(self, look: Look) -> Floats | None:
-        if look.n_chunks == 0:
+        n = look.n_chunks
+        if n == 0:
             return None
-        bounds = self._keys.score_bounds(self.group, self._bounds[: look.n_chunks], look)
-        ages = self._age * row_ages(look, self._keys.shapes)
-        kept, rivals = self._rivals(look, len(bounds))
-        coarse = self._combine(calibrated(bounds, kept, rivals), ages)
-        free = np.array([c for c in range(look.n_chunks) if c not in look.kept], np.intp)
-        count = min(len(free), self.shortlisted(look.n_chunks))
-        if count == 0:
-            return coarse
-        chosen = free[np.argsort(-coarse[free], kind="stable")[:count]]
-        scores = coarse - LOWER
-        masses = np.concatenate([self._keys.score_keys(chosen.tolist(), look), rivals], axis=1)
-        scores[chosen] = self._combine(masses, ages)[:count]
+        look = newest(look, max(MIN_ROWS, int(MAX_WORK / (n * self._work))), self._keys.shapes)
+        ages = np.tile(self._age * np.arange(look.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
+        free = np.array([c for c in range(n) if c not in look.kept], np.intp)
+        if n * self._work * look.rows <= self._exact_work:
+            masses, best = self._keys.score_keys(range(n), look, self._heads), free
+        else:
+            masses = self._keys.score_index(self._units, self._whole(n), self._heads, look)
+            coarse = softmax_max(masses, ages)
+            best = free[np.argsort(-coarse[free], kind="stable")[: self.rescored(n)]]
+            if len(best):
+                masses[:, best] = self._keys.score_keys(best.tolist(), look, self._heads)
+        scores = softmax_max(masses, ages)
         if self._follow:
-            follow(self._keys, look, masses, chosen.tolist(), scores, ages)
-        self._shares.append((scores, attention_shares(bounds, np.concatenate([chosen, kept]), masses)))
+            follow(self._keys, look, self._heads, masses, best.tolist(), scores, ages)
+        self._shares.append((scores, attention_shares(masses)))
         return scores
-
-    def _rivals(self, look: Look, n_columns: int) -> tuple[npt.NDArray[np.intp], Floats]:
-        """Some of the chunks that stay anyway, and their log masses.
-
-        A head that has nothing to look for rests on the first tokens or the newest. Without them beside the others,
-        whichever chunk it likes a little would seem to have all its attention.
-        """
-        kept = sorted(c for c in look.kept if c < look.n_chunks)
-        kept = kept[:KEPT_KNOWN] + kept[KEPT_KNOWN:][-KEPT_KNOWN:]
-        masses = self._keys.score_keys(kept, look) if kept else np.empty((n_columns, 0), np.float32)
-        return np.array(kept, np.intp), masses
 
     def shares_of(self, scores: Floats) -> Floats | None:
         """Estimated share of the attention on each chunk at the look that gave these scores; None if long past."""
@@ -118,17 +161,11 @@ class QKScorer:
 
     @property
     def index_bytes(self) -> int:
-        return self._bounds.nbytes
+        return len(self._rows) * self.layout.row_bytes if self._rows else 0
 
     def close(self) -> None:
-        self._bounds = np.empty((0, 0), np.uint8)
+        self._rows.clear()
         self._shares.clear()
-
-
-def row_ages(look: Look, shapes: Sequence[KeyShape]) -> Floats:
-    """How many queries are newer than that of each column; [columns, 1]."""
-    ages = np.arange(look.rows - 1, -1, -1, dtype=np.float32)
-    return np.concatenate([np.repeat(ages, shape.n_head) for shape in shapes])[:, None]
 
 
 @register("qk")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import Floats, Keys, KeyShape, Look, register
+from ..saved import Layout
+from .base import Floats, Keys, KeyShape, Look, Rows, register
+from .heads import split
 
 MISSING = -2.0
 """Below any cosine: a chunk without a finite statistic must not outrank one with a negative correlation."""
@@ -39,14 +40,19 @@ class StatisticScorer(ABC):
     def cut(self, n_chunks: int) -> None:  # noqa: B027 (rows of chunks that are gone are overwritten)
         ...
 
-    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        return np.concatenate([_rows(index, n_chunks) for index in self._index], axis=1)
+    @property
+    def layout(self) -> Layout:
+        return Layout(f"{self.name} float32", sum(index[:1].nbytes for index in self._index))
 
-    def load(self, rows: npt.NDArray[np.uint8]) -> None:
+    def dump(self, n_chunks: int) -> Rows:
+        return list(np.concatenate([_rows(index, n_chunks) for index in self._index], axis=1))
+
+    def load(self, rows: Rows) -> None:
         at = 0
         for index in self._index:
             part = _rows(index, len(rows))
-            part[:] = rows[:, at : at + part.shape[1]]
+            for ours, theirs in zip(part, rows, strict=True):
+                ours[:] = theirs[at : at + part.shape[1]]
             at += part.shape[1]
 
     def score(self, look: Look) -> Floats | None:
@@ -131,10 +137,3 @@ class MeanStdScorer(StatisticScorer):
     def columns(self, index: Floats, queries: Floats) -> Floats:
         scores: Floats = queries @ index[:, 0].T + self.deviations * np.abs(queries) @ index[:, 1].T
         return scores
-
-
-def split(look: Look, shapes: Sequence[KeyShape]) -> list[Floats]:
-    """The flat queries of a look as one array [rows, n_head, head] per layer."""
-    sizes = [look.rows * s.n_head * s.head for s in shapes]
-    parts = np.split(look.queries, np.cumsum(sizes)[:-1])
-    return [part.reshape(look.rows, s.n_head, s.head) for part, s in zip(parts, shapes, strict=True)]

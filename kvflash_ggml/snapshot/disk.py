@@ -21,7 +21,7 @@ from ..errors import SnapshotError
 from ..files import replacing
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
-from ..saved import SavedPolicy, SavedSession, done
+from ..saved import SavedPolicy, SavedSession, Statistics, done
 from . import chain, format
 from .container import VERSION, Container, StoredPage, Writer
 from .fingerprint import Fingerprint
@@ -129,7 +129,7 @@ class DiskTier:
                         page.read_into(image)
 
     def _read(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
-        pages, rows = self._read_runs(found, chain.names(self._root, tokens))
+        pages, statistics = self._read_runs(found, chain.names(self._root, tokens))
         if found.tip is None:
             saved = SavedSession(
                 tokens=tokens,
@@ -151,14 +151,14 @@ class DiskTier:
                 pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
         saved.pages = [Page(source=page) for page in pages]
         saved.policy = saved.policy or fresh
-        if saved.policy is not None and rows is not None:
-            saved.policy = replace(saved.policy, rows=done(rows))
+        if saved.policy is not None:
+            saved.policy = replace(saved.policy, statistics=done(statistics))
         return saved
 
-    def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], npt.NDArray[np.uint8] | None]:
+    def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
         """The images of the chunks, and their statistics if there are any."""
         pages: list[StoredPage] = []
-        rows: list[npt.NDArray[np.uint8]] = []
+        parts: list[Statistics] = []
         while len(pages) < len(found.runs):
             at = len(pages)
             entry, first = found.runs[at]
@@ -172,9 +172,11 @@ class DiskTier:
                     raise SnapshotError(f"{entry.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
                 if "statistics" in container:
-                    rows.append(format.read_rows(container, entry.count)[first:last])
-        whole = len(rows) > 0 and sum(map(len, rows)) == len(pages) and len({part.shape[1] for part in rows}) == 1
-        return pages, np.concatenate(rows) if whole else None
+                    part = format.read_statistics(container, entry.count)
+                    parts.append(Statistics(part.name, part.rows[first:last]))
+        rows = [row for part in parts for row in part.rows]
+        whole = len(rows) == len(pages) and len({part.layout for part in parts}) == 1
+        return pages, Statistics(parts[0].name, rows) if whole else None
 
     def _cover(self, names: list[str], by_parent: dict[str, list[Entry]]) -> list[tuple[Entry, int]]:
         """For each chunk from the first on, a run that holds it, as far as there are any."""
@@ -294,9 +296,7 @@ class DiskTier:
             writer = Writer(file)
             writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
             writer.pages("pages", (self._heap.bytes_of(page) for page in saved.pages[first:last]))
-            rows = None if saved.policy is None else saved.policy.rows.result()
-            if rows is not None:
-                writer.section("statistics", rows[first:last])
+            format.write_statistics(writer, saved, slice(first, last))
             writer.close(RUN, {"fingerprint": self._fingerprint, "settings": self._settings})
         self._all.written(path)
 

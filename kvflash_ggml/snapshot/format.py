@@ -15,7 +15,7 @@ from ..config import CHUNK
 from ..errors import SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ABSENT, ANY, PageTable
-from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession, done
+from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
@@ -38,9 +38,7 @@ def write(
     writer = Writer(stream, compress=compress)
     facts = write_sections(writer, saved)
     writer.pages("pages", (saved.heap.bytes_of(page) for page in saved.pages))
-    rows = None if saved.policy is None else saved.policy.rows.result()
-    if rows is not None and len(rows):
-        writer.section("statistics", rows)
+    write_statistics(writer, saved, slice(None))
     reader = None if saved.policy is None else saved.policy.reader
     if reader is not None:
         facts["drafter"] = _write_reader(writer, reader)
@@ -91,7 +89,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vo
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
     saved.pages = [Page(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
-        saved.policy.rows = _beside(partial(read_rows, container, saved.length // CHUNK))
+        saved.policy.statistics = _beside(partial(read_statistics, container, saved.length // CHUNK))
     if saved.policy is not None and container.facts.get("drafter") is not None:
         saved.policy.reader = _read_reader(container)
     return saved
@@ -240,7 +238,7 @@ def _policy(container: Container, chunks: int) -> SavedPolicy | None:
         since_reselect=since_reselect,
         due=due,
         looks=[_look(container, i, chunks) for i in range(count)],
-        rows=done(None),
+        statistics=done(None),
     )
 
 
@@ -251,12 +249,21 @@ def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.floa
     return scores.astype(np.float32) if len(scores) else None
 
 
-def read_rows(container: Container, chunks: int) -> npt.NDArray[np.uint8]:
-    """The statistics of so many chunks, a row each."""
+def write_statistics(writer: Writer, saved: SavedSession, chunks: slice) -> None:
+    """What the policy keeps of these chunks, if it keeps anything."""
+    statistics = None if saved.policy is None else saved.policy.statistics.result()
+    if statistics is not None and len(statistics.rows[chunks]):
+        writer.section("statistics", np.concatenate(statistics.rows[chunks]))
+        writer.section("layout", statistics.name.encode())
+
+
+def read_statistics(container: Container, chunks: int) -> Statistics:
+    """The statistics of so many chunks."""
     rows = container.section("statistics").array(np.uint8)
     if chunks == 0 or len(rows) % chunks:
         raise _damaged(container, "statistics")
-    return rows.reshape(chunks, len(rows) // chunks)
+    name = container.section("layout").read().decode("utf-8", "replace") if "layout" in container else ""
+    return Statistics(name, list(rows.reshape(chunks, len(rows) // chunks)))
 
 
 def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | None:
@@ -293,9 +300,9 @@ def _damaged(container: Container, name: str) -> SnapshotError:
     return SnapshotError(f"{container.source.name} contradicts itself: '{name}' cannot be as it says")
 
 
-def _beside(work: Callable[[], npt.NDArray[np.uint8]]) -> Future[npt.NDArray[np.uint8] | None]:
+def _beside(work: Callable[[], Statistics]) -> Future[Statistics | None]:
     """On a thread of its own: statistics of a long text are as large as what is resident."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflash-statistics")
-    future: Future[npt.NDArray[np.uint8] | None] = executor.submit(work)
+    future: Future[Statistics | None] = executor.submit(work)
     executor.shutdown(wait=False)
     return future

@@ -128,3 +128,5 @@ class MemoryTier:
             yield id(page), self._heap.page_bytes
         for blob in saved.blobs:
             yield id(blob), blob.size
+        for row in saved.rows:
+            yield id(row), row.nbytes

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvflash_ggml.policy.base import Floats, Keys, Look
+from kvflash_ggml.policy.base import Floats, Keys, Look, Rows
+from kvflash_ggml.saved import Layout
 from kvflash_ggml.session import Session
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.keeper import Keeper
@@ -37,11 +37,16 @@ class Digest:
         asked = zlib.crc32(look.queries.tobytes(), zlib.crc32(look.tokens.tobytes()))
         return np.array([zlib.crc32(row.tobytes(), asked) % 997 / 100 for row in self._index[: look.n_chunks]], "f4")
 
-    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        return self._index[:n_chunks].copy().view(np.uint8)
+    @property
+    def layout(self) -> Layout:
+        return Layout("crc32", 4)
 
-    def load(self, rows: npt.NDArray[np.uint8]) -> None:
-        self._index[: len(rows)].view(np.uint8)[:] = rows
+    def dump(self, n_chunks: int) -> Rows:
+        return list(self._index[:n_chunks].copy().view(np.uint8))
+
+    def load(self, rows: Rows) -> None:
+        for chunk, row in enumerate(rows):
+            self._index[chunk].view(np.uint8)[:] = row
 
     @property
     def index_bytes(self) -> int:

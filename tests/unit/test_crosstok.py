@@ -21,6 +21,7 @@ from kvflash_ggml.policy.crosstok import (
     spelled_ends,
     token_scores,
 )
+from kvflash_ggml.policy.heads import split
 
 TEXT = "one Straße, 東京 🚀 and\nnaïve  words; "
 SPECIAL = 1 << 20  # a target token that decodes to nothing
@@ -250,13 +251,11 @@ class FakeKeys:
 
     def dots(self, look: Look) -> Any:
         """[columns, chunks, CHUNK], one column after the other."""
-        out, at = [], 0
-        for s, keys in zip(self.shapes, self.keys, strict=True):
-            for _ in range(look.rows):
-                for h in range(s.n_head):
-                    query = look.queries[at : at + s.head]
-                    out.append(s.scale * keys[: look.n_chunks, :, h // (s.n_head // s.n_head_kv)] @ query)
-                    at += s.head
+        out = []
+        for s, keys, queries in zip(self.shapes, self.keys, split(look, self.shapes), strict=True):
+            for h in range(s.n_head):
+                for query in queries[:, h]:
+                    out.append(s.scale * keys[: look.n_chunks, :, h // s.group] @ query)
         return np.array(out)
 
     def score_keys(self, chunks: Sequence[int], look: Look) -> Any:

@@ -8,6 +8,7 @@ import pytest
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.policy.base import KeyShape, Look
 from kvflash_ggml.policy.edges import EDGE, FOLLOWED, follow
+from kvflash_ggml.policy.heads import every_head
 
 SHAPES = [KeyShape(n_head=2, n_head_kv=1, head=8, scale=1.0), KeyShape(n_head=4, n_head_kv=2, head=4, scale=2.0)]
 
@@ -43,20 +44,21 @@ def look(n_chunks=20, rows=3, kept=()):
     )  # fmt: skip
 
 
-def masses(chunks, *, best, column, rows=3):
-    columns = np.zeros((rows * 6, len(chunks)), np.float32)
-    columns[column, chunks.index(best)] = 9
+def masses(*, best, column, rows=3, n_chunks=20):
+    columns = np.zeros((rows * 6, n_chunks), np.float32)
+    columns[column, best] = 9
     return columns
 
 
-LAYER0, LAYER1 = 0, 3 * 2 + 3  # row 0, head 0; and row 0, head 3, which reads KV head 1
+HEADS = every_head(SHAPES)
+LAYER0, LAYER1 = 0, 3 * 2 + 3 * 3  # head 0, row 0; and head 3 of the other layer, row 0, which reads KV head 1
 
 
 @pytest.mark.parametrize(("place", "column"), [((0, 0, CHUNK - 1), LAYER0), ((1, 1, CHUNK - EDGE), LAYER1)])
 def test_the_next_chunk_follows(place, column):
     scores = np.full(20, -50.0, np.float32)
     scores[[4, 9]] = -1, -3
-    follow(Keys({4: place}), look(), masses([4, 9], best=4, column=column), [4, 9], scores)
+    follow(Keys({4: place}), look(), HEADS, masses(best=4, column=column), [4, 9], scores)
     assert -3 < scores[5] < -1
     assert np.flatnonzero(scores > -50).tolist() == [4, 5, 9]
 
@@ -66,7 +68,7 @@ def test_nothing_follows_from_elsewhere(place):
     scores = np.full(20, -50.0, np.float32)
     scores[4] = -1
     before = scores.copy()
-    follow(Keys({4: place}), look(), masses([4], best=4, column=LAYER0), [4], scores)
+    follow(Keys({4: place}), look(), HEADS, masses(best=4, column=LAYER0), [4], scores)
     assert scores.tolist() == before.tolist()
 
 
@@ -75,9 +77,9 @@ def test_only_the_best_are_read():
     scores = np.full(40, -50.0, np.float32)
     scores[chunks] = -np.arange(20)
     keys = Keys({c: (0, 0, CHUNK - 1) for c in chunks})
-    columns = np.zeros((18, 20), np.float32)
-    columns[LAYER0] = 9
-    follow(keys, look(n_chunks=40), columns, chunks, scores)
+    columns = np.zeros((18, 40), np.float32)
+    columns[LAYER0, chunks] = 9
+    follow(keys, look(n_chunks=40), HEADS, columns, chunks, scores)
     assert (scores[1::2] > -50).sum() == FOLLOWED
 
 
@@ -86,20 +88,20 @@ def test_the_end_of_the_text_and_what_is_kept_are_left_alone():
     scores[[7, 19]] = -1
     before = scores.copy()
     keys = Keys({7: (0, 0, CHUNK - 1), 19: (0, 0, CHUNK - 1)})
-    columns = np.zeros((18, 2), np.float32)
-    columns[LAYER0] = 9
-    follow(keys, look(kept={8}), columns, [7, 19], scores)
+    columns = np.zeros((18, 20), np.float32)
+    columns[LAYER0, [7, 19]] = 9
+    follow(keys, look(kept={8}), HEADS, columns, [7, 19], scores)
     assert scores.tolist() == before.tolist()
 
 
 def test_an_older_query_counts_less():
     """Two columns tie; the one without a penalty tells where the chunk is attended to."""
-    columns = np.zeros((18, 2), np.float32)
-    columns[[LAYER0, LAYER1], 0] = 9
+    columns = np.zeros((18, 20), np.float32)
+    columns[[LAYER0, LAYER1], 4] = 9
     for penalised, follows in ((LAYER0, False), (LAYER1, True)):
         scores = np.full(20, -50.0, np.float32)
         scores[4] = -1
         penalty = np.zeros((18, 1), np.float32)
         penalty[penalised] = 0.5
-        follow(Keys({4: (0, 0, CHUNK - 1)}), look(), columns, [4, 9], scores, penalty)
+        follow(Keys({4: (0, 0, CHUNK - 1)}), look(), HEADS, columns, [4, 9], scores, penalty)
         assert (scores[5] > -50) == follows

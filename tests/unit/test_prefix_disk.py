@@ -11,11 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prefix_texts import PAGE, check_session, load, make_heap, make_tier, policy, put, released, session, text
+from prefix_texts import (
+    PAGE,
+    check_session,
+    load,
+    make_heap,
+    make_tier,
+    policy,
+    put,
+    ready,
+    released,
+    session,
+    text,
+)
 
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.pool.heap import PageHeap
+from kvflash_ggml.saved import Statistics
 from kvflash_ggml.snapshot import disk, folder
 from kvflash_ggml.snapshot.disk import DiskTier
 from kvflash_ggml.snapshot.folder import ABANDONED, Entry
@@ -155,6 +168,18 @@ def test_files_of_another_format_are_neither_found_nor_judged(
     assert set(before) < set(files(tmp_path))
 
 
+def test_statistics_are_left_out_where_runs_have_others(tier: DiskTier, heap: PageHeap) -> None:
+    whole = text((1, 640), (2, 128))
+    with released(session(heap, whole[:640])) as saved:
+        assert saved.policy is not None
+        saved.policy.statistics = ready(Statistics("of other heads", saved.rows))
+        tier.put(saved)
+    put(tier, heap, whole)
+    with released(tier.load(tier.find(whole), whole, policy())) as saved:
+        assert saved.policy is not None
+        assert saved.policy.statistics.result() is None
+
+
 def test_statistics_are_left_out_where_a_run_has_none(tier: DiskTier, heap: PageHeap) -> None:
     whole = text((1, 640), (2, 128))
     with released(session(heap, whole[:640])) as saved:
@@ -163,7 +188,7 @@ def test_statistics_are_left_out_where_a_run_has_none(tier: DiskTier, heap: Page
     put(tier, heap, whole)
     with released(tier.load(tier.find(whole), whole, policy())) as saved:
         assert saved.policy is not None
-        assert saved.policy.rows.result() is None
+        assert saved.policy.statistics.result() is None
     assert load(tier, whole) == 768
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from prefix_texts import N_VOCAB, PAGE, make_heap, session, text
+from prefix_texts import N_VOCAB, PAGE, ROW_BYTES, make_heap, session, text
 
 from kvflash_ggml.checkpoints import Bytes
 from kvflash_ggml.errors import HostMemoryError
@@ -89,7 +89,7 @@ def test_shared_pages_and_states_are_counted_once(bench: Bench) -> None:
     b.checkpoints = dict(a.checkpoints)
     bench.tier.put(a)
     bench.tier.put(b)
-    assert bench.tier.size == 6 * PAGE + 3 * 100 + a.own_size + b.own_size
+    assert bench.tier.size == 6 * (PAGE + ROW_BYTES) + 3 * 100 + a.own_size + b.own_size
     assert bench.pages == 6
 
 
@@ -97,14 +97,14 @@ def test_pages_in_use_are_not_counted(bench: Bench) -> None:
     a = session(bench.heap, text((1, 256)))
     bench.in_use = [*a.pages[:3], *bench.heap.new(1)]
     bench.tier.put(a)
-    assert bench.tier.size == PAGE + a.own_size
+    assert bench.tier.size == PAGE + 4 * ROW_BYTES + a.own_size
     bench.heap.release(bench.in_use.pop())
 
 
 def test_own_bytes_are_counted(bench: Bench) -> None:
     a = session(bench.heap, text((1, 256)))
-    assert a.own_size == 256 * 4 + 6 * 4 + N_VOCAB * 4 + 4 * 4  # tokens, queries, logits, statistics
-    assert a.size == a.own_size + 4 * PAGE
+    assert a.own_size == 256 * 4 + 6 * 4 + N_VOCAB * 4  # tokens, queries, logits
+    assert a.size == a.own_size + 4 * (PAGE + ROW_BYTES)
     a.release()
 
 
@@ -294,4 +294,4 @@ def test_blobs_of_equal_bytes_are_still_two(bench: Bench) -> None:
     a = session(bench.heap, text((1, 64)))
     a.checkpoints = {10: Bytes(bytes(50)), 20: Bytes(bytes(bytearray(50)))}
     bench.tier.put(a)
-    assert bench.tier.size == PAGE + 100 + a.own_size
+    assert bench.tier.size == PAGE + ROW_BYTES + 100 + a.own_size

@@ -1,4 +1,4 @@
-"""The default policy on keys that are known: shortlist, exact scores, age of the queries, followers."""
+"""The default policy on keys that are known: heads, index, real keys, age of the queries, followers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.config import CHUNK
+from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, Look
-from kvflash_ggml.policy.qk import LOWER, QKScorer, row_ages
-from kvflash_ggml.policy.statistics import split
+from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of
+from kvflash_ggml.policy.qk import QKScorer
 
 SHAPES = [KeyShape(n_head=4, n_head_kv=2, head=8, scale=0.5), KeyShape(n_head=2, n_head_kv=2, head=4, scale=1.0)]
 
 
 class Keys:
-    """Bounds are those of the whole chunk, whatever the group."""
+    """An index row says which chunk it is of, once for each unit. noise: by how much what it tells may be wrong."""
 
     shapes = SHAPES
 
-    def __init__(self, chunks):
+    def __init__(self, chunks, noise=0.0):
         self.chunks = chunks  # per chunk and layer [CHUNK, n_head_kv, head]
+        self.noise = noise
         self.exact = []
+        self.indexed = []
 
     def read(self, chunk):
         return self.chunks[chunk]
@@ -28,30 +31,32 @@ class Keys:
     def read_layer(self, chunk, layer):
         return self.read(chunk)[layer]
 
-    def bounds_size(self, group):
-        return 8
+    def index_size(self, units):
+        return 8 * len(units)
 
-    def bounds(self, chunk, group, out):
-        out[:] = np.frombuffer(np.int64(chunk).tobytes(), np.uint8)
+    def index(self, chunk, units):
+        self.indexed.append(chunk)
+        return np.repeat(np.int64(chunk), len(units)).view(np.uint8)
 
-    def score_bounds(self, group, bounds, look):
-        ids = [int(row.view(np.int64)[0]) for row in bounds]
-        return np.stack([self._columns(c, look, lambda s: s.max(axis=0)) for c in ids], axis=1)
+    def score_index(self, units, rows, heads, look):
+        assert set(map(tuple, units_of(heads, SHAPES).tolist())) <= set(map(tuple, units.tolist()))
+        assert all(len(row) == self.index_size(units) for row in rows)
+        return self._columns([int(row.view(np.int64)[0]) for row in rows], look, heads, noise=self.noise)
 
-    def score_keys(self, chunks, look):
+    def score_keys(self, chunks, look, heads=None):
         self.exact.append(list(chunks))
-        return np.stack(
-            [self._columns(c, look, lambda s: np.log(np.exp(s).sum(axis=0))) for c in chunks], axis=1
-        )  # fmt: skip
+        return self._columns(chunks, look, every_head(SHAPES) if heads is None else heads)
 
-    def _columns(self, chunk, look, reduce):
+    def _columns(self, chunks, look, heads, noise=0.0):
+        layers = split(look, SHAPES)
         out = []
-        for shape, queries, keys in zip(SHAPES, split(look, SHAPES), self.chunks[chunk], strict=True):
-            for row in queries:
-                for head, query in enumerate(row):
-                    kv_head = head // (shape.n_head // shape.n_head_kv)
-                    out.append(reduce(shape.scale * (keys[:, kv_head] @ query)))
-        return np.array(out, np.float32)
+        for layer, head in heads.tolist():
+            shape = SHAPES[layer]
+            for row in range(look.rows):
+                query = shape.scale * layers[layer][row, head]
+                scores = [self.chunks[c][layer][:, head // shape.group] @ query for c in chunks]
+                out.append([np.log(np.exp(s).sum()) + noise * np.sin(c) for c, s in zip(chunks, scores, strict=True)])
+        return np.array(out, np.float32).reshape(-1, len(chunks))
 
 
 @pytest.fixture
@@ -85,7 +90,7 @@ def draw(queries, chunks, *, row, chunk, at, dim=2, strength=4.0):
 
 
 def made(keys, n, **settings):
-    scorer = QKScorer(**settings)
+    scorer = QKScorer(**({"exact_work": 0} | settings))
     scorer.open(keys, n)
     for chunk in range(n):
         scorer.seal(chunk)
@@ -142,21 +147,84 @@ def test_nothing_need_be_kept(rng):
     assert made(Keys(chunks), 10).score(look(queries, 10, kept=())).argmax() == 6
 
 
-def test_only_the_shortlist_is_scored_exactly(rng):
+def test_only_the_best_are_scored_by_their_real_keys(rng):
     chunks, queries = text(rng, 60), quiet(rng, 2)
-    keys = Keys(chunks)
-    scores = made(keys, 60, least=8, shortlist=0.0, followers=False).score(look(queries, 60, kept=(0, 58, 59)))
-    rivals, chosen = keys.exact
-    assert rivals == [0, 58, 59]
+    keys = Keys(chunks, noise=0.01)
+    scorer = made(keys, 60, least=8, share=0.0, followers=False)
+    scores = scorer.score(look(queries, 60, kept=(0, 58, 59)))
+    (chosen,) = keys.exact
     assert len(chosen) == 8
     assert not {0, 58, 59} & set(chosen)
-    inside = scores[chosen]
-    assert (scores > inside.max() - LOWER / 2).sum() == 8
+    exact = made(Keys(chunks), 60, exact_work=1e12, followers=False).score(look(queries, 60, kept=(0, 58, 59)))
+    np.testing.assert_allclose(scores[chosen], exact[chosen], atol=0.02)
 
 
-def test_rows_in_the_order_of_the_columns(rng):
-    ages = row_ages(look(quiet(rng, 3), 4), SHAPES)
-    assert ages[:, 0].tolist() == [2] * 4 + [1] * 4 + [0] * 4 + [2] * 2 + [1] * 2 + [0] * 2
+def test_a_short_text_is_scored_by_its_real_keys_alone(rng):
+    chunks, queries = text(rng, 20), quiet(rng, 2)
+    keys = Keys(chunks, noise=9.0)
+    assert made(keys, 20, exact_work=1e12, followers=False).score(look(queries, 20)) is not None
+    assert keys.exact == [list(range(20))]
+
+
+def test_only_retrieval_heads_are_asked(rng):
+    """Head 3 of layer 0 finds chunk 17, head 0 of layer 1 finds chunk 5."""
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=2, chunk=17, at=5)
+    queries[1][4, 0], chunks[5][1][9, 0] = [0, 6, 0, 0], [0, 6, 0, 0]
+    for heads, best in (([(0, 3)], 17), ([(1, 0)], 5)):
+        assert made(Keys(chunks), 40, heads=as_heads(heads)).score(look(queries, 40)).argmax() == best
+
+
+def test_heads_that_are_named_later_score_as_if_they_had_been_known(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=2, chunk=17, at=5)
+    heads = as_heads([(0, 3), (1, 1)])
+    keys = Keys(chunks)
+    scorer = made(keys, 40)
+    before = scorer.layout
+    scorer.use(heads)
+    assert keys.indexed == list(range(40)), "cut from what was there"
+    assert scorer.layout.row_bytes < before.row_bytes
+    known = made(Keys(chunks), 40, heads=heads)
+    np.testing.assert_array_equal(scorer.score(look(queries, 40)), known.score(look(queries, 40)))
+    assert scorer.layout == known.layout
+    scorer.use(every_head(SHAPES))
+    assert len(keys.indexed) == 80, "more than was there is read anew"
+
+
+def test_a_chunk_that_could_not_be_indexed_is_indexed_when_it_is_asked_for(rng):
+    chunks, queries = text(rng, 10), quiet(rng, 2)
+    keys = Keys(chunks)
+    scorer = QKScorer(exact_work=0)
+    scorer.open(keys, 10)
+    for chunk in (*range(4), *range(5, 10)):
+        scorer.seal(chunk)
+    assert scorer.score(look(queries, 10)).shape == (10,)
+    assert keys.indexed[-1] == 4
+
+
+def test_what_is_dumped_is_shared_and_outlives_a_cut(rng):
+    keys = Keys(text(rng, 10))
+    scorer = made(keys, 10)
+    rows = scorer.dump(10)
+    scorer.cut(4)
+    scorer.seal(4)
+    other = made(keys, 4)
+    other.load(rows)
+    assert other.dump(10)[7] is rows[7]
+    assert scorer.dump(5)[3] is rows[3]
+    assert scorer.dump(5)[4] is not rows[4]
+
+
+def test_a_long_text_is_asked_with_fewer_rows(rng, monkeypatch):
+    chunks, queries = text(rng, 20), quiet(rng, 32)
+    draw(queries, chunks, row=0, chunk=5, at=5)
+    scorer = made(Keys(chunks), 20)
+    whole = scorer.score(look(queries, 20))
+    monkeypatch.setattr(qk, "MAX_WORK", 1)
+    newest = scorer.score(look([part[-qk.MIN_ROWS :] for part in queries], 20))
+    np.testing.assert_array_equal(scorer.score(look(queries, 20)), newest)
+    assert whole.argmax() == 5 != newest.argmax()
 
 
 def test_an_empty_text_has_no_scores(rng):

@@ -1,0 +1,136 @@
+"""From what was measured to the heads that count, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..files import replacing
+from ..policy.base import KeyShape
+from ..policy.heads import Heads, as_heads, every_head
+from .measure import Measured
+
+KIND = "kvflash retrieval heads"
+VERSION = 1
+
+MOST = 8
+"""More heads are noise that wins the maximum by chance, and cost memory and time."""
+
+FLOOR = 0.4
+"""A head counts if it finds at least so much of what the best one finds."""
+
+RECALLS = 0.3
+"""How often the best head has the fact's chunk first, for a model that can recall at all."""
+
+LISTED = 32
+"""Heads that the file tells of, for a person to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadScore:
+    """A query head. layer: of the model, as its file counts. found, control, first: see measure.Tally."""
+
+    layer: int
+    head: int
+    found: float
+    control: float
+    first: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What is known of a model. model: its identity. heads: the best ones, best first; none chosen: all count."""
+
+    model: str
+    questions: int
+    tokens: int
+    heads: tuple[HeadScore, ...]
+
+    @property
+    def chosen(self) -> list[tuple[int, int]]:
+        """(layer of the model, head)."""
+        return [(x.layer, x.head) for x in self.heads if x.chosen]
+
+    def among(self, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Heads | None:
+        """The chosen heads as the policy counts them, None if all count. layers: those that are pooled, in order."""
+        if not self.chosen:
+            return None
+        return as_heads((layers.index(layer), head) for layer, head in self.chosen)
+
+
+def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+    """At most MOST heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
+    heads = every_head(shapes)
+    order = np.argsort(-measured.score, kind="stable")[: max(MOST, LISTED)]
+    recalls = measured.questions > 0 and measured.first.max() >= RECALLS
+    floor = FLOOR * measured.score[order[0]]
+    found = []
+    for rank, i in enumerate(order.tolist()):
+        layer, head = heads[i].tolist()
+        found.append(
+            HeadScore(
+                layer=layers[layer],
+                head=head,
+                found=round(float(measured.found[i]), 4),
+                control=round(float(measured.control[i]), 4),
+                first=round(float(measured.first[i]), 4),
+                chosen=bool(recalls and rank < MOST and measured.score[i] >= floor),
+            )
+        )
+    return Calibration(model=model, questions=measured.questions, tokens=measured.tokens, heads=tuple(found))
+
+
+def save(calibration: Calibration, path: Path) -> None:
+    """Write the file, as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"kind": KIND, "version": VERSION, **asdict(calibration)}, indent=1)
+    with replacing(path) as file:
+        file.write(text.encode() + b"\n")
+
+
+def load(path: Path, *, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+    """Read a file. ConfigError if it is none, or names heads that this model does not pool."""
+    try:
+        facts = json.loads(path.read_bytes())
+        calibration = _parse(facts)
+    except OSError as err:
+        raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
+    except (ValueError, TypeError, KeyError) as err:
+        raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
+    sizes = {layer: shape.n_head for layer, shape in zip(layers, shapes, strict=True)}
+    for layer, head in calibration.chosen:
+        if not 0 <= head < sizes.get(layer, 0):
+            raise ConfigError(f"{path} names head {layer}.{head}, which this model does not have: calibrate it anew")
+    return calibration
+
+
+def _parse(facts: Any) -> Calibration:
+    if facts["kind"] != KIND or facts["version"] != VERSION:
+        raise ValueError
+    heads = tuple(
+        HeadScore(
+            layer=_whole(x["layer"]),
+            head=_whole(x["head"]),
+            found=float(x["found"]),
+            control=float(x["control"]),
+            first=float(x["first"]),
+            chosen=x["chosen"] is True,
+        )
+        for x in facts["heads"]
+    )
+    return Calibration(
+        model=str(facts["model"]), questions=_whole(facts["questions"]), tokens=_whole(facts["tokens"]), heads=heads
+    )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError
+    return value

@@ -1,0 +1,123 @@
+"""How often and how strongly each head attends to the fact that is asked for, and to those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK
+from ..policy.combine import log_shares
+from .documents import Document, Tokenize, compose, question
+
+Floats = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
+
+DOCUMENTS = 2
+TOKENS = 2048
+LEAST_TOKENS = 1024
+QUESTION_ROWS = 32
+
+CLEAR = 0.05
+"""Share of a head's attention below which its best chunk counts as noise."""
+
+
+class Reader(Protocol):
+    """A model that reads a document and is asked about it.
+
+    n_ctx: tokens it can hold. opening: tokens that a text begins with. n_heads: columns of `masses` for one query row.
+    """
+
+    n_ctx: int
+    opening: Sequence[int]
+    n_heads: int
+
+    def read(self, tokens: Int32s) -> None:
+        """Forget everything and read a document."""
+        ...
+
+    def ask(self, tokens: Int32s) -> Floats:
+        """Log masses of the whole chunks at the question's newest rows, [n_heads, rows, n]. It is forgotten again."""
+        ...
+
+
+class Tally:
+    """Sums over questions, per head [n_heads]. found: largest share on the fact asked for; control: on another, in the
+    mean; first: how often the chunk of the fact asked for is the best one."""
+
+    def __init__(self, n_heads: int) -> None:
+        self.found: Floats = np.zeros(n_heads, np.float32)
+        self.control: Floats = np.zeros(n_heads, np.float32)
+        self.first: Floats = np.zeros(n_heads, np.float32)
+        self.questions = 0
+
+    def add(self, masses: Floats, asked: Sequence[int], others: Sequence[int]) -> None:
+        """One question. masses: [n_heads, rows, n]. asked, others: chunks of the fact asked for, and of the others."""
+        logs = log_shares(masses.reshape(-1, masses.shape[2])).reshape(masses.shape)
+        shares = np.exp(logs)
+        share = shares[:, :, asked].max(axis=2)
+        self.found += share.max(axis=1)
+        self.control += shares[:, :, others].max(axis=1).mean(axis=1)
+        hits = np.isin(shares.argmax(axis=2), asked) & (share > CLEAR)
+        self.first += hits.any(axis=1)
+        self.questions += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Means over the questions, per head [n_heads]; see Tally."""
+
+    found: Floats
+    control: Floats
+    first: Floats
+    questions: int
+    tokens: int
+
+    @property
+    def score(self) -> Floats:
+        """By how much more a head attends to a fact when it is asked for."""
+        return self.found - self.control
+
+
+def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
+    """Those that fit a context."""
+    n_tokens = min(TOKENS, n_ctx - 256)
+    if n_tokens < LEAST_TOKENS:
+        raise ValueError(f"a context of {n_ctx} tokens is too short to tell retrieval heads from others")
+    return [compose(tokenize, n_tokens=n_tokens, seed=seed) for seed in range(DOCUMENTS)]
+
+
+def measure(reader: Reader, tokenize: Tokenize, *, progress: Callable[[int, int], None]) -> Measured:
+    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all."""
+    texts = documents(tokenize, reader.n_ctx)
+    plan = [(document, list(_asks(document, tokenize, len(reader.opening)))) for document in texts]
+    total = sum(len(doc.tokens) + sum(len(tokens) for tokens, _, _ in asks) for doc, asks in plan)
+    tally, done = Tally(reader.n_heads), 0
+    progress(done, total)
+    for document, asks in plan:
+        reader.read(np.concatenate([np.array(reader.opening, np.int32), document.tokens]))
+        done += len(document.tokens)
+        progress(done, total)
+        for tokens, asked, others in asks:
+            masses = reader.ask(tokens)
+            n = masses.shape[2]
+            asked, others = [c for c in asked if c < n], [c for c in others if c < n]
+            if asked and others:
+                tally.add(masses, asked, others)
+            done += len(tokens)
+            progress(done, total)
+    count = np.float32(max(1, tally.questions))
+    return Measured(tally.found / count, tally.control / count, tally.first / count, tally.questions, total)
+
+
+def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[Int32s, list[int], list[int]]]:
+    """(question, chunks of its fact, chunks of the other facts). shift: tokens before the document."""
+    chunks = [range((lo + shift) // CHUNK, (hi - 1 + shift) // CHUNK + 1) for _, (lo, hi) in document.facts]
+    for i, (fact, _) in enumerate(document.facts):
+        asked = list(chunks[i])
+        others = sorted({c for j, some in enumerate(chunks) if j != i for c in some} - set(asked))
+        for words in (fact.verbatim, fact.reworded):
+            yield np.array(tokenize(question(words)), np.int32), asked, others

@@ -1,0 +1,115 @@
+"""Calibrates a loaded model, in a context of its own beside whatever else it does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CalibrationError
+from ..sidecar import Sidecar
+from .choice import Calibration, choose
+from .measure import QUESTION_ROWS, TOKENS, measure
+
+logger = logging.getLogger("kvflash_ggml")
+
+Floats = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
+Progress = Callable[[int, int], None]
+
+STEP = 128
+"""Tokens that are read at once: how soon it can be stopped."""
+
+ROOM = 256
+"""Of the context beside the document: for the longest question, and rounding."""
+
+
+class Stopped(Exception):
+    """Nobody waits for the calibration any more."""
+
+
+def calibrate(
+    model: Any,
+    *,
+    identity: str,
+    settings: Any,
+    progress: Progress = lambda done, total: None,
+    stop: Event | None = None,
+    limit: float | None = None,
+) -> Calibration:
+    """Find the retrieval heads of a model.
+
+    model: a llama_cpp LlamaModel. identity: kept with the result. settings: llama_context_params for what concerns the
+    machine. progress: tokens done, and in all. limit: seconds that it may be expected to take.
+
+    CalibrationError if the model cannot be calibrated, or not within `limit`. Stopped once `stop` is set.
+    """
+    try:
+        side = Sidecar(model, n_ctx=TOKENS + ROOM, query_rows=QUESTION_ROWS, step=STEP, settings=settings)
+    except Exception as err:  # llama.cpp's wrappers raise ValueError, ours KVFlashError
+        raise CalibrationError(f"no context for it: {err}") from err
+    began = time.monotonic()
+
+    def check(done: int, total: int) -> None:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        progress(done, total)
+        expected = (time.monotonic() - began) * total / max(1, done)
+        if limit is not None and done >= STEP and expected > limit:
+            raise CalibrationError(f"it would take about {expected:.0f} s here")
+
+    try:
+        reader = SidecarReader(side, opening=[model.token_bos()] if model.add_bos_token() else [], check=check)
+        measured = measure(reader, lambda text: _tokenize(model, text), progress=reader.report)
+        layers = [layer.il for layer in side.session.engine.layers]
+        return choose(measured, model=identity, layers=layers, shapes=side.keys.shapes)
+    except ValueError as err:  # a short context, or no tokenizer
+        raise CalibrationError(str(err)) from err
+    finally:
+        side.close()
+
+
+class SidecarReader:
+    """A session of its own as measure.Reader. check: called with tokens done and in all, at every step."""
+
+    def __init__(self, side: Sidecar, *, opening: Sequence[int], check: Progress) -> None:
+        self.n_ctx = side.n_ctx
+        self.opening = opening
+        self.n_heads = sum(shape.n_head for shape in side.keys.shapes)
+        self._side = side
+        self._check = check
+        self._document: Int32s = np.empty(0, np.int32)
+        self._done, self._total = 0, 1
+
+    def report(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+        self._check(done, total)
+
+    def read(self, tokens: Int32s) -> None:
+        self._side.truncate(0)
+        self._document = tokens
+        self._read(tokens)
+
+    def ask(self, tokens: Int32s) -> Floats:
+        self._read(tokens)
+        look = self._side.look(len(tokens))
+        masses = self._side.keys.score_keys(range(look.n_chunks), look)
+        left = self._side.truncate(len(self._document))
+        self._read(self._document[left:])  # what the memory could not keep
+        return masses.reshape(self.n_heads, look.rows, look.n_chunks)
+
+    def _read(self, tokens: Int32s) -> None:
+        if len(tokens):
+            self._side.read(tokens, progress=lambda done, _: self._check(self._done + done, self._total))
+
+
+def _tokenize(model: Any, text: str) -> list[int]:
+    try:
+        return list(model.tokenize(text.encode(), add_bos=False, special=False))
+    except (RuntimeError, ValueError) as err:
+        raise ValueError(f"its tokenizer does not take plain text: {err}") from err
