@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 namespace {
 
@@ -71,26 +72,25 @@ key_rows rows_of_image(const kvf_layer & l, ggml_type type, const kvf_head & uni
     return { unit, l.scale, l.head_k, l.head_k, type, offset, (size_t) l.k_row };
 }
 
-// exp(x) for x <= 0, to 1e-6 of it. In a loop the compiler makes vectors of this, which it does not of std::exp.
+// exp(x) for -87 <= x <= 0, to 1e-6 of it. In a loop the compiler makes vectors of this, which it does not of std::exp.
 inline float exp_negative(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5*2^23: what is added to this is rounded to an integer, in its lowest bits
-    x = x > -87.0f ? x : -87.0f;
-    const float   sum = x*1.442695041f + ROUND;
-    const float   y   = x - (sum - ROUND)*0.6931471806f;
-    const float   p   = 1 + y*(1 + y*(1/2.0f + y*(1/6.0f + y*(1/24.0f + y*(1/120.0f + y*(1/720.0f))))));
-    uint32_t bits;
-    std::memcpy(&bits, &sum, sizeof(bits));
-    bits = (bits << 23) + (127u << 23);  // 2^n
+    constexpr float ROUND = 12582912.0f;  // 1.5*2^23: what is added to it is rounded to an integer, which its lowest bits hold
+    const float n = x*1.442695041f + ROUND;
+    const float y = x - (n - ROUND)*0.6931471806f;
+    const float p = 1 + y*(1 + y*(1/2.0f + y*(1/6.0f + y*(1/24.0f + y*(1/120.0f + y*(1/720.0f))))));
+    uint32_t    bits;
+    std::memcpy(&bits, &n, sizeof(bits));
+    bits = (bits << 23) + (127u << 23);  // of 2^n
     float power;
     std::memcpy(&power, &bits, sizeof(power));
     return p*power;
 }
 
-// log(sum(exp(scale*x))) over the rows of a chunk.
+// log(sum(exp(scale*x))) over the keys of a chunk. Loops of one operation each: gcc makes no vectors of them together.
 float log_mass(const float * x, float scale) {
-    constexpr int LANES = 16;  // of their own, or each step would wait for the one before
+    constexpr int LANES = 8;  // of their own, or each step would wait for the one before
     static_assert(KVF_BLOCK % LANES == 0);
-    float most[LANES], sum[LANES] = {};
+    float most[LANES], sum[LANES] = {}, share[KVF_BLOCK];
     std::copy(x, x + LANES, most);
     for (int i = LANES; i < KVF_BLOCK; i += LANES) {
         for (int j = 0; j < LANES; ++j) {
@@ -98,16 +98,18 @@ float log_mass(const float * x, float scale) {
         }
     }
     const float top = *std::max_element(most, most + LANES);
+    for (int i = 0; i < KVF_BLOCK; ++i) {
+        share[i] = std::max(scale*(x[i] - top), -87.0f);
+    }
+    for (int i = 0; i < KVF_BLOCK; ++i) {
+        share[i] = exp_negative(share[i]);
+    }
     for (int i = 0; i < KVF_BLOCK; i += LANES) {
         for (int j = 0; j < LANES; ++j) {
-            sum[j] += exp_negative(scale*(x[i + j] - top));
+            sum[j] += share[i + j];
         }
     }
-    float total = 0;
-    for (int j = 0; j < LANES; ++j) {
-        total += sum[j];
-    }
-    return scale*top + std::log(total);
+    return scale*top + std::log(std::accumulate(sum, sum + LANES, 0.0f));
 }
 
 // Empty if the keys of a head are not among `keys`.
