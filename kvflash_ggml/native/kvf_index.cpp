@@ -3,7 +3,6 @@
 #include "kvf_products.h"
 
 #include <cmath>
-#include <cstring>
 
 namespace {
 
@@ -71,43 +70,17 @@ key_rows rows_of_image(const kvf_layer & l, ggml_type type, const kvf_head & uni
     return { unit, l.scale, l.head_k, l.head_k, type, offset, (size_t) l.k_row };
 }
 
-// exp(x) for x <= 0, to 1e-6 of it. In a loop the compiler makes vectors of this, which it does not of std::exp.
-inline float exp_negative(float x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5*2^23: what is added to this is rounded to an integer, in its lowest bits
-    x = x > -87.0f ? x : -87.0f;
-    const float   sum = x*1.442695041f + ROUND;
-    const float   y   = x - (sum - ROUND)*0.6931471806f;
-    const float   p   = 1 + y*(1 + y*(1/2.0f + y*(1/6.0f + y*(1/24.0f + y*(1/120.0f + y*(1/720.0f))))));
-    uint32_t bits;
-    std::memcpy(&bits, &sum, sizeof(bits));
-    bits = (bits << 23) + (127u << 23);  // 2^n
-    float power;
-    std::memcpy(&power, &bits, sizeof(power));
-    return p*power;
-}
-
-// log(sum(exp(scale*x))) over the rows of a chunk.
-float log_mass(const float * x, float scale) {
-    constexpr int LANES = 16;  // of their own, or each step would wait for the one before
+float largest(const float * x) {
+    constexpr int LANES = 8;  // of their own, or each comparison would wait for the one before
     static_assert(KVF_BLOCK % LANES == 0);
-    float most[LANES], sum[LANES] = {};
+    float most[LANES];
     std::copy(x, x + LANES, most);
     for (int i = LANES; i < KVF_BLOCK; i += LANES) {
         for (int j = 0; j < LANES; ++j) {
             most[j] = std::max(most[j], x[i + j]);
         }
     }
-    const float top = *std::max_element(most, most + LANES);
-    for (int i = 0; i < KVF_BLOCK; i += LANES) {
-        for (int j = 0; j < LANES; ++j) {
-            sum[j] += exp_negative(scale*(x[i + j] - top));
-        }
-    }
-    float total = 0;
-    for (int j = 0; j < LANES; ++j) {
-        total += sum[j];
-    }
-    return scale*top + std::log(total);
+    return *std::max_element(most, most + LANES);
 }
 
 // Empty if the keys of a head are not among `keys`.
@@ -150,30 +123,35 @@ int score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & k
     }
     const int64_t per_chunk = (int64_t) n_heads*rows*KVF_BLOCK;
     kvf_in_parallel(n, n_threads, [&](int64_t first, int64_t last) {
-        const auto count = std::clamp<int64_t>(AT_ONCE/per_chunk, 1, last - first);
-        kvf_products all(count*groups.size(), count*per_chunk);
-        std::vector<ggml_tensor *> stored, scores;  // [chunk][group]
+        const auto   count = std::clamp<int64_t>(AT_ONCE/per_chunk, 1, last - first);
+        kvf_products all(count*groups.size(), 2*count*per_chunk);
+        std::vector<ggml_tensor *> stored, scores, shares;  // [chunk][group]
         for (int64_t i = 0; i < count; ++i) {
             for (const auto & g : groups) {
-                const auto type = kvf_encoder(g.keys->type).type;
-                const auto size = ggml_row_size(type, g.keys->width);
-                stored.push_back(all.matrix(g.keys->type, g.keys->width, KVF_BLOCK, 1, g.keys->stride, KVF_BLOCK*g.keys->stride));
-                auto * columns = all.matrix(type, g.keys->width, g.count, 1, size, g.count*size);
-                columns->data = const_cast<uint8_t *>(g.queries.data());
-                scores.push_back(all.multiply(stored.back(), columns));
+                const auto & k    = *g.keys;
+                const auto   type = kvf_encoder(k.type).type;
+                const auto   size = ggml_row_size(type, k.width);
+                auto * asked = all.matrix(type, k.width, g.count, 1, size, g.count*size);
+                asked->data  = const_cast<uint8_t *>(g.queries.data());
+                stored.push_back(all.matrix(k.type, k.width, KVF_BLOCK, 1, k.stride, KVF_BLOCK*k.stride));
+                scores.push_back(all.multiply(stored.back(), asked));
+                shares.push_back(all.soft_max(scores.back(), k.scale));
             }
         }
         for (int64_t next = first; next < last; next += count) {
             const auto c = std::min(next, last - count);  // the last chunks overlap those before
             for (size_t i = 0; i < stored.size(); ++i) {
-                stored[i]->data = (uint8_t *) (uintptr_t) record[c + i/groups.size()] + groups[i % groups.size()].keys->offset;
+                const auto & g  = groups[i % groups.size()];
+                stored[i]->data = (uint8_t *) (uintptr_t) record[c + i/groups.size()] + g.keys->offset;
             }
             all.compute();
-            for (size_t i = 0; i < scores.size(); ++i) {
-                const auto & g  = groups[i % groups.size()];
-                const auto * of = (const float *) scores[i]->data;
+            for (size_t i = 0; i < stored.size(); ++i) {
+                const auto & g = groups[i % groups.size()];
                 for (int64_t j = 0; j < g.count; ++j) {
-                    out[(g.first + j)*n + c + i/groups.size()] = log_mass(of + j*KVF_BLOCK, g.keys->scale);
+                    // the share of the best key is 1/sum(exp(score - most))
+                    const float most  = largest((const float *) scores[i]->data + j*KVF_BLOCK);
+                    const float share = largest((const float *) shares[i]->data + j*KVF_BLOCK);
+                    out[(g.first + j)*n + c + i/groups.size()] = g.keys->scale*most - std::log(share);
                 }
             }
         }

@@ -28,11 +28,11 @@ struct kvf_encoder {
 // serves several queries. Made once, and computed again wherever the next rows are.
 class kvf_products {
   public:
-    // n products, of n_scores values together
-    kvf_products(size_t n, size_t n_scores) :
-        ctx_(ggml_init({ 3*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(3*n, false)
-                             + n_scores*sizeof(float), nullptr, false })),
-        graph_(ggml_new_graph_custom(ctx_.get(), 3*n, false)) {}
+    // n products, each with its soft_max or without, of n_values values together
+    kvf_products(size_t n, size_t n_values) :
+        ctx_(ggml_init({ 4*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(4*n, false)
+                             + n_values*sizeof(float), nullptr, false })),
+        graph_(ggml_new_graph_custom(ctx_.get(), 4*n, false)) {}
 
     // Only the shape, n_head matrices of n rows: the memory belongs to others, and is there when products are computed.
     ggml_tensor * matrix(ggml_type type, int64_t width, int64_t n, int64_t n_head, size_t row_stride,
@@ -48,9 +48,11 @@ class kvf_products {
 
     // [rows, queries, n_head]
     ggml_tensor * multiply(ggml_tensor * rows, ggml_tensor * queries) {
-        auto * res = ggml_mul_mat(ctx_.get(), rows, queries);
-        ggml_build_forward_expand(graph_, res);
-        return res;
+        return result(ggml_mul_mat(ctx_.get(), rows, queries));
+    }
+
+    ggml_tensor * soft_max(ggml_tensor * scores, float scale) {
+        return result(ggml_soft_max_ext(ctx_.get(), scores, nullptr, scale, 0.0f));
     }
 
     void compute() {
@@ -61,6 +63,11 @@ class kvf_products {
     }
 
   private:
+    ggml_tensor * result(ggml_tensor * tensor) {
+        ggml_build_forward_expand(graph_, tensor);
+        return tensor;
+    }
+
     ggml_context_ptr     ctx_;
     ggml_cgraph *        graph_;
     std::vector<uint8_t> work_;

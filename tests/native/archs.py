@@ -120,6 +120,12 @@ def make_models(maker: Path, folder: Path, only: Sequence[str] = ()) -> list[str
     return [line for line in lines if not line.startswith("- ")]
 
 
+def write_latent(source: Path, target: Path) -> None:
+    """A model whose layers cache one latent key for all heads, and no values (MLA). `source` is not needed."""
+    (name,) = make_models(build_maker(), target.parent, ["deepseek2"])
+    target.with_name(name).rename(target)
+
+
 def run_batch(folder: Path, files: Sequence[str]) -> Iterator[Result]:
     """Run models in one child; if it dies, what it left in children of their own."""
     results, phase, why = _child(folder, files)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from archs import write_latent
 from harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
 
 from kvflash_ggml import KVFlashConfig
@@ -42,14 +43,15 @@ def models() -> dict[str, Path]:
 def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
-    "iswa" and "uneven" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
+    "iswa", "uneven" and "latent" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
     """
     made = dict(models)
 
     def find(kind: str) -> Path:
         if kind not in made:
             path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
-            {"iswa": write_iswa, "uneven": write_uneven, "f32": dequantise}[kind](models["dense"], path)
+            makers = {"iswa": write_iswa, "uneven": write_uneven, "latent": write_latent, "f32": dequantise}
+            makers[kind](models["dense"], path)
             made[kind] = path
         return made[kind]
 

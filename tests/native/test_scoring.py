@@ -15,7 +15,8 @@ Q4_0 = gguf.GGMLQuantizationType.Q4_0
 BLOCK = 32
 GROUP = 32
 N_TOKENS = 7 * CHUNK
-KINDS = [*((kind, kv_type) for kind in ("dense", "hybrid") for kv_type in KV_TYPES), ("uneven", "f16")]
+LATENT = pytest.param("latent", "f16", marks=pytest.mark.slow)  # compiles the generator of such models first
+KINDS = [*((kind, kv_type) for kind in ("dense", "hybrid") for kv_type in KV_TYPES), ("uneven", "f16"), LATENT]
 
 
 @pytest.fixture
