@@ -13,6 +13,8 @@ from vendoring import build, patches, source, toolchain
 from vendoring.patches import Patch
 from vendoring.pin import Pin, VendorError, digest, load_pin, sha256_file
 
+import vendor
+
 CODE = "".join(f"line {i}\n" for i in range(30))
 HEADER = """Why: a test.
 Touches: src/a.cpp
@@ -205,6 +207,17 @@ def test_patch_is_the_fallback_without_git(
     (base / "src" / "a.cpp").write_text(CODE.replace("line 8\n", "line eight\n"))
     with pytest.raises(VendorError, match="zero fuzz"):
         patches.apply_patch(patch, base)
+
+
+def test_a_patch_starts_as_a_header(trees: tuple[Path, Path], tmp_path: Path) -> None:
+    base, _ = trees
+    patches.apply_patch(_patch(tmp_path, "0001-one.patch"), base)
+    assert (base / "src" / "a.cpp").read_text() == CODE
+
+
+def test_refreshing_from_no_folder_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vendor.main(["refresh", str(tmp_path / "nowhere")]) == 1
+    assert f"no such folder: {tmp_path}/nowhere" in capsys.readouterr().err
 
 
 def test_new_files_need_an_owner(trees: tuple[Path, Path], tmp_path: Path) -> None:
