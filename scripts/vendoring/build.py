@@ -117,7 +117,23 @@ def _build_llama(p: Plan) -> None:
         log(f"libllama: {_sync_sources(p)} source files changed, compiling")
         _configure_llama(p)
         _make(p, p.work / "build", "llama")
-        _publish((p.work / "build" / "bin").glob("*llama.*"), p.out)
+        made = list((p.work / "build" / "bin").glob("*llama.*"))
+        _try(p, made)
+        _publish(made, p.out)
+
+
+def _try(p: Plan, made: Sequence[Path]) -> None:
+    """Decode with what was built before it is taken for good. A cross build cannot be tried here."""
+    if p.toolchain.cross:
+        log("self-check: not tried, the build is for another machine")
+        return
+    libraries = [*(f for f in (p.ggml / "lib").iterdir() if f.is_file()), *made]
+    command = [sys.executable, str(NATIVE / "trial.py"), *map(str, libraries)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    told = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        raise VendorError(f"the libraries were built, but do not work on this machine:\n{told}")
+    log(f"self-check: {told}")
 
 
 def build_tool(p: Plan, name: str) -> Path:

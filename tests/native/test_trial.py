@@ -1,0 +1,56 @@
+"""The self-check of a build, with the real libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvflash_ggml.native import library, trial
+
+
+def libraries() -> list[Path]:
+    return list(library.library_folder().iterdir())
+
+
+def test_the_installed_build_runs() -> None:
+    assert trial.attempt(libraries()) == (True, "a model was decoded")
+
+
+def test_what_the_build_was_made_for_is_known(loaded: None) -> None:
+    features = trial.built_for(ctypes.CDLL(None))
+    if "flags" in trial.cpu():
+        assert "sse3" in features
+        assert trial.missing(features) == []
+
+
+def _compile(folder: Path, name: str, code: str) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    target = folder / name
+    subprocess.run([compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(target)], input=code, text=True, check=True)
+    return target
+
+
+def test_a_crash_while_loading_is_a_failure(tmp_path: Path) -> None:
+    crash = "#include <signal.h>\n__attribute__((constructor)) static void load(void) { raise(SIGILL); }\n"
+    fine, text = trial.attempt([*libraries(), _compile(tmp_path, "libggml-crash.so", crash)])
+    assert not fine
+    assert "it crashes with SIGILL" in text
+    assert "GGML_NATIVE=OFF" in text
+
+
+def test_a_missing_driver_is_not_held_against_the_build(tmp_path: Path) -> None:
+    driver = _compile(tmp_path, "libdriver.so.1", "int driver(void) { return 0; }\n")
+    needy = tmp_path / "libggml-needy.so"
+    compiler = shutil.which("cc") or "gcc"
+    subprocess.run([compiler, "-shared", "-Wl,--no-as-needed", str(driver), "-o", str(needy)], check=True)
+    driver.unlink()
+    fine, text = trial.attempt([*libraries(), needy])
+    assert fine
+    assert text.startswith("not tried: ")
+    assert "libdriver.so.1" in text or str(driver) in text
