@@ -56,8 +56,8 @@ def announce() -> None:
 
 @functools.cache
 def _load() -> None:
-    folder = library_folder()
-    libllama = folder / f"{_PREFIX}llama{_SUFFIX}"
+    libllama = libllama_path()
+    folder = libllama.parent
     _refuse_other_version()
     _refuse_foreign_library(libllama)
     # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
@@ -86,6 +86,11 @@ def library_folder() -> Path:
             )
         )
     return folder
+
+
+def libllama_path() -> Path:
+    """libllama in `library_folder`."""
+    return library_folder() / f"{_PREFIX}llama{_SUFFIX}"
 
 
 def build_info() -> dict[str, Any]:

@@ -164,10 +164,11 @@ def _child(model: str, libraries: Sequence[str]) -> None:
     if lacking := missing(features):
         _say(skipped=f"it is for a CPU with {', '.join(lacking)}")
         return
-    _decode(loaded[-1], model)
+    decode(loaded[-1], model)
 
 
-def _decode(llama: ctypes.CDLL, model: str) -> None:
+def decode(llama: ctypes.CDLL, model: str) -> None:
+    """Decode a few tokens with libllama alone, on the CPU. Raises SystemExit with what is wrong with the result."""
     llama.kvf_sizeof.restype = ctypes.c_int64
     context_params, model_params, batch = (_opaque(llama.kvf_sizeof(which)) for which in range(3))
     pointer = ctypes.c_void_p
@@ -199,7 +200,6 @@ def _decode(llama: ctypes.CDLL, model: str) -> None:
     logits = llama.llama_get_logits_ith(context, -1)[:288]
     if not all(map(math.isfinite, logits)) or len(set(logits)) < 2:
         raise SystemExit(f"the logits are {logits[:4]}, ...")
-    _say(computed=True)
 
 
 def _opaque(size: int) -> type[ctypes.Structure]:

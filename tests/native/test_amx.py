@@ -40,9 +40,7 @@ def given(llama: Path, flag: str, folder: Path) -> bytes:
     assert all(parts), "upstream moved the function: read its new form, and mend this test"
     source, assembly, library = folder / "tiles.cpp", folder / "tiles.s", folder / "tiles.so"
     source.write_text(
-        "#include <immintrin.h>\n#include <cstdint>\n"
-        + "\n".join(part[0] for part in parts if part)
-        + CALLER
+        "#include <immintrin.h>\n#include <cstdint>\n" + "\n".join(part[0] for part in parts if part) + CALLER
     )
     # Hidden, so that one process can hold two of them, each with its own "done".
     command = [compiler, "-O3", "-fPIC", "-fvisibility=hidden", flag, "-S", "-o", str(assembly), str(source)]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,20 @@ def test_a_crash_while_loading_is_a_failure(tmp_path: Path) -> None:
     assert not fine
     assert "it crashes with SIGILL" in text
     assert "GGML_NATIVE=OFF" in text
+
+
+@pytest.mark.parametrize("verb", [["{model}", "-n", "1", "Hello"], ["doctor", "{model}"]])
+def test_the_command_line_tells_a_crash(verb: list[str], model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A decode that dies: in the child, so that there is somebody left to say so."""
+    for path in libraries():
+        shutil.copy2(path, tmp_path)
+    crash = "#include <signal.h>\n__attribute__((constructor)) static void load(void) { raise(SIGSEGV); }\n"
+    _compile(tmp_path, "libggml-crash.so", crash)
+    words = [word.format(model=model("small")) for word in verb]
+    env = os.environ | {"KVFLASH_LIB_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-m", "kvflash_ggml.cli", *words], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "crashed with SIGSEGV" in done.stdout + done.stderr
 
 
 def test_a_missing_driver_is_not_held_against_the_build(tmp_path: Path) -> None:
