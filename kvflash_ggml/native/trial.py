@@ -22,6 +22,7 @@ from pathlib import Path
 
 SECONDS = 120
 _CHILD = "--child"
+_LOG_ERROR = 4
 _TOKENS = 40  # more than one tile of rows, so that the kernels for matrices run and not those for vectors
 
 _FEATURES = {
@@ -167,6 +168,15 @@ def _child(model: str, libraries: Sequence[str]) -> None:
     decode(loaded[-1], model)
 
 
+def _errors_only(level: int, text: bytes, _: object) -> None:
+    """llama.cpp's log, less what would hide the reason of a failure."""
+    if level == _LOG_ERROR:
+        sys.stderr.write(text.decode(errors="replace"))
+
+
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_errors_only)
+
+
 def decode(llama: ctypes.CDLL, model: str) -> None:
     """Decode a few tokens with libllama alone, on the CPU. Raises SystemExit with what is wrong with the result."""
     llama.kvf_sizeof.restype = ctypes.c_int64
@@ -183,6 +193,7 @@ def decode(llama: ctypes.CDLL, model: str) -> None:
     ):
         function = getattr(llama, name)
         function.restype, function.argtypes = result, arguments
+    llama.llama_log_set(_LOG, None)
     llama.llama_backend_init()
     settings = llama.llama_model_default_params()
     no_devices = (ctypes.c_void_p * 1)()
