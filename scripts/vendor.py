@@ -83,8 +83,10 @@ def _apply(options: argparse.Namespace) -> None:
 
 
 def _refresh(options: argparse.Namespace) -> None:
-    base = source.pristine_tree() / source.LLAMA
     tree = options.tree or source.patched_tree() / source.LLAMA
+    if not tree.is_dir():
+        raise VendorError(f"no such folder: {tree}. Make one with: scripts/vendor.py apply --to {tree}")
+    base = source.pristine_tree() / source.LLAMA
     changed = patches.refresh(base, tree, patches.read_series(), options.into)
     log(f"rewrote {', '.join(changed)}" if changed else "every patch is already what the tree says")
 

@@ -14,6 +14,7 @@ from .. import env
 from ..errors import LibraryError
 from ..native import library
 from .child import Child, run_child
+from .first_run import rebuild, told
 from .report import computes_on, package_version
 
 Status = Literal["ok", "warning", "error"]
@@ -112,8 +113,8 @@ def _build() -> Check:
 
 def _library(child: Child) -> Check:
     if child.doing in ("start", "library") and child.failure:
-        remedy = library.REINSTALL if env.lib_path() is None else "unset KVFLASH_LIB_PATH"
-        return Check(name="library", status="error", detail=child.failure, remedy=remedy)
+        remedy = rebuild(child) if env.lib_path() is None else "unset KVFLASH_LIB_PATH"
+        return Check(name="library", status="error", detail=told(child), remedy=remedy)
     return Check(
         name="library",
         status="ok",
@@ -167,24 +168,14 @@ def _environment() -> list[Check]:
 
 
 def _decode(child: Child, model: str | None) -> Check:
-    if model is None:
-        return Check(
-            name="decode",
-            status="warning",
-            detail="not tried: no model",
-            remedy="kvflash-run doctor MODEL.gguf",
-        )
+    name = model or "a tiny model of random weights"
     if _failed(child, "decode"):
-        return Check(
-            name="decode",
-            status="error",
-            detail=f"{model}: {child.failure}",
-            remedy=f"kvflash-run {model} -v -ngl 0 -n 4 -p Hello    (does it work on the CPU?)",
-        )
+        remedy = _decode_remedy(child, model or "MODEL.gguf")
+        return Check(name="decode", status="error", detail=f"{name}: {told(child)}", remedy=remedy)
     result = child.said.get("decode")
     if result is None:
         return Check(name="decode", status="error", detail="not tried: see above")
-    lines = [model, f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
+    lines = [name, f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
     status: Status = "ok"
     remedy = ""
     if result["refused"]:
@@ -192,11 +183,17 @@ def _decode(child: Child, model: str | None) -> Check:
         lines.append(f"works without a pool only: {result['refused']}")
     elif result["paged"] and not (result["page_outs"] and result["page_ins"]):
         status = "error"
-        remedy = f"kvflash-run {model} --kvflash off    (paging does not work here)"
+        remedy = f"kvflash-run {model or 'MODEL.gguf'} --kvflash off    (paging does not work here)"
     if result["paged"]:
         lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
     detail = "\n".join(lines)
     return Check(name="decode", status=status, detail=detail, remedy=remedy, data={"decode": result})
+
+
+def _decode_remedy(child: Child, model: str) -> str:
+    if child.said.get("gpu"):
+        return f"kvflash-run {model} -v -ngl 0 -n 4 -p Hello    (does it work on the CPU?)"
+    return rebuild(child) if child.crashed else f"kvflash-run {model} -v -n 4 -p Hello    (says more)"
 
 
 def _info() -> dict[str, Any]:

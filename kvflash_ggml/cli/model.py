@@ -14,6 +14,8 @@ import click
 
 from ..config import KV_TYPES
 from ..errors import KVFlashError, LibraryError
+from ..native import library
+from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
 
@@ -25,14 +27,12 @@ def create_llama(**settings: Any) -> Any:
 
 
 def supports_gpu_offload() -> bool:
-    from ..native import library
-
+    check_first_run()
     return library.supports_gpu_offload()
 
 
 def ensure_gpu_offload(layers: int) -> None:
-    from ..native import library
-
+    check_first_run()
     library.ensure_gpu_offload(layers)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import CHUNK
 from ..errors import UnsupportedModelError
-from ..native import library
+from ..native import library, trial
 
 DECODE_POOL = 512
 _CONTEXT = 1024
@@ -23,17 +23,17 @@ _SMALL_FILE = 256 << 20
 _TEXT = "The quick brown fox jumps over the lazy dog. "
 
 
-def main(model: str | None) -> None:
+def main(model: str) -> None:
     _say(doing="library")
     library.load()
     import llama_cpp
 
+    _say(features=trial.built_for(ctypes.CDLL(None)))  # first, in case the next line crashes
     _say(library=str(library.library_folder()), system=llama_cpp.llama_print_system_info().decode())
     _say(doing="devices")
     _say(devices=devices(), gpu=library.supports_gpu_offload())
-    if model is not None:
-        _say(doing="decode")
-        _say(decode=decode(model))
+    _say(doing="decode")
+    _say(decode=decode(model))
 
 
 def devices() -> list[dict[str, Any]]:

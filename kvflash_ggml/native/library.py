@@ -24,6 +24,7 @@ from typing import Any
 
 from kvflash_ggml import env
 from kvflash_ggml.errors import LibraryError
+from kvflash_ggml.native import trial
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -55,11 +56,14 @@ def announce() -> None:
 
 @functools.cache
 def _load() -> None:
-    folder = library_folder()
-    libllama = folder / f"{_PREFIX}llama{_SUFFIX}"
+    libllama = libllama_path()
+    folder = libllama.parent
     _refuse_other_version()
     _refuse_foreign_library(libllama)
-    for path in _load_order(folder, libllama):
+    # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
+    import numpy  # noqa: F401
+
+    for path in trial.load_order(p for p in folder.iterdir() if p.suffix == _SUFFIX):
         _open(path)
     _point_llama_cpp_at(folder)
     llama_cpp = _import("llama_cpp", libllama)
@@ -82,6 +86,11 @@ def library_folder() -> Path:
             )
         )
     return folder
+
+
+def libllama_path() -> Path:
+    """libllama in `library_folder`."""
+    return library_folder() / f"{_PREFIX}llama{_SUFFIX}"
 
 
 def build_info() -> dict[str, Any]:
@@ -165,14 +174,6 @@ def _refuse_foreign_library(libllama: Path) -> None:
             f"llama_cpp is already loaded from {loaded}, but kvflash_ggml needs {libllama}. "
             "Import kvflash_ggml before llama_cpp (one process can hold only one libllama)."
         )
-
-
-def _load_order(folder: Path, libllama: Path) -> list[Path]:
-    """Every library after those it needs, so that no loader path has to be set."""
-    base, core = f"{_PREFIX}ggml-base{_SUFFIX}", f"{_PREFIX}ggml{_SUFFIX}"
-    backends = sorted(p for p in folder.glob(f"{_PREFIX}ggml-*{_SUFFIX}") if p.name != base)
-    order = [folder / base, *backends, folder / core]
-    return [p for p in order if p.is_file()] + [libllama]
 
 
 def _open(path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .patches import Patch, read_series, series_hash
 from .pin import REPO, Pin, VendorError, cache_dir, digest, digest_files, load_pin, locked, log
-from .source import BINDINGS, LLAMA, ggml_version, llama_source, patched_tree, pristine_tree
+from .source import BINDINGS, ggml_version, llama_source, patched_tree, pristine_tree
 from .toolchain import Toolchain
 
 STAGES = Path(__file__).parent
@@ -56,7 +56,7 @@ def plan(toolchain: Toolchain) -> Plan:
     """Resolve the source and compute every key; builds nothing."""
     pin = load_pin()
     source = llama_source(patched_tree(pin))
-    developer = "KVFLASH_LLAMA_SOURCE" in os.environ
+    developer = bool(os.environ.get("KVFLASH_LLAMA_SOURCE"))
     series = () if developer else tuple(read_series())
     deep = [p for p in series if any(f.startswith("ggml/") for f in p.files)]
     if developer:
@@ -117,7 +117,23 @@ def _build_llama(p: Plan) -> None:
         log(f"libllama: {_sync_sources(p)} source files changed, compiling")
         _configure_llama(p)
         _make(p, p.work / "build", "llama")
-        _publish((p.work / "build" / "bin").glob("*llama.*"), p.out)
+        made = list((p.work / "build" / "bin").glob("*llama.*"))
+        _try(p, made)
+        _publish(made, p.out)
+
+
+def _try(p: Plan, made: Sequence[Path]) -> None:
+    """Decode with what was built before it is taken for good. A cross build cannot be tried here."""
+    if p.toolchain.cross:
+        log("self-check: not tried, the build is for another machine")
+        return
+    libraries = [*(f for f in (p.ggml / "lib").iterdir() if f.is_file()), *made]
+    command = [sys.executable, str(NATIVE / "trial.py"), *map(str, libraries)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    told = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        raise VendorError(f"the libraries were built, but do not work on this machine:\n{told}")
+    log(f"self-check: {told}")
 
 
 def build_tool(p: Plan, name: str) -> Path:
@@ -221,8 +237,9 @@ def assemble(p: Plan, target: Path) -> None:
     licenses.mkdir()
     shutil.copy2(p.source / "LICENSE", licenses / "LICENSE.llama.cpp")
     shutil.copy2(p.source / "AUTHORS", licenses / "AUTHORS.llama.cpp")
-    bindings = pristine_tree(p.pin) / BINDINGS
-    shutil.copy2(bindings / "LICENSE.md", licenses / "LICENSE.llama-cpp-python.md")
+    if not p.developer:  # a tree of one's own has no sdist behind it, which would have to be downloaded
+        bindings = pristine_tree(p.pin) / BINDINGS
+        shutil.copy2(bindings / "LICENSE.md", licenses / "LICENSE.llama-cpp-python.md")
     (licenses / "NOTICE").write_text(notice(p), encoding="utf-8")
     info = json.dumps(build_info(p, lib), indent=2)
     (target / "_build_info.json").write_text(info + "\n", encoding="utf-8")
@@ -249,14 +266,15 @@ def build_info(p: Plan, lib: Path) -> dict[str, object]:
 
 def notice(p: Plan) -> str:
     """The NOTICE of the wheel: whose code it carries, and how it was changed."""
+    origin = f"llama.cpp commit {p.pin.commit} as carried by {p.pin.requirement}"
     lines = [
         "This package contains llama.cpp and ggml, (c) The ggml authors, MIT licence, built from",
-        f"llama.cpp commit {p.pin.commit} as carried by {p.pin.requirement}.",
+        f"{'a developer tree of llama.cpp' if p.developer else origin}.",
         f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, not contained here.",
-        "",
-        "llama.cpp was changed by these patches:",
-        *[f"  {patch.name}: {patch.field('Why')}" for patch in p.series],
     ]
+    if p.series:
+        lines += ["", "llama.cpp was changed by these patches:"]
+        lines += [f"  {patch.name}: {patch.field('Why')}" for patch in p.series]
     return "\n".join(lines) + "\n"
 
 
@@ -273,4 +291,4 @@ def upstream_bindings() -> Path:
 
 def upstream_llama() -> Path:
     """The llama.cpp folder of the patched tree."""
-    return patched_tree() / LLAMA if "KVFLASH_LLAMA_SOURCE" not in os.environ else patched_tree()
+    return llama_source(patched_tree())

@@ -95,7 +95,9 @@ def apply_series(series: Sequence[Patch], tree: Path) -> None:
 
 
 def apply_patch(patch: Patch, tree: Path) -> None:
-    """Apply one patch to `tree`: the context must match exactly."""
+    """Apply one patch to `tree`: the context must match exactly. One that is only a header so far changes nothing."""
+    if not patch.diff:
+        return
     before = _contents(patch, tree)
     if git := shutil.which("git"):
         # The ceiling hides any repository around the tree: inside one, git skips files silently.
@@ -110,7 +112,7 @@ def apply_patch(patch: Patch, tree: Path) -> None:
     if done.returncode:
         detail = (done.stderr + done.stdout).strip()
         raise VendorError(f"patches/{patch.name} does not apply at zero fuzz:\n{detail}")
-    if patch.files and _contents(patch, tree) == before:
+    if _contents(patch, tree) == before:
         raise VendorError(f"patches/{patch.name} changed nothing in {tree}")
 
 
@@ -134,8 +136,7 @@ def refresh(base: Path, edited: Path, series: Sequence[Patch], into: str | None 
         _copy(base, a, owner)
         _copy(base, b, owner)
         for patch in series:
-            if patch.diff:
-                apply_patch(patch, b)
+            apply_patch(patch, b)
             mine = [file for file, name in owner.items() if name == patch.name]
             _copy(edited, b, mine)
             text = patch.header + canonical_diff(a, b)

@@ -41,6 +41,12 @@ class Toolchain:
             return default
         return value.upper() not in {"", "0", "OFF", "NO", "FALSE", "N", "IGNORE", "NOTFOUND"}
 
+    @property
+    def cross(self) -> bool:
+        """Whether the user asks for libraries that may not run on this machine."""
+        names = ("CMAKE_TOOLCHAIN_FILE", "CMAKE_SYSTEM_NAME", "CMAKE_SYSTEM_PROCESSOR", "CMAKE_OSX_ARCHITECTURES")
+        return any(self.defines.get(name) for name in names) or bool(os.environ.get("CMAKE_TOOLCHAIN_FILE"))
+
     def arguments(self) -> list[str]:
         """Configure arguments shared by both stages."""
         args = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_INSTALL_LIBDIR=lib", "--no-warn-unused-cli"]

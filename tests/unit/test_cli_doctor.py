@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 from kvflash_ggml.cli import checks, child, main
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
+from kvflash_ggml.native import trial
 
 INFO = {
     "version": "0.1.0",
@@ -86,11 +88,36 @@ def test_json(healthy: None) -> None:
     assert document["checks"]["devices"]["devices"] == SAID["devices"]
 
 
-def test_without_a_model_the_decode_is_left_out(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_model_one_is_made(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "_TEST_MODEL", tmp_path / "none.gguf")
     result = doctor()
     assert result.exit_code == 0
-    assert "-> kvflash-run doctor MODEL.gguf" in result.stdout
+    assert "a tiny model of random weights" in result.stdout
+
+
+CPU: dict[str, Any] = {"features": ["amx_int8"], "gpu": False}
+CRASH = Child(said=CPU, doing="decode", failure="crashed with SIGSEGV", crashed=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "remedy"),
+    [
+        (CRASH, "crashed with SIGSEGV: it uses AMX", 'CXXFLAGS="-mno-amx-int8" pip install'),
+        (dataclasses.replace(CRASH, said={"gpu": True}), "crashed with SIGSEGV", "-v -ngl 0"),
+        (Child(said=CPU, doing="decode", failure="KeyError"), "m.gguf: KeyError", "kvflash-run m.gguf -v -n 4"),
+        (dataclasses.replace(CRASH, doing="library", said={}), "crashed with", "DGGML_NATIVE=OFF\" pip install"),
+    ],
+)
+def test_the_remedy_fits_the_crash(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, answer: Child, text: str, remedy: str
+) -> None:
+    monkeypatch.setattr(trial, "cpu", lambda: {"flags": "amx_int8"})
+    say(monkeypatch, dataclasses.replace(answer, said={"library": "", "system": ""} | answer.said))
+    result = doctor("m.gguf")
+    assert result.exit_code == 1
+    assert text in result.stdout
+    assert remedy in result.stdout
+    assert ("-ngl 0" in result.stdout) == ("-ngl 0" in remedy)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +193,7 @@ def test_the_child_s_answers_are_collected(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body = """print('{"doing": "decode"}', flush=True); import os; os.kill(os.getpid(), 11)"""
     answer = run_probe(monkeypatch, tmp_path, body)
-    assert (answer.doing, answer.failure) == ("decode", "crashed with SIGSEGV")
+    assert (answer.doing, answer.failure, answer.crashed) == ("decode", "crashed with SIGSEGV", True)
 
 
 def test_an_exception_is_told_without_its_frames(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from vendoring import build, patches, source, toolchain
 from vendoring.patches import Patch
 from vendoring.pin import Pin, VendorError, digest, load_pin, sha256_file
 
+import vendor
+
 CODE = "".join(f"line {i}\n" for i in range(30))
 HEADER = """Why: a test.
 Touches: src/a.cpp
@@ -144,6 +146,25 @@ def test_developer_tree_is_used_as_it_is(
     assert "NOT APPLIED" in capsys.readouterr().err
 
 
+def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: object) -> Path:
+        raise AssertionError("fetched the sdist")
+
+    monkeypatch.setattr(source, "fetch", no_network)
+    for name in ("LICENSE", "AUTHORS", "src/llama.cpp", "ggml/CMakeLists.txt"):
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setenv("KVFLASH_LLAMA_SOURCE", str(tmp_path / "dev"))
+    plan = build.plan(toolchain.Toolchain())
+    (plan.ggml / "lib").mkdir(parents=True)  # as if compiled before: what follows is all that a build still does
+    plan.out.mkdir(parents=True)
+    build.build(plan)
+    build.assemble(plan, tmp_path / "stage")
+    licenses = tmp_path / "stage" / "licenses"
+    assert {file.name for file in licenses.iterdir()} == {"LICENSE.llama.cpp", "AUTHORS.llama.cpp", "NOTICE"}
+    assert "developer tree" in (licenses / "NOTICE").read_text()
+
+
 def test_round_trip_is_byte_identical(trees: tuple[Path, Path], tmp_path: Path) -> None:
     base, edited = trees
     series = [_patch(tmp_path, "0001-one.patch"), _patch(tmp_path, "0002-two.patch")]
@@ -205,6 +226,17 @@ def test_patch_is_the_fallback_without_git(
     (base / "src" / "a.cpp").write_text(CODE.replace("line 8\n", "line eight\n"))
     with pytest.raises(VendorError, match="zero fuzz"):
         patches.apply_patch(patch, base)
+
+
+def test_a_patch_starts_as_a_header(trees: tuple[Path, Path], tmp_path: Path) -> None:
+    base, _ = trees
+    patches.apply_patch(_patch(tmp_path, "0001-one.patch"), base)
+    assert (base / "src" / "a.cpp").read_text() == CODE
+
+
+def test_refreshing_from_no_folder_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vendor.main(["refresh", str(tmp_path / "nowhere")]) == 1
+    assert f"no such folder: {tmp_path}/nowhere" in capsys.readouterr().err
 
 
 def test_new_files_need_an_owner(trees: tuple[Path, Path], tmp_path: Path) -> None:

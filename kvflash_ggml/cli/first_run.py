@@ -1,0 +1,69 @@
+"""Before its first run on a kind of CPU a build is tried in a child process: a crash there can be told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from ..errors import LibraryError
+from ..native import library, trial
+from .child import Child, run_child
+
+_SECONDS = 120
+
+
+def check_first_run() -> None:
+    """Decode a tiny model on the CPU in a child process, unless these libraries have done so on such a CPU before.
+
+    Raises:
+        LibraryError: the child crashed. Whatever else fails there is left to the run itself, which can say so.
+    """
+    try:
+        marker = _marker(library.library_folder())
+    except LibraryError:
+        return
+    if marker.exists():
+        return
+    child = run_child(None, timeout=_SECONDS, module=__name__)
+    if child.crashed:
+        raise LibraryError(f"this build does not work on this machine: {told(child)}\nBuild it again: {rebuild(child)}")
+    if not child.failure:
+        with contextlib.suppress(OSError):  # without a place to remember it, the next run looks again
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+
+def told(child: Child) -> str:
+    """How a child failed and, where it crashed and that can be known, why."""
+    why, _ = trial.explain(child.said.get("features", []))
+    if not (child.crashed and why):
+        return child.failure
+    first, *rest = child.failure.split("\n")
+    return "\n".join([f"{first}: {why}", *rest])
+
+
+def rebuild(child: Child) -> str:
+    """What to type for a build that should work here."""
+    variables = trial.explain(child.said.get("features", []))[1] if child.crashed else ""
+    return f"{variables} {library.REINSTALL}".strip()
+
+
+def main(model: str) -> None:
+    """The child."""
+    library.load()
+    llama = ctypes.CDLL(str(library.libllama_path()))
+    print(json.dumps({"features": trial.built_for(llama)}), flush=True)
+    trial.decode(llama, model)
+
+
+def _marker(folder: Path) -> Path:
+    """The file that stands for these libraries having run on such a CPU."""
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    cpu = trial.cpu()
+    key = repr((str(folder), files, cpu.get("model name"), cpu.get("flags")))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "kvflash_ggml" / "ran" / hashlib.sha256(key.encode()).hexdigest()[:20]

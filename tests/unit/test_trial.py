@@ -1,0 +1,114 @@
+"""Whether a build runs here: what is made of a child that works, crashes or cannot try."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vendoring import build, toolchain
+from vendoring.pin import VendorError
+
+from kvflash_ggml.native import trial
+
+AMX = 'CFLAGS="-mno-amx-int8" CXXFLAGS="-mno-amx-int8"'
+PORTABLE = 'CMAKE_ARGS="$CMAKE_ARGS -DGGML_NATIVE=OFF"'
+
+
+@pytest.fixture
+def old_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cpu", lambda: {"flags": "fpu avx avx2 fma", "model name": "Old"})
+
+
+def child(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> tuple[bool, str]:
+    script = folder / "child.py"
+    script.write_text(f"import json, os, sys\nsay = lambda **said: print(json.dumps(said), flush=True)\n{body}\n")
+    monkeypatch.setattr(trial, "__file__", str(script))
+    return trial.attempt([folder / "libllama.so"])
+
+
+def test_a_crash_names_the_signal_the_feature_and_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "cpu", lambda: {"flags": "avx amx_int8"})
+    fine, text = child(monkeypatch, tmp_path, "say(features=['avx', 'amx_int8']); os.kill(os.getpid(), 11)")
+    assert not fine
+    assert "crashes with SIGSEGV: it uses AMX" in text
+    assert AMX in text
+
+
+def test_what_the_child_could_not_try_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert child(monkeypatch, tmp_path, "say(skipped='no driver')") == (True, "not tried: no driver")
+
+
+def test_an_error_of_the_child_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert child(monkeypatch, tmp_path, "sys.exit('llama_decode returned -3')") == (False, "llama_decode returned -3")
+    assert child(monkeypatch, tmp_path, "sys.exit(7)") == (False, "exit code 7")
+
+
+def test_a_child_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "SECONDS", 1)
+    assert child(monkeypatch, tmp_path, "import time; time.sleep(60)") == (False, "no answer within 1 s")
+
+
+def test_features_that_the_cpu_lacks_come_first(old_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trial.missing(["avx2", "avx512", "amx_int8"]) == ["AVX512", "AMX_INT8"]
+    assert trial.explain(["avx512", "amx_int8"]) == (
+        "it was built for AVX512, AMX_INT8, which this CPU does not have",
+        PORTABLE,
+    )
+    assert trial.explain(["avx2"]) == ("", PORTABLE)
+    monkeypatch.setattr(trial, "cpu", dict)
+    assert trial.missing(["avx512"]) == []
+
+
+def test_libraries_are_loaded_after_those_they_need() -> None:
+    names = ["libllama.so", "libggml.so", "libggml-cuda.so", "libother.so", "libggml-cpu.so", "libggml-base.so"]
+    assert [path.name for path in trial.load_order(map(Path, names))] == [
+        "libggml-base.so", "libggml-cpu.so", "libggml-cuda.so", "libggml.so", "libllama.so",
+    ]  # fmt: skip
+
+
+# --- at the end of a build
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> build.Plan:
+    """A build whose compiler is a stub, and whose self-check is the script `native/trial.py`."""
+
+    def make(p: build.Plan, work: Path, target: str) -> None:
+        (work / "bin").mkdir(parents=True, exist_ok=True)
+        (work / "bin" / "libllama.so").touch()
+
+    monkeypatch.setattr(build, "_sync_sources", lambda p: 0)
+    monkeypatch.setattr(build, "_configure_llama", lambda p: None)
+    monkeypatch.setattr(build, "_make", make)
+    monkeypatch.setattr(build, "NATIVE", tmp_path / "native")
+    (tmp_path / "native").mkdir()
+    (tmp_path / "ggml" / "lib").mkdir(parents=True)
+    unused: dict[str, Any] = dict.fromkeys(("pin", "source"))
+    return build.Plan(
+        toolchain=toolchain.Toolchain(), series=(), developer=False,
+        ggml=tmp_path / "ggml", work=tmp_path / "work", out=tmp_path / "out", **unused,
+    )  # fmt: skip
+
+
+def _says(plan: build.Plan, text: str, status: int) -> None:
+    (build.NATIVE / "trial.py").write_text(f"import sys; print({text!r}); sys.exit({status})")
+
+
+def test_only_a_build_that_runs_is_kept(plan: build.Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    _says(plan, "it crashes with SIGSEGV", 1)
+    with pytest.raises(VendorError, match="do not work on this machine:\nit crashes with SIGSEGV"):
+        build._build_llama(plan)
+    assert not plan.out.exists()
+    _says(plan, "a model was decoded", 0)
+    build._build_llama(plan)
+    assert [path.name for path in plan.out.iterdir()] == ["libllama.so"]
+    assert "self-check: a model was decoded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["CMAKE_TOOLCHAIN_FILE", "CMAKE_SYSTEM_NAME"])
+def test_a_cross_build_is_not_tried(plan: build.Plan, name: str) -> None:
+    _says(plan, "it crashes", 1)
+    build._build_llama(dataclasses.replace(plan, toolchain=toolchain.Toolchain(defines={name: "x"})))
+    assert plan.out.is_dir()
