@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .doctor import doctor
+from .execute import execute
 from .report import version_line
 from .run import run
 from .snapshot import snapshot
@@ -58,6 +59,7 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run doctor                                      what is installed, and does it work
     """
@@ -65,4 +67,5 @@ def main() -> None:
 
 main.add_command(run)
 main.add_command(doctor)
+main.add_command(execute)
 main.add_command(snapshot)

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from .. import logs
 from ..config import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from .options import ModelOptions, OutputOptions
@@ -100,14 +101,10 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
 
 def log_to_stderr(output: OutputOptions) -> None:
     """The package's log: warnings, with -v everything, with -q errors only."""
-    logger = logging.getLogger("kvflash_ggml")
-    logger.handlers[:] = [_StderrHandler()]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
+    level = logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
+    logs.show_on(_StderrHandler(), level)
 
 
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        level = "" if message.startswith("kvflash: ") else f"kvflash: {record.levelname.lower()}: "
-        click.echo(level + message, err=True)
+        click.echo(self.format(record), err=True)

@@ -295,12 +295,6 @@ def test_incremental_text_is_upstreams(llama: Any, stock: Any) -> None:
 # --- refusals
 
 
-def test_unknown_keywords_are_refused(llama: Any) -> None:
-    with pytest.raises(TypeError, match="kvflash_pol"):
-        llama(kvflash=512, kvflash_pol="lru")
-    llama(vocab_only=True, rpc_servers=None)
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -350,17 +344,6 @@ def test_what_a_pool_cannot_do_is_refused(llama: Any, tokens: Any) -> None:
 
 
 # --- lifetime
-
-
-def test_install_replaces_the_class(llama: Any, monkeypatch: Any) -> None:
-    import llama_cpp
-
-    import kvflash_ggml
-
-    monkeypatch.setattr(llama_cpp, "Llama", llama_cpp.Llama)
-    kvflash_ggml.install()
-    assert llama_cpp.Llama is kvflash_ggml.Llama
-    assert issubclass(llama_cpp.Llama, llama_cpp.llama.Llama)
 
 
 def test_close_twice(llama: Any, tokens: Any) -> None:

@@ -151,8 +151,16 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
         host_limit=8 << 30,
         spill=tmp_path,
     )
-    cli("m.gguf", "hi", "--kvflash", "auto")
-    assert cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+    for text, config in (
+        ("auto", KVFlashConfig(pool="auto")),
+        ("4k", KVFlashConfig(pool=4096)),
+        ("1.5K", KVFlashConfig(pool=1536)),
+        ("2G", KVFlashConfig(pool_bytes=2 << 30)),
+        ("64kB", KVFlashConfig(pool_bytes=64 << 10)),
+        ("9000000b", KVFlashConfig(pool_bytes=9_000_000)),
+    ):
+        cli("m.gguf", "hi", "--kvflash", text)
+        assert cli.settings["kvflash"] == config
 
 
 def test_a_prefix_cache(cli: Stage, tmp_path: Path) -> None:
@@ -223,7 +231,7 @@ def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--kvflash many", "'many' is not a number of tokens, 'auto' or 'off'"),
+        ("--kvflash many", "'many' is not a number of tokens (4096, 4K), a size (512M, 2G), 'auto' or 'off'"),
         ("--kvflash 0", "not a number of tokens"),
         ("--kvflash -5", "not a number of tokens"),
         ("--kvflash 1024 --kvflash-pin 5", "not a range"),
@@ -520,7 +528,7 @@ def test_help(cli: Stage) -> None:
     assert group.exit_code == 0
     assert "doctor" in group.stdout
     verb = cli("run", "--help")
-    for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|auto|off", "-ngl, --n-gpu-layers"):
+    for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|SIZE|auto|off", "-ngl, --n-gpu-layers"):
         assert text in verb.stdout
     assert cli().exit_code == 2
 
