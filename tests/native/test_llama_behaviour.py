@@ -343,6 +343,21 @@ def test_what_a_pool_cannot_do_is_refused(llama: Any, tokens: Any) -> None:
     assert llm.kvflash.length == 90
 
 
+def test_a_program_that_decodes_by_itself_is_told_why_it_cannot(llama: Any, tokens: Any) -> None:
+    import llama_cpp
+
+    llm, plain = llama(kvflash=512), llama()
+    llm.eval(tokens[:100].tolist())
+    before = row(llm).copy()
+    ids = (llama_cpp.llama_token * 1)(5)
+    batch = llama_cpp.llama_batch_get_one(ids, 1)
+    with pytest.raises(KVFlashError, match="llama_decode was called on a paged context.* kvflash=None"):
+        llama_cpp.llama_decode(llm.ctx, batch)
+    assert llama_cpp.llama_decode(plain.ctx, batch) == 0
+    assert same_bits(row(llm), before)
+    llm.eval(tokens[100:120].tolist())
+
+
 # --- lifetime
 
 
