@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import threading
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from .pool.sizing import PoolSize
 from .prefix import common_prefix
 from .session import Session
 from .tokenizer import IncrementalTokenizer
+from .turns import Turns, changing, in_turn, writing
 from .view import PoolView
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Llama(Keeping):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
-    Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. One text at
-    a time: a stream that goes on after another call has begun raises KVFlashError.
+    Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
+    one text: a stream that is advanced after another call has changed that raises KVFlashError.
 
     Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning.
     """
@@ -69,7 +69,7 @@ class Llama(Keeping):
         self._config = request.config
         self._session = None
         self._size: PoolSize | None = None
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
@@ -164,6 +164,7 @@ class Llama(Keeping):
 
     # --- evaluation
 
+    @changing
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
         self._evaluate(tokens, generated=False)
@@ -206,6 +207,7 @@ class Llama(Keeping):
         self.n_tokens = start + count
         self._requires_eval = False
 
+    @changing
     def reset(self) -> None:
         """Forget the text. Settings and pins stay."""
         if self._session is None:
@@ -217,6 +219,10 @@ class Llama(Keeping):
 
     # --- generation
 
+    sample = in_turn(llama_cpp.Llama.sample)
+    embed = changing(llama_cpp.Llama.embed)
+
+    @writing
     def generate(
         self,
         tokens: Sequence[int],
@@ -346,8 +352,8 @@ class Llama(Keeping):
         if logit_bias:
             bias = {int(token): float(value) for token, value in logit_bias.items()}
             logits_processor = llama_cpp.LogitsProcessorList([*(logits_processor or ()), _bias_processor(bias)])
-        completion: Iterator[Any] = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
-        return completion
+        completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
+        return self._turns.pieces(completion) if kwargs.get("stream") else self._turns.whole(completion)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

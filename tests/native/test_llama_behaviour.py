@@ -351,7 +351,7 @@ def test_a_program_that_decodes_by_itself_is_told_why_it_cannot(llama: Any, toke
     before = row(llm).copy()
     ids = (llama_cpp.llama_token * 1)(5)
     batch = llama_cpp.llama_batch_get_one(ids, 1)
-    with pytest.raises(KVFlashError, match="llama_decode was called on a paged context.* kvflash=None"):
+    with pytest.raises(KVFlashError, match=r"llama_decode was called on a paged context.* kvflash=None"):
         llama_cpp.llama_decode(llm.ctx, batch)
     assert llama_cpp.llama_decode(plain.ctx, batch) == 0
     assert same_bits(row(llm), before)
