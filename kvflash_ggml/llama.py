@@ -160,7 +160,7 @@ class Llama(Keeping):
         """The live state of the pool, or None without one."""
         if self._session is None or self._size is None:
             return None
-        return PoolView(self._session, self._size)
+        return PoolView(self._session, self._size, swa_full=self.context_params.swa_full)
 
     # --- evaluation
 

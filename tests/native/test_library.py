@@ -206,6 +206,7 @@ def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     built = [n for n in names if re.search(r"\.so", n)]
     assert sorted(Path(n).name for n in built) == sorted([*library.build_info()["libraries"], "_kvf.abi3.so"])
+    assert {"kvflash_ggml/py.typed", "kvflash_ggml.pth", "_kvflash_ggml_startup.py"} <= set(names)
     licenses = {n.partition("/licenses/")[2] for n in names if "/licenses/" in n}
     assert licenses == {
         "LICENSE", "upstream/LICENSE.llama.cpp", "upstream/AUTHORS.llama.cpp",
