@@ -17,7 +17,7 @@ from llama_cpp import _internals as internals
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from . import drafter, fitting, parameters, policy
+from . import drafter, fitting, modelfile, parameters, policy
 from .config import KVFlashConfig
 from .context import PagedContext
 from .errors import ContextFull, KVFlashError, SnapshotError
@@ -65,6 +65,7 @@ class Llama(Keeping):
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # upstream's close() needs it even when nothing has been opened
+        modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
         self._session = None

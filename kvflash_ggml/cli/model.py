@@ -17,6 +17,7 @@ from ..config import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
+from .remedy import in_words
 
 
 def create_llama(**settings: Any) -> Any:
@@ -96,7 +97,7 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
     except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
         if verbose:
             traceback.print_exc(file=sys.stderr)
-        raise click.ClickException(str(error) or type(error).__name__) from error
+        raise click.ClickException(in_words(error)) from error
 
 
 def log_to_stderr(output: OutputOptions) -> None:
