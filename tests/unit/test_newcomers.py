@@ -85,6 +85,17 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
     modelfile.check(tmp_path / "missing.gguf")
 
 
+def test_the_architecture_of_a_file(tmp_path: Path) -> None:
+    models = Path(__file__).parents[1] / "models"
+    assert modelfile.architecture(models / "recall-dflash.gguf") == "dflash"
+    assert modelfile.architecture(models / "recall-qwen35-q8_0.gguf") == "qwen35"
+    start = (models / "recall-dflash.gguf").read_bytes()[:100]
+    path = tmp_path / "model.gguf"
+    for data in (b"", b"GGUF", start[:50], start.replace(b"arch", b"hcra"), start[:60] + b"\xff" * 8 + start[68:]):
+        path.write_bytes(data)
+        assert modelfile.architecture(path) in (None, "")
+
+
 # --- the keyboard
 
 
