@@ -205,6 +205,9 @@ def test_doctor(name: str) -> None:
     document = json.loads(done.stdout)
     assert document["ok"] is (done.returncode == 0)
     assert document["checks"]["decode"]["status"] == "ok", done.stdout
+    about = document["checks"]["decode"]["about"]
+    assert (about["n_ctx_train"], about["chat_template"], about["refused"]) == (131072, True, None)
+    assert about["token_bytes"] > 0
     assert document["checks"]["decode"]["decode"]["page_outs"] > 0
     assert document["checks"]["decode"]["decode"]["page_ins"] > 0
     assert any(d["total"] > 0 for d in document["checks"]["devices"]["devices"])
