@@ -18,7 +18,8 @@ from .native import library
 from .native.library import build_info
 
 if TYPE_CHECKING:
-    from .llama import Llama, install
+    from .installed import install
+    from .llama import Llama
     from .snapshot.cache import PrefixCache
 
 __version__ = "0.1.0"
@@ -32,7 +33,8 @@ library.announce()
 def __getattr__(name: str) -> Any:
     if name == "PrefixCache":
         return import_module(".snapshot.cache", __name__).PrefixCache
-    if name not in ("Llama", "install"):
+    rooms = {"Llama": ".llama", "install": ".installed"}
+    if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library.load()
-    return getattr(import_module(".llama", __name__), name)
+    return getattr(import_module(rooms[name], __name__), name)

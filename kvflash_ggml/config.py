@@ -27,6 +27,7 @@ class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
 
     pool: slots on the device, or "auto" to size it from free device memory.
+    pool_bytes: the same as bytes on the device, instead of a number of slots.
     policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest
         queries attend to, "drafter" what a small model of its own attends to, "lru" what was used last.
     drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
@@ -42,6 +43,7 @@ class KVFlashConfig:
     """
 
     pool: int | Literal["auto"] = "auto"
+    pool_bytes: int | None = None
     policy: str | Scorer = "qk"
     drafter: Path | None = None
     tau: int | None = None
@@ -56,6 +58,11 @@ class KVFlashConfig:
     def __post_init__(self) -> None:
         if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
             raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
+        if self.pool_bytes is not None:
+            if not _is_int(self.pool_bytes) or self.pool_bytes <= 0:
+                raise ConfigError(f"pool_bytes must be a positive number of bytes, not {self.pool_bytes!r}")
+            if self.pool != "auto":
+                raise ConfigError(f"give the pool in tokens ({self.pool}) or in bytes ({self.pool_bytes}), not both")
         if self.drafter is not None and self.policy != "drafter":
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
         if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import ctypes
+import weakref
+from typing import Any, NoReturn
 
+import llama_cpp
 from llama_cpp import _internals as internals
 
 from .errors import KVFlashError
 from .session import Session
+
+_paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
+"""The contexts that live, by address."""
 
 
 class PagedContext(internals.LlamaContext):
@@ -17,6 +23,9 @@ class PagedContext(internals.LlamaContext):
         # not upstream's __init__, which would make a second native context: share the one that exists
         self.__dict__.update(base.__dict__)
         self.session = session
+        address = ctypes.cast(self.ctx, ctypes.c_void_p).value or 0
+        _paged[address] = self
+        self._exit_stack.callback(_paged.pop, address, None)
 
     def decode(self, batch: internals.LlamaBatch) -> NoReturn:
         raise KVFlashError(
@@ -45,3 +54,16 @@ class PagedContext(internals.LlamaContext):
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> NoReturn:
         raise KVFlashError("paged positions are fixed: context shift needs kvflash=None")
+
+
+def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does."""
+    if result != 0 and ctypes.cast(arguments[0], ctypes.c_void_p).value in _paged:
+        raise KVFlashError(
+            "llama_decode was called on a paged context: only Llama.eval and what is built on it can evaluate "
+            "there. A program that calls llama.cpp's functions by itself needs kvflash=None"
+        )
+    return result
+
+
+llama_cpp.llama_decode.errcheck = _explain

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals as internals
 
+from . import modelfile
 from .errors import ConfigError
 from .policy.base import Floats
 from .policy.combine import softmax_max
@@ -29,6 +30,9 @@ logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
 
+BOUND = {"dflash", "eagle3", "gemma4-assistant"}
+"""Architectures of drafts that read their target's memory, and so no text by themselves."""
+
 WORDS = ("scorer", "drafter", "draft")
 FOLDERS = (".", "drafter", "draft")
 
@@ -43,8 +47,8 @@ def find(model: str | Path, asked: Path | None) -> Path:
     """The drafter's file: the one asked for, or one found by its name near the target.
 
     Looked at are the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in
-    .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. ConfigError
-    if there is none.
+    .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. Drafts that
+    cannot read a text by themselves, as DFlash's, are passed over. ConfigError if there is none.
     """
     if asked is not None:
         if not asked.is_file():
@@ -64,7 +68,9 @@ def find(model: str | Path, asked: Path | None) -> Path:
 
 
 def _is_candidate(file: Path, target: Path) -> bool:
-    return file.suffix.lower() == ".gguf" and file.is_file() and not (target.exists() and file.samefile(target))
+    if file.suffix.lower() != ".gguf" or not file.is_file() or (target.exists() and file.samefile(target)):
+        return False
+    return modelfile.architecture(file) not in BOUND
 
 
 def reserve_bytes(path: Path) -> int:

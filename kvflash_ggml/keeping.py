@@ -20,6 +20,7 @@ from .snapshot import fingerprint
 from .snapshot import stock as stock_state
 from .snapshot.cache import PrefixCache, Prefixes
 from .snapshot.keeper import Keeper
+from .turns import Turns, changing, in_turn
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("kvflash_ggml")
 class Keeping(llama_cpp.Llama):
     """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_keeper` follows."""
 
+    _turns: Turns
     _session: Session | None = None
     _keeper: Keeper | None = None
     _prefixes: Prefixes | None = None
@@ -58,6 +60,7 @@ class Keeping(llama_cpp.Llama):
 
     # --- states
 
+    @in_turn
     def save_snapshot(
         self, path: str | Path, *, length: int | None = None, compress: bool = False, wait: bool = True
     ) -> Future[int]:
@@ -78,6 +81,7 @@ class Keeping(llama_cpp.Llama):
             done.add_done_callback(_report_failure)
         return done
 
+    @changing
     def load_snapshot(self, path: str | Path) -> int:
         """Go on from a file that `save_snapshot` has written; how many tokens it holds.
 
@@ -89,6 +93,7 @@ class Keeping(llama_cpp.Llama):
         self._thaw(saved)
         return self.n_tokens
 
+    @in_turn
     def save_state(self) -> llama_cpp.LlamaState:
         """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
         if self._session is None:
@@ -106,6 +111,7 @@ class Keeping(llama_cpp.Llama):
             seed=self._seed,
         )
 
+    @changing
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
         if state.n_tokens > self._n_ctx:
@@ -167,6 +173,7 @@ class Keeping(llama_cpp.Llama):
 
     # --- prefix cache
 
+    @in_turn
     def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
         """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
         self._drop_prefixes()

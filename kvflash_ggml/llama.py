@@ -8,7 +8,7 @@ import logging
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -17,7 +17,7 @@ from llama_cpp import _internals as internals
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from . import drafter, parameters, policy
+from . import drafter, fitting, modelfile, parameters, policy
 from .config import KVFlashConfig
 from .context import PagedContext
 from .errors import ContextFull, KVFlashError, SnapshotError
@@ -27,12 +27,17 @@ from .native import library
 from .policy.base import Scorer
 from .policy.drafter import NAME as DRAFTER
 from .policy.drafter import DrafterScorer
-from .pool.sizing import PoolSize, resolve
+from .pool.sizing import PoolSize
 from .prefix import common_prefix
-from .session import Progress, Session
-from .snapshot.cache import PrefixCache
+from .session import Session
 from .tokenizer import IncrementalTokenizer
+from .turns import Turns, changing, in_turn, writing
 from .view import PoolView
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -40,49 +45,33 @@ logger = logging.getLogger("kvflash_ggml")
 class Llama(Keeping):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
-    kvflash: None for a stock cache; a number of tokens or "auto" for a pool of that size; or a KVFlashConfig.
+    kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
+        KVFlashConfig.
     kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of
         KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
-    pool, flash attention is on and sliding-window layers keep only their window, unless asked otherwise.
+    pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
+    layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
+    bitwise those of a stock model with swa_full=False).
+
+    Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
+    one text: a stream that is advanced after another call has changed that raises KVFlashError.
+
+    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        kvflash: parameters.KVFlash = None,
-        kvflash_policy: str | Scorer | None = None,
-        kvflash_drafter: str | Path | None = None,
-        kvflash_tau: int | None = None,
-        kvflash_pins: Sequence[tuple[int, int]] | None = None,
-        kvflash_spill: str | Path | None = None,
-        kvflash_host_limit: int | None = None,
-        kvflash_cache: PrefixCache | str | Path | None = None,
-        kvflash_progress: Progress | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # upstream's close() needs it even when nothing has been opened
-        unknown = set(kwargs) - parameters.UPSTREAM_KEYWORDS - parameters.STRAY_KEYWORDS
-        if unknown:
-            raise TypeError(f"Llama() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
-        fields = {
-            "policy": kvflash_policy,
-            "drafter": Path(kvflash_drafter) if kvflash_drafter is not None else None,
-            "tau": kvflash_tau,
-            "pins": tuple(kvflash_pins) if kvflash_pins is not None else None,
-            "spill": Path(kvflash_spill) if kvflash_spill is not None else None,
-            "host_limit": kvflash_host_limit,
-        }
-        self._config = parameters.merge(kvflash, {name: value for name, value in fields.items() if value is not None})
+        modelfile.check(Path(model_path))
+        request = parameters.read(dict(keywords), parameters.defaults)
+        self._config = request.config
         self._session = None
         self._size: PoolSize | None = None
-        self.kvflash_progress = kvflash_progress
-        if self._config is not None:
-            self._config = parameters.check_features(self._config, kwargs)
+        self._turns = Turns()
+        self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
         if self._config is not None:
@@ -90,15 +79,14 @@ class Llama(Keeping):
                 self._drafter = drafter.find(model_path, self._config.drafter)
             else:
                 self._scorer = policy.resolve(self._config.policy)
-            kwargs["flash_attn"] = True
-            kwargs.setdefault("swa_full", False)
-        library.ensure_gpu_offload(kwargs.get("n_gpu_layers", 0))
+        settings = request.upstream
+        library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
 
-        logits_all = kwargs.pop("logits_all", False) or kwargs.get("draft_model") is not None
-        self._pickled_tokenizer = kwargs.get("tokenizer")
+        logits_all = settings.pop("logits_all", False) or settings.get("draft_model") is not None
+        self._pickled_tokenizer = settings.get("tokenizer")
         try:
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
-            super().__init__(model_path, logits_all=False, **kwargs)
+            super().__init__(model_path, logits_all=False, **settings)
         finally:
             native.set_pool(0)
         self._logits_all = logits_all
@@ -106,9 +94,10 @@ class Llama(Keeping):
         self._replace_batch()
         if self._size is not None:
             self._open_session(self._size)
-        if kvflash_cache is not None:
-            folder = Path(kvflash_cache) if isinstance(kvflash_cache, (str, Path)) else None
-            self.set_cache(kvflash_cache if isinstance(kvflash_cache, PrefixCache) else PrefixCache(folder=folder))
+        if request.cache is not None:
+            self.set_cache(request.cache)
+
+    __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
 
     # --- construction
 
@@ -128,20 +117,8 @@ class Llama(Keeping):
             native.set_pool(self._size.slots, rows if self._size.slots < self._size.n_ctx else 0)
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
-        model = ctypes.cast(self._model.model, ctypes.c_void_p).value
-        params = self.context_params
-        slot_bytes = native.probe(
-            model or 0,
-            type_k=params.type_k,
-            type_v=params.type_v,
-            offload=params.offload_kqv,
-            arch=self._model.metadata().get("general.architecture", "unknown"),
-        )
-        free, _, _ = native.device_memory(model or 0)
-        if self._drafter is not None:
-            free -= drafter.reserve_bytes(self._drafter)
-        n_ctx = params.n_ctx or self._model.n_ctx_train()
-        return resolve(config, n_ctx=n_ctx, free_bytes=free, slot_bytes=slot_bytes)
+        reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
+        return fitting.fit(config, self._model, self.context_params, reserved=reserved)
 
     def _open_session(self, size: PoolSize) -> None:
         assert self._config is not None
@@ -184,10 +161,11 @@ class Llama(Keeping):
         """The live state of the pool, or None without one."""
         if self._session is None or self._size is None:
             return None
-        return PoolView(self._session, self._size)
+        return PoolView(self._session, self._size, swa_full=self.context_params.swa_full)
 
     # --- evaluation
 
+    @changing
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
         self._evaluate(tokens, generated=False)
@@ -230,6 +208,7 @@ class Llama(Keeping):
         self.n_tokens = start + count
         self._requires_eval = False
 
+    @changing
     def reset(self) -> None:
         """Forget the text. Settings and pins stay."""
         if self._session is None:
@@ -241,6 +220,10 @@ class Llama(Keeping):
 
     # --- generation
 
+    sample = in_turn(llama_cpp.Llama.sample)
+    embed = changing(llama_cpp.Llama.embed)
+
+    @writing
     def generate(
         self,
         tokens: Sequence[int],
@@ -370,8 +353,8 @@ class Llama(Keeping):
         if logit_bias:
             bias = {int(token): float(value) for token, value in logit_bias.items()}
             logits_processor = llama_cpp.LogitsProcessorList([*(logits_processor or ()), _bias_processor(bias)])
-        completion: Iterator[Any] = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
-        return completion
+        completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
+        return self._turns.pieces(completion) if kwargs.get("stream") else self._turns.whole(completion)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -379,11 +362,6 @@ class Llama(Keeping):
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
         return state
-
-
-def install() -> None:
-    """Make `llama_cpp.Llama` this class, for programs whose import cannot be changed."""
-    llama_cpp.Llama = Llama  # type: ignore[misc]
 
 
 def _bias_processor(bias: dict[int, float]) -> Any:

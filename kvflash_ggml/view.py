@@ -12,9 +12,13 @@ from .trace_html import Summary
 class PoolView:
     """Live, read-only counters of one pool, and the calls that change what it keeps."""
 
-    def __init__(self, session: Session, size: PoolSize) -> None:
+    def __init__(self, session: Session, size: PoolSize, *, swa_full: bool) -> None:
         self._session = session
         self._size = size
+        self._swa_full = swa_full
+
+    def __repr__(self) -> str:
+        return f"<{self.banner()}>"
 
     @property
     def pool(self) -> int:
@@ -48,10 +52,12 @@ class PoolView:
 
     @property
     def page_ins(self) -> int:
+        """Chunks that came back from the host."""
         return self._session.page_ins
 
     @property
     def page_outs(self) -> int:
+        """Chunks that were copied to the host: each once, when it is full. Leaving the device moves nothing then."""
         return self._session.page_outs
 
     @property
@@ -136,8 +142,8 @@ class PoolView:
             ("context", f"{self.n_ctx:,} tokens"),
             ("read", f"{self.length:,} tokens in {self.chunks:,} chunks, {self.resident:,} of them resident"),
             ("policy", self.policy),
-            ("page-ins", f"{self.page_ins:,} chunks, {_mib(self.bytes_in)}"),
-            ("page-outs", f"{self.page_outs:,} chunks, {_mib(self.bytes_out)}"),
+            ("recalled", f"{self.page_ins:,} chunks, {_mib(self.bytes_in)}"),
+            ("copied to the host", f"{self.page_outs:,} chunks, {_mib(self.bytes_out)}"),
             ("host memory", f"{_mib(self.host_bytes)} of page images, and {_mib(self.spilled_bytes)} spilled"),
             ("attention on paged-out text", "not estimated" if mass is None else f"about {mass * 100:.0f} %"),
             ("banner", self.banner()),
@@ -157,8 +163,15 @@ class PoolView:
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}{self._index()}, "
-            f"{info.n_layers} layers pooled"
+            f"{info.n_layers} layers pooled{self._windows()}"
         )
+
+    def _windows(self) -> str:
+        window = self._session.engine.info.n_swa
+        if window == 0:
+            return ""
+        kept = f"all {self.n_ctx}" if self._swa_full else f"the last {window}"
+        return f", sliding-window layers keep {kept} tokens (swa_full={self._swa_full})"
 
     def _index(self) -> str:
         size = self._session.index_bytes

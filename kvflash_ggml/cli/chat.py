@@ -15,6 +15,7 @@ from .answer import Answer, Message, ask
 from .model import first_seed
 from .options import OutputOptions, SamplingOptions
 from .prompt import read_text
+from .remedy import in_words
 from .report import closing_line, residency
 from .terminal import (
     end_answer,
@@ -23,6 +24,7 @@ from .terminal import (
     stderr_is_terminal,
     stdin_is_terminal,
     stdout_is_terminal,
+    typed_lines_kept,
 )
 
 HELP = """\
@@ -32,7 +34,7 @@ HELP = """\
 /read FILE  put a file before the next message
 /stats      speed, residency, pages
 \"\"\"         begins and ends a message of several lines
-Ctrl-C      stops the answer; twice leaves"""
+Ctrl-C      stops the answer; twice at a prompt, or in an answer, leaves"""
 
 _QUOTES = '"""'
 
@@ -104,19 +106,19 @@ class Chat:
     def _answer(self) -> bool:
         """Answer the last message. Without an answer, the message is taken back."""
         try:
-            answer = ask(
-                self._llm,
-                self._messages,
-                sampling=self._sampling,
-                seed=self._seed,
-                emit=print_piece if self._output.stream else None,
-                show_progress=stderr_is_terminal() and not self._output.quiet,
-            )
+            with typed_lines_kept():
+                answer = ask(
+                    self._llm,
+                    self._messages,
+                    sampling=self._sampling,
+                    seed=self._seed,
+                    emit=print_piece if self._output.stream else None,
+                    show_progress=stderr_is_terminal() and not self._output.quiet,
+                )
         except (ContextFull, ValueError, RuntimeError, MemoryError) as error:
             self._messages.pop()
-            click.secho(f"Error: {error}", err=True, fg="red")
+            click.secho(f"Error: {in_words(error)}", err=True, fg="red")
             return False
-        self._warned = answer.interrupted
         if answer.interrupted and not answer.text:
             self._messages.pop()
             note("stopped; the message is taken back")
@@ -187,7 +189,7 @@ class Chat:
         if stats is not None:
             note(stats.banner())
             note(
-                f"paged {_mib(stats.bytes_in)} in, {_mib(stats.bytes_out)} out;"
+                f"recalled {_mib(stats.bytes_in)}, copied {_mib(stats.bytes_out)};"
                 f" host {_mib(stats.host_bytes)}, device {_mib(stats.device_bytes)}"
             )
         return True

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from .. import env
 from ..errors import LibraryError
 from ..native import library
+from . import about
 from .child import Child, run_child
 from .first_run import rebuild, told
 from .report import computes_on, package_version
@@ -175,7 +176,7 @@ def _decode(child: Child, model: str | None) -> Check:
     result = child.said.get("decode")
     if result is None:
         return Check(name="decode", status="error", detail="not tried: see above")
-    lines = [name, f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
+    lines = [name, *about.lines(child), f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
     status: Status = "ok"
     remedy = ""
     if result["refused"]:
@@ -187,7 +188,8 @@ def _decode(child: Child, model: str | None) -> Check:
     if result["paged"]:
         lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
     detail = "\n".join(lines)
-    return Check(name="decode", status=status, detail=detail, remedy=remedy, data={"decode": result})
+    data = {"about": child.said.get("about"), "decode": result}
+    return Check(name="decode", status=status, detail=detail, remedy=remedy, data=data)
 
 
 def _decode_remedy(child: Child, model: str) -> str:

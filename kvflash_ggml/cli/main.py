@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 
 from .doctor import doctor
+from .execute import execute
 from .report import version_line
 from .run import run
 from .snapshot import snapshot
 
 INTERRUPTED = 130
 _OWN_OPTIONS = ("-h", "--help", "--version")
+_MODEL_OPTIONS = {"-m", "--model"}
 
 
 class DefaultRun(click.Group):
@@ -20,6 +25,10 @@ class DefaultRun(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in _OWN_OPTIONS:
+            if _is_word(args[0]) and not _MODEL_OPTIONS & {*args} and "KVFLASH_MODEL" not in os.environ:
+                close = difflib.get_close_matches(args[0], self.commands, n=1)
+                hint = f": did you mean {close[0]}?" if close else f". Verbs are {', '.join(self.commands)}."
+                raise click.UsageError(f"{args[0]!r} is neither a verb nor a model file{hint}", ctx)
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -29,6 +38,11 @@ class DefaultRun(click.Group):
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _is_word(text: str) -> bool:
+    """Could it be a mistyped verb? A path has a dot or a slash, or is there."""
+    return text.isalpha() and not Path(text).exists()
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
@@ -58,6 +72,7 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run doctor                                      what is installed, and does it work
     """
@@ -65,4 +80,5 @@ def main() -> None:
 
 main.add_command(run)
 main.add_command(doctor)
+main.add_command(execute)
 main.add_command(snapshot)

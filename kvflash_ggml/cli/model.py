@@ -12,12 +12,14 @@ from typing import Any
 
 import click
 
+from .. import logs
 from ..config import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from ..native import library
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
+from .remedy import in_words
 
 
 def create_llama(**settings: Any) -> Any:
@@ -95,19 +97,15 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
     except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
         if verbose:
             traceback.print_exc(file=sys.stderr)
-        raise click.ClickException(str(error) or type(error).__name__) from error
+        raise click.ClickException(in_words(error)) from error
 
 
 def log_to_stderr(output: OutputOptions) -> None:
     """The package's log: warnings, with -v everything, with -q errors only."""
-    logger = logging.getLogger("kvflash_ggml")
-    logger.handlers[:] = [_StderrHandler()]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
+    level = logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
+    logs.show_on(_StderrHandler(), level)
 
 
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        level = "" if message.startswith("kvflash: ") else f"kvflash: {record.levelname.lower()}: "
-        click.echo(level + message, err=True)
+        click.echo(self.format(record), err=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import click
 
+from .. import notation
 from ..config import KVFlashConfig
 from ..policy import names
 from ..snapshot.cache import PrefixCache
@@ -21,7 +21,7 @@ _pool = option("KVFlash")
 class PoolOptions:
     """What is asked of the pool."""
 
-    kvflash: int | Literal["auto", "off"]
+    kvflash: str
     kvflash_policy: str
     kvflash_drafter: Path | None
     kvflash_tau: int | None
@@ -34,10 +34,11 @@ class PoolOptions:
 
     def config(self) -> KVFlashConfig | None:
         """The pool's settings, or None when it is off."""
-        if self.kvflash == "off":
+        asked = notation.pool(self.kvflash)
+        if asked is None:
             return None
         return KVFlashConfig(
-            pool=self.kvflash,
+            **asked,
             policy=self.kvflash_policy,
             drafter=self.kvflash_drafter,
             tau=self.kvflash_tau,
@@ -62,9 +63,9 @@ pool_options = collected(
         default="off",
         show_default=True,
         envvar="KVFLASH_POOL",
-        metavar="TOKENS|auto|off",
-        help="Keep the KV cache in a pool of so many tokens; what does not fit is paged to host"
-        " memory. 'auto' sizes the pool from free device memory.",
+        metavar="TOKENS|SIZE|auto|off",
+        help="Keep the KV cache in a pool of so many tokens (4096, 4K) or bytes (512M, 2G); what does not fit is"
+        " paged to host memory. 'auto' sizes the pool from free device memory.",
     ),
     _pool(
         "--kvflash-policy",

@@ -16,6 +16,7 @@ from typing import Any
 from ..config import CHUNK
 from ..errors import UnsupportedModelError
 from ..native import library, trial
+from . import about
 
 DECODE_POOL = 512
 _CONTEXT = 1024
@@ -33,6 +34,7 @@ def main(model: str) -> None:
     _say(doing="devices")
     _say(devices=devices(), gpu=library.supports_gpu_offload())
     _say(doing="decode")
+    _say(about=about.facts(model))
     _say(decode=decode(model))
 
 

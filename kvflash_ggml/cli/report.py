@@ -91,7 +91,7 @@ def recorded(llm: Any, path: Path | None, *, title: str) -> Iterator[None]:
 def residency(stats: Any) -> list[str]:
     return [
         f"resident {stats.resident}/{stats.chunks} chunks",
-        f"pages {stats.page_ins} in, {stats.page_outs} out",
+        f"{stats.page_ins} recalled, {stats.page_outs} copied to the host",
     ]
 
 

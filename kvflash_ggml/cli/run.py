@@ -48,6 +48,14 @@ Every option has a variable: --ctx-size is KVFLASH_CTX_SIZE, --kvflash is KVFLAS
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
 
 
+def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: str | None) -> None:
+    if repository is not None:
+        raise click.UsageError(
+            f"models are not fetched here: download a .gguf file of {repository}, and give its path "
+            "(in Python Llama.from_pretrained does both)"
+        )
+
+
 @click.command(
     cls=SectionCommand,
     epilog=_EPILOG,
@@ -75,6 +83,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
     help="Use the chat template, or continue the prompt as raw text; -cnv with a prompt at a"
     " terminal stays in the chat.  [default: by the model]",
 )
+@_prompt("-hf", "--hf-repo", hidden=True, is_eager=True, expose_value=False, callback=_refuse_repository)
 @model_options
 @pool_options
 @snapshot_options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,22 @@ def size_text(size: int) -> str:
         if size >= 1 << shift:
             return f"{size / (1 << shift):.1f} {unit}"
     return f"{size} bytes"
+
+
+@contextmanager
+def typed_lines_kept() -> Iterator[None]:
+    """Ctrl-C does not throw away the lines that were typed ahead, as a terminal does otherwise."""
+    if not stdin_is_terminal():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    changed = [*before]
+    changed[3] |= termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextmanager

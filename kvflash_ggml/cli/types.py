@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import click
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+from .. import notation
 
 
 class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Click have no parameter
@@ -16,19 +14,17 @@ class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Cli
 
 
 class Pool(_Type):
-    """A number of tokens, 'auto', or 'off' (None)."""
+    """A number of tokens, a size in bytes, 'auto', or 'off', as it was written."""
 
-    name = "tokens|auto|off"
+    name = "tokens|size|auto|off"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | Literal["auto", "off"]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).strip().lower()
-        if text == "auto" or text == "off":
-            return text  # type: ignore[return-value]
-        if text.isdecimal() and int(text) > 0:
-            return int(text)
-        self.fail(f"{value!r} is not a number of tokens, 'auto' or 'off'", param, ctx)
+        try:
+            notation.pool(text)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return text
 
 
 class Layers(_Type):
@@ -53,10 +49,10 @@ class Size(_Type):
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size: write bytes, or 512M, 8G", param, ctx)
-        return int(float(match[1]) * (1 << _SHIFT[match[2].upper()]))
+        try:
+            return notation.size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Pin(_Type):
@@ -67,10 +63,10 @@ class Pin(_Type):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
-        lo, _, hi = str(value).partition(":")
-        if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
-            self.fail(f"{value!r} is not a range: write LO:HI with LO < HI, as in 0:512", param, ctx)
-        return int(lo), int(hi)
+        try:
+            return notation.pin(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class TokenLimit(_Type):

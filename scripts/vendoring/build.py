@@ -280,7 +280,7 @@ def notice(p: Plan) -> str:
 
 def native_key(p: Plan) -> str:
     """Changes whenever an installed copy of the native part would be out of date."""
-    extra = [REPO / "pyproject.toml", REPO / "CMakeLists.txt", NATIVE / "build_ffi.py"]
+    extra = [REPO / "pyproject.toml", REPO / "CMakeLists.txt", NATIVE / "build_ffi.py", *(REPO / "startup").glob("*")]
     return digest(p.ggml.name, p.out.name, digest_files(REPO, [f for f in extra if f.is_file()]))[:20]
 
 

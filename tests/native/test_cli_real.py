@@ -81,7 +81,7 @@ def test_a_document_larger_than_the_pool(document: Path) -> None:
     assert banner.startswith("kvflash: pool 1024 of 131072 tokens")
     assert closing.startswith("kvflash: prompt ")
     assert f"resident 16/{pool['chunks']} chunks" in closing
-    assert f"pages {pool['page_ins']} in, {pool['page_outs']} out" in closing
+    assert f"{pool['page_ins']} recalled, {pool['page_outs']} copied to the host" in closing
 
 
 def test_a_pool_of_the_whole_context_answers_as_without(document: Path) -> None:
@@ -152,7 +152,9 @@ def test_the_same_seed_says_the_same() -> None:
         (["nowhere.gguf", "hi"], 1, "Error: Model path does not exist: nowhere.gguf\n"),
         ([MODEL, "hi", "--kvflash", "many"], 2, "'many' is not a number of tokens"),
         ([MODEL, "hi", "--kvflash", "1024", "-fa", "off"], 1, "flash attention"),
-        ([MODEL, "word " * 600, "-c", "256"], 1, "exceed context window of 256"),
+        ([MODEL, "word " * 600, "-c", "256"], 1, "exceed context window of 256: give a larger context with -c"),
+        ([MODEL.parent, "hi"], 1, f"{MODEL.parent} is a folder: give one of its files, recall-"),
+        ([TEXT, "hi"], 1, "is not a GGUF file, it begins with b'"),
     ],
 )
 def test_mistakes_are_told_plainly(line: list[str | Path], code: int, text: str) -> None:
@@ -203,6 +205,9 @@ def test_doctor(name: str) -> None:
     document = json.loads(done.stdout)
     assert document["ok"] is (done.returncode == 0)
     assert document["checks"]["decode"]["status"] == "ok", done.stdout
+    about = document["checks"]["decode"]["about"]
+    assert (about["n_ctx_train"], about["chat_template"], about["refused"]) == (131072, True, None)
+    assert about["token_bytes"] > 0
     assert document["checks"]["decode"]["decode"]["page_outs"] > 0
     assert document["checks"]["decode"]["decode"]["page_ins"] > 0
     assert any(d["total"] > 0 for d in document["checks"]["devices"]["devices"])

@@ -223,6 +223,17 @@ def test_where_a_drafter_is_looked_for(tmp_path: Path) -> None:
         drafter.find(model, tmp_path / "missing.gguf")
 
 
+def test_a_draft_that_reads_its_targets_memory_is_passed_over(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    shutil.copy(MODELS / "recall-dflash.gguf", tmp_path / "a-draft.gguf")
+    with pytest.raises(ConfigError, match="none was found"):
+        drafter.find(model, None)
+    small = shutil.copy(SMALL, tmp_path / "b-draft.gguf")
+    assert drafter.find(model, None) == small
+    assert drafter.find(model, tmp_path / "a-draft.gguf") == tmp_path / "a-draft.gguf"
+
+
 def test_without_a_drafter_the_policy_is_refused(models: Any, tmp_path: Path) -> None:
     from kvflash_ggml import Llama
 

@@ -76,6 +76,34 @@ def test_llama_cpp_may_come_first_when_it_uses_our_library() -> None:
     assert len(eval(done.stdout)) == len(libraries())
 
 
+def test_llama_cpp_alone_finds_our_library() -> None:
+    done = run("import llama_cpp, sys\n" + MAPS + "print(llama_cpp.Llama.__module__, len(sys.meta_path))")
+    assert done.returncode == 0, done.stderr
+    mapped, last = done.stdout.splitlines()
+    assert {Path(p).parent for p in eval(mapped)} == {library.library_folder()}
+    assert last.startswith("llama_cpp.llama ")
+    done = run("import llama_cpp\n" + LOAD + MAPS)
+    assert done.returncode == 0, done.stderr
+    assert len(eval(done.stdout)) == len(libraries())
+
+
+def test_a_llama_cpp_with_a_library_of_its_own_is_left_alone(tmp_path: Path) -> None:
+    package = tmp_path / "llama_cpp"
+    (package / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text("import os, sys\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport llama_cpp, os\n"
+        "print('kvflash_ggml' in sys.modules, os.environ.get('LLAMA_CPP_LIB_PATH'))"
+    )
+    done = run(code)
+    assert done.stdout == "False None\n", done.stderr
+
+
+def test_a_process_without_llama_cpp_pays_nothing() -> None:
+    done = run("import sys; print([m for m in sys.modules if m.startswith(('kvflash_ggml', 'llama_cpp'))])")
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_foreign_libllama_is_refused(tmp_path: Path) -> None:
     for path in libraries():
         shutil.copy2(path, tmp_path)
@@ -178,6 +206,7 @@ def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     built = [n for n in names if re.search(r"\.so", n)]
     assert sorted(Path(n).name for n in built) == sorted([*library.build_info()["libraries"], "_kvf.abi3.so"])
+    assert {"kvflash_ggml/py.typed", "kvflash_ggml.pth", "_kvflash_ggml_startup.py"} <= set(names)
     licenses = {n.partition("/licenses/")[2] for n in names if "/licenses/" in n}
     assert licenses == {
         "LICENSE", "upstream/LICENSE.llama.cpp", "upstream/AUTHORS.llama.cpp",

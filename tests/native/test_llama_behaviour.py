@@ -295,12 +295,6 @@ def test_incremental_text_is_upstreams(llama: Any, stock: Any) -> None:
 # --- refusals
 
 
-def test_unknown_keywords_are_refused(llama: Any) -> None:
-    with pytest.raises(TypeError, match="kvflash_pol"):
-        llama(kvflash=512, kvflash_pol="lru")
-    llama(vocab_only=True, rpc_servers=None)
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -349,18 +343,22 @@ def test_what_a_pool_cannot_do_is_refused(llama: Any, tokens: Any) -> None:
     assert llm.kvflash.length == 90
 
 
-# --- lifetime
-
-
-def test_install_replaces_the_class(llama: Any, monkeypatch: Any) -> None:
+def test_a_program_that_decodes_by_itself_is_told_why_it_cannot(llama: Any, tokens: Any) -> None:
     import llama_cpp
 
-    import kvflash_ggml
+    llm, plain = llama(kvflash=512), llama()
+    llm.eval(tokens[:100].tolist())
+    before = row(llm).copy()
+    ids = (llama_cpp.llama_token * 1)(5)
+    batch = llama_cpp.llama_batch_get_one(ids, 1)
+    with pytest.raises(KVFlashError, match=r"llama_decode was called on a paged context.* kvflash=None"):
+        llama_cpp.llama_decode(llm.ctx, batch)
+    assert llama_cpp.llama_decode(plain.ctx, batch) == 0
+    assert same_bits(row(llm), before)
+    llm.eval(tokens[100:120].tolist())
 
-    monkeypatch.setattr(llama_cpp, "Llama", llama_cpp.Llama)
-    kvflash_ggml.install()
-    assert llama_cpp.Llama is kvflash_ggml.Llama
-    assert issubclass(llama_cpp.Llama, llama_cpp.llama.Llama)
+
+# --- lifetime
 
 
 def test_close_twice(llama: Any, tokens: Any) -> None:

@@ -47,7 +47,7 @@ def test_stdout_has_the_answer_and_nothing_else(cli: Stage) -> None:
     assert banner == BANNER
     assert closing.startswith("kvflash: prompt 5 tokens, ")
     assert "| generation 9 tokens, " in closing
-    assert closing.endswith("t/s | resident 16/84 chunks | pages 3 in, 83 out")
+    assert closing.endswith("t/s | resident 16/84 chunks | 3 recalled, 83 copied to the host")
     assert cli.made[0].closed
 
 
@@ -151,8 +151,16 @@ def test_pool_options(cli: Stage, tmp_path: Path) -> None:
         host_limit=8 << 30,
         spill=tmp_path,
     )
-    cli("m.gguf", "hi", "--kvflash", "auto")
-    assert cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+    for text, config in (
+        ("auto", KVFlashConfig(pool="auto")),
+        ("4k", KVFlashConfig(pool=4096)),
+        ("1.5K", KVFlashConfig(pool=1536)),
+        ("2G", KVFlashConfig(pool_bytes=2 << 30)),
+        ("64kB", KVFlashConfig(pool_bytes=64 << 10)),
+        ("9000000b", KVFlashConfig(pool_bytes=9_000_000)),
+    ):
+        cli("m.gguf", "hi", "--kvflash", text)
+        assert cli.settings["kvflash"] == config
 
 
 def test_a_prefix_cache(cli: Stage, tmp_path: Path) -> None:
@@ -223,7 +231,7 @@ def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--kvflash many", "'many' is not a number of tokens, 'auto' or 'off'"),
+        ("--kvflash many", "'many' is not a number of tokens (4096, 4K), a size (512M, 2G), 'auto' or 'off'"),
         ("--kvflash 0", "not a number of tokens"),
         ("--kvflash -5", "not a number of tokens"),
         ("--kvflash 1024 --kvflash-pin 5", "not a range"),
@@ -366,7 +374,8 @@ def test_a_model_that_cannot_be_loaded(cli: Stage, monkeypatch: pytest.MonkeyPat
 def test_a_prompt_that_does_not_fit(cli: Stage) -> None:
     result = cli("m.gguf", "hi", error=ContextFull("Requested tokens (9) exceed context window of 8"))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "Error: Requested tokens (9) exceed context window of 8\n"
+    told = "Error: Requested tokens (9) exceed context window of 8: give a larger context with -c"
+    assert result.stderr.startswith(told)
     assert cli.made[0].closed
 
 
@@ -374,7 +383,7 @@ def test_ctrl_c_keeps_what_was_said(cli: Stage) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started the tests in the background
     result = cli("m.gguf", "hello", "--kvflash", "1024", on_token=interrupt_at(2))
     assert (result.exit_code, result.stdout) == (130, REPLY[:3] + "\n")
-    assert "pages 3 in, 83 out | interrupted" in result.stderr
+    assert "3 recalled, 83 copied to the host | interrupted" in result.stderr
     assert "Traceback" not in result.stderr
     assert cli.made[0].closed
     assert signal.getsignal(signal.SIGINT) is before
@@ -520,7 +529,7 @@ def test_help(cli: Stage) -> None:
     assert group.exit_code == 0
     assert "doctor" in group.stdout
     verb = cli("run", "--help")
-    for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|auto|off", "-ngl, --n-gpu-layers"):
+    for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|SIZE|auto|off", "-ngl, --n-gpu-layers"):
         assert text in verb.stdout
     assert cli().exit_code == 2
 

@@ -61,6 +61,23 @@ def doctor(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["doctor", *arguments], prog_name="kvflash-run")
 
 
+def test_what_a_model_would_take_is_said(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"architecture": "qwen3", "n_ctx_train": 131072, "chat_template": True, "token_bytes": 3072}
+    about["refused"] = None
+    say(monkeypatch, Child(said={**SAID, "about": about}, doing="decode", failure=""))
+    text = doctor("m.gguf").stdout
+    assert "qwen3, trained for 131,072 tokens, a chat template" in text
+    assert "a full f16 cache takes 384.0 MiB, a pool of 4,096 tokens 12.0 MiB and up to 384.0 MiB on the host" in text
+    assert json.loads(doctor("m.gguf", "--json").stdout)["checks"]["decode"]["about"] == about
+    refused = {**about, "chat_template": False, "refused": "no memory"}
+    said = {**SAID, "about": refused, "decode": {**DECODE, "refused": "no memory"}}
+    say(monkeypatch, Child(said=said, doing="decode", failure=""))
+    text = doctor("m.gguf").stdout
+    assert "no chat template" in text
+    assert "works without a pool only: no memory" in text
+    assert "can be pooled" not in text
+
+
 def test_all_is_well(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFLASH_POOL", "1024")
     monkeypatch.setenv("LLAMA_ARG_API_KEY", "hidden")

@@ -12,7 +12,9 @@ from kvflash_ggml.config import KV_TYPES
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (Pool(), "4096", 4096),
+        (Pool(), "4096", "4096"),
+        (Pool(), "4K", "4k"),
+        (Pool(), "2G", "2g"),
         (Pool(), "AUTO", "auto"),
         (Pool(), "off", "off"),
         (Layers(), "0", 0),

@@ -1,0 +1,41 @@
+"""How people write sizes: on the command line, in variables, and as keywords."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)((?:i?B)?)", re.IGNORECASE)
+_SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def size(text: str) -> int:
+    """Bytes, with an optional K, M, G or T (powers of 1024). ValueError if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write bytes, or 512M, 8G")
+    return int(float(match[1]) * (1 << _SHIFT[match[2].upper()]))
+
+
+def pool(text: str) -> dict[str, Any] | None:
+    """The fields of KVFlashConfig that ask for such a pool; None for "off". ValueError for anything else.
+
+    "auto", tokens (4096, 4K), or bytes on the device: with M, G, T or a B at the end.
+    """
+    word = text.strip().lower()
+    if word == "off":
+        return None
+    if word == "auto":
+        return {"pool": "auto"}
+    match = _SIZE.fullmatch(word)
+    if match is None or (count := size(word)) == 0 or not (match[2] or match[3] or word.isdecimal()):
+        raise ValueError(f"{text!r} is not a number of tokens (4096, 4K), a size (512M, 2G), 'auto' or 'off'")
+    return {"pool": count} if match[2] in ("", "k") and not match[3] else {"pool_bytes": count}
+
+
+def pin(text: str) -> tuple[int, int]:
+    """A half-open range of tokens, LO:HI. ValueError if it is none."""
+    lo, _, hi = text.partition(":")
+    if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
+        raise ValueError(f"{text!r} is not a range: write LO:HI with LO < HI, as in 0:512")
+    return int(lo), int(hi)

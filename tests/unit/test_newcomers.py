@@ -1,0 +1,129 @@
+"""What a person types who has not read the manual."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_llama import REPLY, Stage, interrupt_at, staged
+
+from kvflash_ggml import modelfile
+from kvflash_ggml.cli import chat, terminal
+from kvflash_ggml.errors import ConfigError
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.delenv("KVFLASH_MODEL", raising=False)
+    yield from staged(monkeypatch)
+
+
+# --- verbs and models
+
+
+@pytest.mark.parametrize(("word", "hint"), [("docter", "did you mean doctor?"), ("chat", "Verbs are ")])
+def test_a_mistyped_verb_is_no_model(cli: Stage, word: str, hint: str) -> None:
+    result = cli(word, "m.gguf")
+    assert (result.exit_code, cli.made) == (2, [])
+    assert f"{word!r} is neither a verb nor a model file" in result.stderr
+    assert hint in result.stderr
+
+
+def test_a_word_may_be_a_model_or_a_prompt(cli: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("hello", "-m", "m.gguf").stdout == REPLY + "\n"
+    monkeypatch.chdir(tmp_path)
+    Path("model").touch()
+    assert cli("model", "hello").exit_code == 0
+    assert cli.settings["model_path"] == "model"
+    monkeypatch.setenv("KVFLASH_MODEL", "m.gguf")
+    assert cli("hello").exit_code == 0
+
+
+def test_a_repository_is_not_taken_for_a_question_for_help(cli: Stage) -> None:
+    result = cli("-hf", "someone/model-GGUF", "-p", "hello")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "models are not fetched here: download a .gguf file of someone/model-GGUF" in result.stderr
+
+
+def test_python_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvflash_ggml", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("kvflash_ggml", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("kvflash-run ")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "is empty"),
+        (b"lmgg\x01", "older than GGUF"),
+        (b"Some text", "it begins with b'Some'"),
+        (b"PK\x03\x04", "is not a GGUF file"),
+    ],
+)
+def test_a_file_that_is_no_model(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"Failed to load model from file: {path}.*{why}"):
+        modelfile.check(path)
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder: give the path of a \.gguf file"):
+        modelfile.check(tmp_path)
+    for name in "abcd":
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"give one of its files, a\.gguf, b\.gguf, c\.gguf, \.\.\.$"):
+        modelfile.check(tmp_path)
+    modelfile.check(tmp_path / "a.gguf")
+    modelfile.check(tmp_path / "missing.gguf")
+
+
+def test_the_architecture_of_a_file(tmp_path: Path) -> None:
+    models = Path(__file__).parents[1] / "models"
+    assert modelfile.architecture(models / "recall-dflash.gguf") == "dflash"
+    assert modelfile.architecture(models / "recall-qwen35-q8_0.gguf") == "qwen35"
+    start = (models / "recall-dflash.gguf").read_bytes()[:100]
+    path = tmp_path / "model.gguf"
+    for data in (b"", b"GGUF", start[:50], start.replace(b"arch", b"hcra"), start[:60] + b"\xff" * 8 + start[68:]):
+        path.write_bytes(data)
+        assert modelfile.architecture(path) in (None, "")
+
+
+# --- the keyboard
+
+
+def test_ctrl_c_in_an_answer_does_not_count_at_the_prompt(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "C", "/exit"])
+
+    def read(mark: str) -> str:
+        line = next(lines)
+        if line == "C":
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr(chat, "_read_line", read)
+    result = cli("m.gguf", "-cnv", on_token=interrupt_at(2))
+    assert result.exit_code == 0
+    assert "Ctrl-C again" in result.stderr
+
+
+def test_ctrl_c_leaves_what_was_typed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+
+    def drops() -> bool:
+        return not termios.tcgetattr(theirs)[3] & termios.NOFLSH
+
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert drops()
+        with terminal.typed_lines_kept():
+            assert not drops()
+        assert drops()
+        os.close(ours)
