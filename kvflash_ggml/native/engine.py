@@ -127,16 +127,18 @@ class Engine:
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
 
-    def step(self, count: int, wait: int) -> None:
+    def step(self, count: int, wait: int, codes: list[int]) -> None:
         """Evaluate the first `count` entries of token, pos, slot and output under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none. Keeps nothing on DecodeError.
+        codes: empty; takes what llama_decode returns, 0 if all went well.
         """
         self._plan.n_tokens = count
         self._plan.wait = wait
-        code = lib.kvf_step(self._engine, self._plan)
-        if code != 0:
-            raise DecodeError(f"llama_decode returned {code} for {count} tokens")
+        # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
+        codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
+        if codes != [0]:
+            raise DecodeError(f"llama_decode returned {codes[0]} for {count} tokens")
 
     def synchronize(self) -> None:
         lib.kvf_synchronize(self._engine)

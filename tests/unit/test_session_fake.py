@@ -29,7 +29,7 @@ from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemor
 from kvflash_ggml.pool import heap as heap_module
 from kvflash_ggml.pool.heap import NOWHERE
 from kvflash_ggml.pool.masks import FREE
-from kvflash_ggml.pool.pager import ABSENT
+from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.saved import SavedSession
 from kvflash_ggml.session import Session
 
@@ -118,7 +118,7 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = 
         if chunk.on_host:
             assert stored(session, image, c)[: len(rows)] == rows, f"image of chunk {c}"
         elif session.bounded and hi - lo == CHUNK:
-            assert c in session.paging._unsaved, f"chunk {c} can never leave"
+            assert c in pager.unsaved, f"chunk {c} can never leave"
     np.testing.assert_array_equal(engine.cell_pos, cells)
     np.testing.assert_array_equal(session.mask.slot_pos, places)
 
