@@ -102,8 +102,10 @@ class Pager:
         """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
 
         A span within two chunks, such as the end of a prompt, has the window of the last: a block more to choose with.
+        The chunk before the span always stays: llama.cpp goes on only from a position that is in memory.
         """
-        window = range(max(0, min(first, first - self.tail if last - first > 1 else last - self.tail)), last + 1)
+        anchor = first if last - first > 1 else last
+        window = range(max(0, min(first - 1, anchor - self.tail)), last + 1)
         return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
 
     def unprotected(self) -> tuple[list[int], list[int]]:

@@ -170,6 +170,7 @@ class FakeEngine(FakeHost):
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
+        assert self.cell_pos.max() == start - 1, "positions do not follow the last one in memory"
         self._check_mask(start, count)
         self._check_state(start)
         fault = self._fault()

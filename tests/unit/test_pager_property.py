@@ -160,7 +160,7 @@ class PagerMachine(RuleBasedStateMachine):
     def _reserve(self, count: int) -> Moves | None:
         first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
         oldest = first - self.tail if last - first > 1 else last - self.tail
-        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first, oldest)}
+        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first - 1, oldest)}
         absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
         taken = {block for block in self.where if block is not None}
         able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]

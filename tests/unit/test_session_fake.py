@@ -627,6 +627,15 @@ def test_a_sealed_chunk_is_copied_once(world: Any) -> None:
     assert session.page_ins == 0
 
 
+def test_the_chunk_before_a_step_stays_whatever_its_score(world: Any) -> None:
+    """A window of one chunk, and steps of two that begin where a chunk does: llama.cpp wants the position before them."""
+    for seed in range(20):
+        session = world(256 + 64 * (seed % 4), config={"sinks": 1, "tail": 1}, n_ubatch=128, scorer=Digest())
+        session.extend(some(1500, seed))
+        session.extend(some(300, seed + 50))
+        check(session, [*some(1500, seed).tolist(), *some(300, seed + 50).tolist()])
+
+
 def test_too_many_tokens_change_nothing(world: Any) -> None:
     session = world()
     session.extend(some(100))
