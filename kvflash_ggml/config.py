@@ -33,6 +33,10 @@ class KVFlashConfig:
     drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
     tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
         call computes the same bits however fast the machine is.
+    calibrate: find the heads of the model that retrieve, behind the first answer, so that the policy "qk" asks them only;
+        they are kept in the user's cache folder. False asks all heads; a path names a file of 'kvflash-run calibrate'.
+    deterministic: what is resident at a prompt's end is a function of the text alone: each prompt is read from its
+        beginning, tau does not adapt, and heads that are found meanwhile count in the next object.
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
@@ -47,6 +51,8 @@ class KVFlashConfig:
     policy: str | Scorer = "qk"
     drafter: Path | None = None
     tau: int | None = None
+    calibrate: bool | Path = True
+    deterministic: bool = False
     reselect_prefill: bool = True
     sinks: int = 1
     tail: int = 4
@@ -56,6 +62,10 @@ class KVFlashConfig:
     checkpoints: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("calibrate", "deterministic"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, Path) if name == "calibrate" else bool):
+                raise ConfigError(f"{name} is True or False{', or a path' if name == 'calibrate' else ''}, not {value!r}")
         if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
             raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
         if self.pool_bytes is not None:

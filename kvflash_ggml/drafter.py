@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .errors import ConfigError
 from .policy.base import Floats
 from .policy.combine import softmax_max
 from .policy.crosstok import TextReader, token_scores
-from .policy.drafter import NAME, QUERY_ROWS, Reader, TokenReader
+from .policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
 from .policy.edges import follow
 from .policy.heads import every_head
 from .saved import SavedReader, SavedSession
@@ -76,6 +76,19 @@ def _is_candidate(file: Path, target: Path) -> bool:
 def reserve_bytes(path: Path) -> int:
     """Device memory to leave free for a drafter that will be loaded later."""
     return path.stat().st_size + COMPUTE_BYTES
+
+
+def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
+    """The policy of that name for a Llama; the drafter is loaded when it is first asked. idle: see DrafterScorer."""
+    read = partial(
+        load,
+        path,
+        beside=llm._model,
+        n_ctx=llm.n_ctx(),
+        offload=llm.model_params.n_gpu_layers != 0,
+        settings=llm.context_params,
+    )
+    return DrafterScorer(read, source=str(path), idle=idle)
 
 
 def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, settings: Any) -> Reader:

@@ -23,9 +23,16 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "kvflash_pins": ("KVFLASH_PIN", lambda text: tuple(notation.pin(word) for word in text.split())),
     "kvflash_host_limit": ("KVFLASH_HOST_LIMIT", notation.size),
     "kvflash_spill": ("KVFLASH_SPILL", Path),
+    "kvflash_calibrate": ("KVFLASH_CALIBRATE", notation.calibrate),
+    "kvflash_deterministic": ("KVFLASH_DETERMINISTIC", notation.switch),
     "kvflash_cache": ("KVFLASH_CACHE", Path),
     "kvflash_cache_size": ("KVFLASH_CACHE_SIZE", notation.size),
 }
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of this package, below XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvflash_ggml"
 
 
 def lib_path() -> Path | None:

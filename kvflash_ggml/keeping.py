@@ -42,6 +42,7 @@ class Keeping(llama_cpp.Llama):
 
     def _catch_up(self, session: Session) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
+        session.settle()
         if self.n_tokens < session.length:
             session.rewind(self.n_tokens)
         elif self.n_tokens > session.length:
@@ -150,15 +151,15 @@ class Keeping(llama_cpp.Llama):
         """Go on from a saved session, and release it."""
         assert self._session is not None
         try:
-            self._session.restore(saved)
+            self._session.restore(saved, self._take_over)
         finally:
             saved.release()
-        self._take_over(saved)
         self._seed = saved.seed
 
     def _take_over(self, saved: SavedSession) -> None:
         """The session has been restored: follow it."""
         assert self._session is not None
+        self.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
         self.input_ids[: saved.length] = saved.tokens
         self.n_tokens = saved.length
         self._requires_eval = saved.logits is None
@@ -180,6 +181,8 @@ class Keeping(llama_cpp.Llama):
         if isinstance(cache, PrefixCache):
             if self._session is None:
                 raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")
+            if self._session.config.deterministic:
+                raise KVFlashError("kvflash_deterministic reads each prompt from its beginning: it uses no PrefixCache")
             super().set_cache(None)
             self._prefixes = Prefixes(cache, self._session, self._snapshots(), n_vocab=self.n_vocab())
             self._ctx._exit_stack.callback(self._prefixes.close)
@@ -202,9 +205,7 @@ class Keeping(llama_cpp.Llama):
             return
         mine = self._session.left_after(self._session.reusable(min(shared, len(tokens) - 1), len(tokens)))
         self._keep_prefix()
-        saved = prefixes.restore(tokens, mine)
-        if saved is not None:
-            self._take_over(saved)
+        prefixes.restore(tokens, mine, self._take_over)
 
     def _forget_lost(self) -> None:
         """A page of the text cannot be read: do not restore it again."""

@@ -23,6 +23,8 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_policy: str | Scorer | None
     kvflash_drafter: str | Path | None
     kvflash_tau: int | None
+    kvflash_calibrate: bool | str | Path | None
+    kvflash_deterministic: bool | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None
     kvflash_host_limit: int | None

@@ -18,18 +18,19 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from . import drafter, fitting, modelfile, parameters, policy
+from .calibration.finder import HeadFinder
 from .config import KVFlashConfig
 from .context import PagedContext
 from .errors import ContextFull, KVFlashError, SnapshotError
 from .keeping import Keeping
 from .native import engine as native
 from .native import library
-from .policy.base import Scorer
+from .policy.base import Scorer, Selective
 from .policy.drafter import NAME as DRAFTER
-from .policy.drafter import DrafterScorer
 from .pool.sizing import PoolSize
 from .prefix import common_prefix
 from .session import Session
+from .snapshot.fingerprint import ModelFile
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns, changing, in_turn, writing
 from .view import PoolView
@@ -47,8 +48,8 @@ class Llama(Keeping):
 
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
-    kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_pins, kvflash_spill, kvflash_host_limit: fields of
-        KVFlashConfig, by keyword.
+    kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_pins, kvflash_spill,
+        kvflash_host_limit: fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
 
@@ -73,6 +74,7 @@ class Llama(Keeping):
         self._turns = Turns()
         self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
+        self._finder: HeadFinder | None = None
         self._drafter: Path | None = None
         if self._config is not None:
             if self._config.policy == DRAFTER:
@@ -124,7 +126,7 @@ class Llama(Keeping):
         assert self._config is not None
         n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
         if self._drafter is not None:
-            self._scorer = self._make_drafter_scorer(self._drafter, idle=size.slots - 2 * n_ubatch)
+            self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
         self._session = Session(
             engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
@@ -132,6 +134,7 @@ class Llama(Keeping):
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
         self._open_keeper(self._session)
+        self._find_heads(self._session, self._config)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None
         if self.verbose:
@@ -139,16 +142,18 @@ class Llama(Keeping):
         else:
             logger.info(self.kvflash.banner())
 
-    def _make_drafter_scorer(self, path: Path, *, idle: int) -> Scorer:
-        load = partial(
-            drafter.load,
-            path,
-            beside=self._model,
-            n_ctx=self._n_ctx,
-            offload=self.model_params.n_gpu_layers != 0,
+    def _find_heads(self, session: Session, config: KVFlashConfig) -> None:
+        """Where the policy can ask some heads only: those that are known, or that are found behind the first answer."""
+        if config.calibrate is False or session.reselector is None or not isinstance(self._scorer, Selective):
+            return
+        self._finder = HeadFinder(
+            session,
+            model=self._model,
+            identity=ModelFile(self.model_path).identity,
             settings=self.context_params,
+            given=None if config.calibrate is True else config.calibrate,
         )
-        return DrafterScorer(load, source=str(path), idle=idle)
+        self._ctx._exit_stack.callback(self._finder.close)
 
     def _replace_batch(self) -> None:
         """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""
@@ -161,7 +166,7 @@ class Llama(Keeping):
         """The live state of the pool, or None without one."""
         if self._session is None or self._size is None:
             return None
-        return PoolView(self._session, self._size, swa_full=self.context_params.swa_full)
+        return PoolView(self._session, self._size, self._finder, swa_full=self.context_params.swa_full)
 
     # --- evaluation
 
@@ -263,6 +268,8 @@ class Llama(Keeping):
             logits_processor=logits_processor,
             grammar=grammar,
         )
+        if self._finder is not None and not self._deterministic:
+            self._finder.settle()
         pending = list(tokens)
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
@@ -290,9 +297,17 @@ class Llama(Keeping):
                 self._evaluate(pending, generated=generated)
         finally:
             self._keep_prefix()
+            if self._finder is not None and self._session is not None and self._session.outgrown:
+                self._finder.start()
+
+    @property
+    def _deterministic(self) -> bool:
+        return self._config is not None and self._config.deterministic
 
     def _reuse_prefix(self, tokens: Sequence[int]) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        if self._deterministic:
+            self.reset()
         if self._prefixes is not None:
             self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
         shared = common_prefix(self._input_ids, np.asarray(tokens, np.intc))

@@ -39,3 +39,19 @@ def pin(text: str) -> tuple[int, int]:
     if not (lo.isdecimal() and hi.isdecimal() and int(lo) < int(hi)):
         raise ValueError(f"{text!r} is not a range: write LO:HI with LO < HI, as in 0:512")
     return int(lo), int(hi)
+
+
+_SWITCH = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+
+
+def switch(text: str) -> bool:
+    """On or off. ValueError if it is neither."""
+    try:
+        return _SWITCH[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{text!r} is neither on nor off") from None
+
+
+def calibrate(text: str) -> bool | str:
+    """On, off, or the file of a calibration."""
+    return _SWITCH.get(text.strip().lower(), text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,14 @@ import numpy.typing as npt
 from .config import CHUNK
 from .pool.heap import Page, PageHeap
 from .pool.masks import SlotMask
-from .pool.pager import Moves, Pager
+from .pool.pager import Pager
+from .pool.plan import Moves
 from .pool.store import HostStore
 
 if TYPE_CHECKING:
     from .native.engine import Engine
+
+logger = logging.getLogger("kvflash_ggml")
 
 Int32s = npt.NDArray[np.int32]
 
@@ -23,8 +27,9 @@ Int32s = npt.NDArray[np.int32]
 class Paging:
     """Between a page table and the engine.
 
-    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now. keep_images: also
-    of resident chunks, once made: a bounded pool evicts them, another need not copy them anew for the next snapshot.
+    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now, again if that was
+    interrupted. keep_images: also of resident chunks, once made: a bounded pool evicts them, another need not copy them
+    anew for the next snapshot.
     """
 
     def __init__(
@@ -46,48 +51,67 @@ class Paging:
         self._mask = mask
         self._ids = ids
         self._sealed = sealed
-        self._unsaved: list[int] = []  # sealed chunks whose bytes are on the device only
         self.wait = 0  # the transfer that frees the blocks the next step writes to
 
     def apply(self, moves: Moves, length: int) -> None:
-        """Do what the pager has decided, for a text of `length` tokens."""
-        if not moves:
-            return
+        """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone."""
         for chunk, block in moves.evict:
-            self._engine.clear_cells(block * CHUNK, CHUNK)
-            self._mask.clear(block)
+            self._hide(block)
             self.wait = max(self.wait, self.store.ticket(chunk))
         for chunk in moves.drop:
             self.store.drop(chunk)
         if moves.recall:
-            self._recall(moves.recall, length)
+            self._fill(moves.recall, length)
+            self.page_ins += len(moves.recall)
         for chunk, block in moves.fresh:
             self._mask.place(block, chunk)
 
+    def undo(self, moves: Moves) -> None:
+        """Bring the blocks that a step's moves have touched, or may have, back to what the page table says.
+
+        A chunk whose bytes cannot be had any more stays on the host only.
+        """
+        self._engine.synchronize()  # the ticket of a transfer may be lost
+        touched = moves.blocks
+        for block in touched:
+            self._hide(block)
+        for c, chunk in enumerate(self._pager.chunks):
+            if chunk.block in touched:
+                try:
+                    self._fill([(c, chunk.block)], self._pager.length)
+                except Exception as err:
+                    logger.warning("chunk %d stays on the host: %s", c, err)
+                    self._hide(chunk.block)
+                    self._pager.strand(c)
+
+    def _hide(self, block: int) -> None:
+        """Nobody sees the block."""
+        self._engine.clear_cells(block * CHUNK, CHUNK)
+        self._mask.clear(block)
+
     # --- out
 
-    def save(self, sealed: Sequence[int] = ()) -> None:
-        """Copy chunks sealed since the last time to the host, behind the compute."""
-        self._unsaved.extend(sealed)
-        if not self._unsaved:
-            return
-        for chunk in self._unsaved:
-            self.store.drop(chunk)  # an image from before a truncation
-        for chunks in self.heap.fitting(self._unsaved):
-            with self.store.lock:  # or the scoring thread could spill an image that is not written yet
-                images = self.store.allocate(chunks)
-                ticket = self._engine.page_out([self._pager.chunks[chunk].block for chunk in chunks], images)
-                for chunk in chunks:
-                    self.store.written(chunk, ticket)
-            self.page_outs += len(chunks)
-            for chunk in chunks:
-                self._pager.saved(chunk)
-            self._unsaved = self._unsaved[len(chunks) :]
-            self._sealed(chunks)
+    def save(self) -> None:
+        """Copy chunks that have been sealed to the host, behind the compute."""
+        try:
+            for chunks in self.heap.fitting(self._pager.unsaved):
+                self._save(chunks)
+        except BaseException:
+            self._engine.synchronize()  # the ticket of a transfer may be lost, and its images are given back
+            raise
 
-    def cut(self, length: int) -> None:
-        """The text has been cut: chunks that were not saved yet may be gone."""
-        self._unsaved = [chunk for chunk in self._unsaved if chunk < length // CHUNK]
+    def _save(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self.store.drop(chunk)  # an image from before a truncation
+        with self.store.lock:  # or the scoring thread could spill an image that is not written yet
+            images = self.store.allocate(chunks)
+            ticket = self._engine.page_out([self._pager.chunks[chunk].block for chunk in chunks], images)
+            for chunk in chunks:
+                self.store.written(chunk, ticket)
+        self._sealed(chunks)
+        self.page_outs += len(chunks)
+        for chunk in chunks:
+            self._pager.saved(chunk)
 
     def hold(self, length: int) -> list[Page]:
         """One image per chunk of the first `length` tokens, each held for the caller.
@@ -100,6 +124,7 @@ class Paging:
             for c in range(-(-length // CHUNK)):
                 pages.append(self._hold(c, min(CHUNK, length - c * CHUNK)))
         except BaseException:
+            self._engine.synchronize()
             for page in pages:
                 self.heap.release(page)
             raise
@@ -121,6 +146,7 @@ class Paging:
                     self._engine.wait(page.ticket)
                     self._engine.blank(self.heap.view(page), rows)
             except BaseException:
+                self._engine.synchronize()
                 self.heap.release(page)
                 raise
         if self.keep_images and chunk < self._pager.length // CHUNK and rows == CHUNK:
@@ -137,30 +163,17 @@ class Paging:
             self.store.adopt(c, page)
         self._fill([(c, chunk.block) for c, chunk in enumerate(self._pager.chunks) if chunk.block >= 0], length)
         for c, chunk in enumerate(self._pager.chunks):
-            if not chunk.on_host or not (self.keep_images or chunk.block < 0):
+            if not chunk.on_host:
                 self.store.drop(c)
-                chunk.on_host = False
 
     def clear(self) -> None:
         self.store.clear()
-        self._unsaved.clear()
 
     def close(self) -> None:
         self.store.clear()
         self.heap.close()
 
-    def _recall(self, pages: list[tuple[int, int]], length: int) -> None:
-        try:
-            self._fill(pages, length)
-        except BaseException:
-            for chunk, block in pages:
-                self._engine.clear_cells(block * CHUNK, CHUNK)
-                self._mask.clear(block)
-                self._pager.recall_failed(chunk)
-            raise
-        self.page_ins += len(pages)
-
-    def _fill(self, pages: list[tuple[int, int]], length: int) -> None:
+    def _fill(self, pages: Sequence[tuple[int, int]], length: int) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
         while pages:
             with self.store.lock:  # or the scoring thread could spill an image that is being read

@@ -28,7 +28,7 @@ UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
 
 _PREFIX = "kvflash"
-_PATHS = ("drafter", "spill")
+_PATHS = ("drafter", "spill", "calibrate")
 
 defaults: dict[str, Any] = {}
 """Keywords for every Llama that is made, where its maker does not give them. Set by `install`."""
@@ -61,6 +61,8 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     if config is not None:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)
+    if config is not None and config.deterministic and store is not None:
+        raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
     return Request(config=config, cache=store, progress=progress, upstream=upstream)
@@ -98,7 +100,7 @@ def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> 
             raise ConfigError(f"give {', '.join(fields)} either in the KVFlashConfig or by keyword, not both")
         return asked
     for name in _PATHS:
-        if name in fields:
+        if isinstance(fields.get(name), str):
             fields[name] = Path(fields[name])
     if "pins" in fields:
         fields["pins"] = tuple(fields["pins"])

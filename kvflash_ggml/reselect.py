@@ -47,7 +47,14 @@ MOST_PENDING = 2
 """Looks under way at once."""
 
 TAU = 64
+"""Tokens between two reselections, before tau adapts."""
+
 MOST_TAU = 4096
+
+
+def key_shapes(engine: Engine) -> list[KeyShape]:
+    """The pooled layers as a policy sees them."""
+    return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
 
 
 class HostKeys:
@@ -57,9 +64,7 @@ class HostKeys:
         self._engine = engine
         self._store = store
         self._threads = min(4, os.cpu_count() or 1)
-        self.shapes: Sequence[KeyShape] = [
-            KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
-        ]
+        self.shapes: Sequence[KeyShape] = key_shapes(engine)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(self._page(chunk))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from .checkpoints import Blob, Bytes
 from .config import CHUNK
 from .errors import ContextFull, SnapshotError
-from .pool.pager import ABSENT
+from .pool.plan import ABSENT
 from .saved import SavedSession
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def freeze(session: Session, length: int | None = None) -> SavedSession:
     Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
     state or a sliding window is not known, HostMemoryError if there is no room for the copies.
     """
+    session.settle()
     whole = length is None or length == session.length
     length = session.length if length is None else length
     if not 0 <= length <= session.length:
@@ -59,20 +62,24 @@ def freeze(session: Session, length: int | None = None) -> SavedSession:
     return saved
 
 
-def restore(session: Session, saved: SavedSession) -> None:
+def restore(session: Session, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
     """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
+
+    then: called with it in the end, for whoever has to follow: both are done, or neither.
 
     ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, and HostMemoryError while pages are read:
     nothing has changed. Whatever interrupts it after that leaves an empty session.
     """
+    session.settle()
     if saved.length > session.n_ctx:
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {session.n_ctx}")
-    state = _check(session, saved)
+    state = _read(session, saved)
     try:
-        session.reset()
+        _try_state(session, state, saved.length)
+        session.unfinished.begin(session.clear)
+        session.clear()
         session.ids[: saved.length] = saved.tokens
-        session.pager.adopt(saved.length, saved.table)
-        session.length = saved.length
+        session.pager.adopt(saved.length, saved.table, images=session.paging.keep_images)
         session.paging.adopt(saved.pages, session.length)
         session.engine.set_state(state, session.length)
         session.checkpoints.adopt(saved.checkpoints)
@@ -83,12 +90,15 @@ def restore(session: Session, saved: SavedSession) -> None:
         if session.reselector is not None:
             session.reselector.adopt(saved.policy, session.tokens)
         session.watch.cut(session.length, session.pager.resident_chunks)
+        if then is not None:
+            then(saved)
+        session.unfinished.end()
     except BaseException:
-        session.reset()
+        session.settle()
         raise
 
 
-def _check(session: Session, saved: SavedSession) -> bytes | bytearray:
+def _read(session: Session, saved: SavedSession) -> bytes | bytearray:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
     places = session.pager.place(saved.length, saved.table)
     with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
@@ -97,14 +107,14 @@ def _check(session: Session, saved: SavedSession) -> bytes | bytearray:
         state = reading.result()
     if saved.policy is not None:
         saved.policy.statistics.result()
-    if session.length:  # else there is nothing to come back to
-        before = session.engine.get_state()
-        try:
-            session.engine.set_state(state, saved.length)
-        except SnapshotError:
-            session.engine.set_state(before, session.length)
-            raise
     return state
+
+
+def _try_state(session: Session, state: bytes | bytearray, length: int) -> None:
+    """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
+    if session.length:  # else there is nothing to come back to
+        session.unfinished.begin(partial(session.engine.set_state, session.engine.get_state(), session.length))
+        session.engine.set_state(state, length)
 
 
 def _state_at(session: Session, length: int) -> Blob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +19,10 @@ from .pool.blocks import Blocks
 from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import Pager
-from .reselect import Reselector
+from .reselect import TAU, Reselector
 from .saved import SavedPolicy, SavedSession
+from .step import AfterStep, Output, evaluate
+from .unfinished import Unfinished
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ logger = logging.getLogger("kvflash_ggml")
 Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
-AfterStep = Callable[[int, int], None]
 
 REPLAY = 64
 """Tokens at the end of a prompt that are taken for its question."""
@@ -62,7 +64,6 @@ class Session:
         self.n_ctx = n_ctx
         self.n_batch = n_batch
         self.n_ubatch = n_ubatch
-        self.length = 0
         self.has_logits = False  # of the last token
         self.ids = np.zeros(n_ctx, np.int32)
         self.bounded = info.n_slots < n_ctx
@@ -79,16 +80,29 @@ class Session:
         self._pin()
 
         self.queries_from = 0  # captured queries of earlier tokens are not of this text
+        self.reselect_due = False  # the scores of a look have been taken over, and no step has acted on them yet
+        self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.watch = Watch(scorer)
         self.reselector: Reselector | None = None
         if self.bounded and scorer is not None:
-            self.reselector = Reselector(engine, self.store, scorer, tau=config.tau, n_chunks=-(-n_ctx // CHUNK))
+            tau = config.tau or (TAU if config.deterministic else None)
+            self.reselector = Reselector(engine, self.store, scorer, tau=tau, n_chunks=-(-n_ctx // CHUNK))
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self.pager.length
 
     @property
     def tokens(self) -> Int32s:
         """The tokens whose KV is in the pool or on the host, shape [length]."""
         return self.ids[: self.length]
+
+    @property
+    def outgrown(self) -> bool:
+        """Has the text become longer than the pool?"""
+        return self.length > self.engine.info.n_slots
 
     @property
     def page_ins(self) -> int:
@@ -133,6 +147,7 @@ class Session:
         """
         if self.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
+        self.settle()
         if self.length + len(tokens) > self.n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.length + len(tokens)}) exceed context window of {self.n_ctx}"
@@ -152,64 +167,29 @@ class Session:
             if checkpoint is not None and done < last and start < checkpoint < start + count:
                 count = checkpoint - start
             self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
-            reselect = self._use_look(hidden=True)
-            self._step(
-                tokens[done : done + count],
-                output_all=output_all,
-                output_last=done + count == batch_end,
-                reselect=reselect,
-            )
+            self._use_look(hidden=True)
+            output = Output(every=output_all, last=done + count == batch_end)
+            evaluate(self, tokens[done : done + count], output, after)
             done += count
             if look or (done == total and self.reselector is not None):
                 self._look(rows=None if done == total else 1)
-            if after is not None:
-                after(start, count)
             if progress is not None:
                 progress(done, total)
         if last < total:
             self._replay(tokens[last:], output_all=output_all, after=after)
-
-    def _step(
-        self, tokens: Int32s, *, output_all: bool, output_last: bool, reselect: bool = False, generated: bool = False
-    ) -> None:
-        engine, start, n = self.engine, self.length, len(tokens)
-        if self.bounded:
-            self.paging.save()
-        try:
-            moves = self.pager.reserve(start, n, reselect=reselect)
-            self.paging.apply(moves, start)
-            if self.watch.looked or (moves and self.watch.observer is not None):
-                recalled = [chunk for chunk, _ in moves.recall]
-                self.watch.changed(start + n, self.pager.resident_chunks, recalled, generating=generated)
-            slots = self.pager.slots(start, engine.slot[:n])
-            self.mask.fill(start, slots)
-            engine.token[:n] = tokens
-            engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
-            engine.output[:n] = output_all
-            engine.output[n - 1] = output_all or output_last
-            engine.step(n, self.paging.wait)
-        except BaseException:
-            self._undo_step()
-            raise
-        self.paging.wait = 0
-        self.has_logits = output_all or output_last
-        self.ids[start : start + n] = tokens
-        self.length += n
-        sealed = self.pager.commit(n)
-        if sealed and self.bounded:
-            self.paging.save(sealed)
 
     # --- relevance
 
     def _generate_step(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
         """One step of generation: the fast path."""
         start, chooser = self.length, self.reselector
-        reselect = chooser is not None and chooser.ready and self._use_look(only_if_worth=True)
-        self._step(tokens, output_all=output_all, output_last=True, reselect=reselect, generated=True)
-        if chooser is not None and chooser.tick():
-            self._look(rows=1)
-        if after is not None:
-            after(start, len(tokens))
+        if chooser is not None and chooser.ready:
+            self._use_look(only_if_worth=True)
+        try:
+            evaluate(self, tokens, Output(every=output_all, last=True), after, generated=True)
+        finally:
+            if self.length > start and chooser is not None and chooser.tick():
+                self._look(rows=1)
 
     def _replay_size(self, total: int) -> int:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
@@ -229,10 +209,8 @@ class Session:
         scores = self.pager.scores
         left = self.truncate(start)
         assert left == start, "a checkpoint is taken before the last step of a prompt"
-        self.pager.scores = scores
-        self._step(tokens, output_all=output_all, output_last=True, reselect=True)
-        if after is not None:
-            after(start, len(tokens))
+        self.pager.scores, self.reselect_due = scores, True
+        evaluate(self, tokens, Output(every=output_all, last=True), after)
 
     def _look(self, *, rows: int | None) -> None:
         """Score the chunks against the newest `rows` queries, or all that are kept: a question is read as a whole."""
@@ -243,21 +221,20 @@ class Session:
         self.reselector.look(self.tokens, self.length // CHUNK, kept, rows=rows, known=known)
 
     def _use_look(self, *, only_if_worth: bool = False, hidden: bool = False) -> bool:
-        """Take over the scores of the last look. True if the resident set should be rebuilt from them."""
+        """Take over the scores of the last look. True if the next step is to rebuild the resident set from them."""
         if self.reselector is None:
             return False
         scores = self.reselector.take_hidden() if hidden else self.reselector.take()
         if scores is None:
             return False
         self.pager.scores = scores
+        self.reselect_due = not only_if_worth or self.reselector.worth(scores, *self.pager.unprotected())
         self.watch.look(scores)
-        if only_if_worth:
-            return self.reselector.worth(scores, *self.pager.unprotected())
-        return True
+        return self.reselect_due
 
     def _forget_scores(self) -> None:
         """A new request: nothing that was scored for the last one may steer it."""
-        self.pager.scores = None
+        self.pager.scores, self.reselect_due = None, False
         self.watch.forget()
         if self.reselector is not None:
             self.reselector.forget()
@@ -267,14 +244,9 @@ class Session:
         if self.reselector is not None:
             self.reselector.sealed(chunks)
 
-    def _undo_step(self) -> None:
-        """A step has failed: what was reserved for it is given back. Everything before it stays, if the memory can."""
-        if not self.engine.truncate(self.length):
-            self.length = self.checkpoints.restore(self.length)
-        self.queries_from = self.length  # it may have captured some before it failed
-        self.paging.apply(self.pager.truncate(self.length), self.length)
-        self.mask.rewind()
-        self.watch.cut(self.length, self.pager.resident_chunks)
+    def settle(self) -> None:
+        """Complete or take back what an interrupt has left half done: so begins everything that changes the text."""
+        self.unfinished.settle()
 
     # --- cut
 
@@ -284,20 +256,26 @@ class Session:
         That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
         nearest checkpoint before it, or 0. Nothing is evaluated here.
         """
+        self.settle()
         if length >= self.length:
             return self.length
-        if not self._window_reaches(length) or not self.engine.truncate(length):
+        self.unfinished.begin(partial(self.cut_to, length, direct=self.can_truncate(length)))
+        self.settle()
+        return self.length
+
+    def cut_to(self, length: int, *, direct: bool) -> None:
+        """direct: nothing has to be restored for it. Can be done again wherever it was interrupted."""
+        if not (direct and self.engine.truncate(length)):
             length = self.checkpoints.restore(length)
-        self.paging.apply(self.pager.truncate(length), length)
-        self.queries_from = self.known_from(length)
         self.has_logits = False
-        self.length = length
-        self.paging.cut(length)
+        self.queries_from = self.known_from(length)
+        plan = self.pager.truncate(length)
+        self.paging.apply(plan.moves, length)
+        self.pager.commit(plan)
         self.checkpoints.forget(after=length)
-        self._cut_scores(length)
         self.mask.rewind()
+        self._cut_scores(length)
         self.watch.cut(length, self.pager.resident_chunks)
-        return length
 
     def can_truncate(self, length: int) -> bool:
         """Would `truncate` leave exactly `length` tokens? Recurrent state can only stay or go as a whole."""
@@ -318,14 +296,11 @@ class Session:
 
     def reset(self) -> None:
         """Forget everything but the settings."""
-        try:
-            self._clear()
-        except BaseException:  # interrupted: what is half forgotten is gone
-            self._clear()
-            raise
+        self.unfinished.begin(self.clear)
+        self.settle()
 
-    def _clear(self) -> None:
-        self.length = 0
+    def clear(self) -> None:
+        """What `reset` does. Can be done again wherever it was interrupted."""
         self.has_logits = False
         self.engine.clear()
         self.paging.clear()
@@ -333,8 +308,8 @@ class Session:
         self.mask.reset()
         self.queries_from = 0
         self.checkpoints.forget(after=0)
-        self._cut_scores(0)
         self._pin()
+        self._cut_scores(0)
         self.watch.forget()
         self.watch.cut(0, ())
 
@@ -362,9 +337,9 @@ class Session:
         """The session as it is, or cut to its first `length` tokens, to be restored later. See `resume.freeze`."""
         return resume.freeze(self, length)
 
-    def restore(self, saved: SavedSession) -> None:
+    def restore(self, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
         """Replace everything by a frozen session of this heap. See `resume.restore`."""
-        resume.restore(self, saved)
+        resume.restore(self, saved, then)
 
     @property
     def fresh_policy(self) -> SavedPolicy | None:
@@ -372,7 +347,7 @@ class Session:
         return None if self.reselector is None else self.reselector.fresh()
 
     def _cut_scores(self, length: int) -> None:
-        self.pager.scores = None
+        self.pager.scores, self.reselect_due = None, False
         if self.reselector is not None:
             self.reselector.cut(length // CHUNK)
 
@@ -385,6 +360,7 @@ class Session:
 
     def pin_range(self, lo: int, hi: int) -> None:
         """Keep the chunks of tokens [lo, hi) resident from the next step on."""
+        self.settle()
         self.pager.pin_range(lo, hi)
 
     def _pin(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .calibration.finder import HeadFinder
 from .config import CHUNK
 from .pool.sizing import PoolSize
-from .session import Session
+from .session import Progress, Session
 from .trace import Trace
 from .trace_html import Summary
 
@@ -12,9 +13,10 @@ from .trace_html import Summary
 class PoolView:
     """Live, read-only counters of one pool, and the calls that change what it keeps."""
 
-    def __init__(self, session: Session, size: PoolSize, *, swa_full: bool) -> None:
+    def __init__(self, session: Session, size: PoolSize, finder: HeadFinder | None, *, swa_full: bool) -> None:
         self._session = session
         self._size = size
+        self._finder = finder
         self._swa_full = swa_full
 
     def __repr__(self) -> str:
@@ -94,8 +96,27 @@ class PoolView:
         return self._session.policy
 
     @property
+    def retrieval_heads(self) -> tuple[tuple[int, int], ...] | None:
+        """(layer, head) of those that the policy asks; None if it asks all, or none."""
+        if self._finder is None or self._finder.calibration is None:
+            return None
+        return tuple(self._finder.calibration.chosen) or None
+
+    def calibrated(self, progress: Progress) -> bool:
+        """Wait for the calibration that runs behind the first answer. False if none does.
+
+        progress(done, total) is called meanwhile with tokens. What it finds is used from the next request on.
+        """
+        if self._finder is None or not self._finder.is_finding:
+            return False
+        self._finder.wait(progress)
+        return True
+
+    @property
     def evicted_mass(self) -> float | None:
         """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
+
+        Of the heads that the policy asks: see `retrieval_heads`.
 
         Mean over the looks of the newest answer, from its prompt's end on, where heads that look at something in
         particular count most. Estimated by the default policy, from whole chunks: what is being written is left out.
@@ -175,7 +196,10 @@ class PoolView:
 
     def _index(self) -> str:
         size = self._session.index_bytes
-        return f" ({size / 2**20:.1f} MiB of statistics)" if size else ""
+        if not size:
+            return ""
+        heads = self.retrieval_heads
+        return f" ({f'{len(heads)} retrieval heads, ' if heads else ''}{size / 2**20:.1f} MiB of index)"
 
 
 def _mib(size: int) -> str:

@@ -15,6 +15,7 @@ from ..native.engine import Engine
 from ..policy.base import Floats, KeyShape, Look
 from ..policy.heads import Heads, as_heads, every_head, queries_of
 from ..policy.qk import QKScorer
+from ..reselect import key_shapes
 from ..saved import Row
 
 T = TypeVar("T")
@@ -41,9 +42,7 @@ class MadeUp:
     """Keys of a text that was never read (policy.base.Keys): every chunk has one of IMAGES page images."""
 
     def __init__(self, engine: Engine, threads: int) -> None:
-        self.shapes: Sequence[KeyShape] = [
-            KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers
-        ]
+        self.shapes: Sequence[KeyShape] = key_shapes(engine)
         self._engine = engine
         self._threads = threads
         size = engine.info.page_bytes

@@ -19,7 +19,7 @@ from ..llama import Llama
 from ..policy.base import REGISTRY, Floats, Keys, KeyShape, Look, Scorer
 from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
-from ..reselect import HostKeys
+from ..reselect import key_shapes
 from ..saved import Row
 from ..snapshot.fingerprint import ModelFile
 from .outcomes import Plan
@@ -176,8 +176,7 @@ def _heads(llm: Llama) -> Heads | None:
     assert session is not None
     identity = ModelFile(llm.model_path).identity()
     found = calibrate(llm._model, identity=identity, settings=llm.context_params)
-    shapes = HostKeys(session.engine, session.store).shapes
-    return found.among([layer.il for layer in session.engine.layers], shapes)
+    return found.among([layer.il for layer in session.engine.layers], key_shapes(session.engine))
 
 
 def _asked(llm: Llama, case: Case) -> Iterator[Ask]:

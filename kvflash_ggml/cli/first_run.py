@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import hashlib
 import json
-import os
 from pathlib import Path
 
+from .. import env
 from ..errors import LibraryError
 from ..native import library, trial
 from .child import Child, run_child
@@ -65,5 +65,4 @@ def _marker(folder: Path) -> Path:
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     cpu = trial.cpu()
     key = repr((str(folder), files, cpu.get("model name"), cpu.get("flags")))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "kvflash_ggml" / "ran" / hashlib.sha256(key.encode()).hexdigest()[:20]
+    return env.cache_dir() / "ran" / hashlib.sha256(key.encode()).hexdigest()[:20]

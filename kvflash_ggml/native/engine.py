@@ -128,16 +128,18 @@ class Engine:
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
 
-    def step(self, count: int, wait: int) -> None:
+    def step(self, count: int, wait: int, codes: list[int]) -> None:
         """Evaluate the first `count` entries of token, pos, slot and output under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none. Keeps nothing on DecodeError.
+        codes: empty; takes what llama_decode returns, 0 if all went well.
         """
         self._plan.n_tokens = count
         self._plan.wait = wait
-        code = lib.kvf_step(self._engine, self._plan)
-        if code != 0:
-            raise DecodeError(f"llama_decode returned {code} for {count} tokens")
+        # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
+        codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
+        if codes != [0]:
+            raise DecodeError(f"llama_decode returned {codes[0]} for {count} tokens")
 
     def synchronize(self) -> None:
         lib.kvf_synchronize(self._engine)
@@ -270,30 +272,6 @@ class Engine:
     def write_queries(self, rows: npt.NDArray[np.float32]) -> None:
         """Put back what `read_queries` has read."""
         _check(lib.kvf_query_write(self._engine, ffi.from_buffer("float[]", rows)))
-
-    def bounds_size(self, group: int) -> int:
-        """Bytes that the bounds of one chunk take, for groups of so many rows."""
-        return int(lib.kvf_bounds_size(self._engine, group))
-
-    def bounds(self, group: int, image: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill `out` (shape [bounds_size]) with the bounds of the keys in a page image."""
-        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
-        _check(lib.kvf_bounds(self._engine, group, ffi.cast("uint8_t *", image), data))
-
-    def score_bounds(
-        self, group: int, bounds: npt.NDArray[np.uint8], rows: int, queries: npt.NDArray[np.float32], threads: int
-    ) -> npt.NDArray[np.float32]:
-        """Upper bounds of scale*q*k per chunk; shape [columns, n] for bounds of shape [n, bounds_size].
-
-        queries: flat, per layer [rows, n_head, head_k]; columns run over layers, rows and heads in that order.
-        """
-        out = np.empty((rows * sum(layer.n_head for layer in self.layers), len(bounds)), np.float32)
-        code = lib.kvf_bounds_score(
-            self._engine, group, len(bounds), ffi.from_buffer("uint8_t[]", bounds), rows,
-            ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads,
-        )  # fmt: skip
-        _check(code)
-        return out
 
     def index_size(self, units: Int32s) -> int:
         """Bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2], ascending."""

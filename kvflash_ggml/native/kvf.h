@@ -128,14 +128,6 @@ int      kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab)
 
 // Scoring of chunks on the host. Queries are floats in the basis of the cached keys. These touch no device and may run on any
 // thread beside a decode.
-//
-// Bounds: for each group of `group` rows of a page image and each KV head, the largest and the negated smallest key values.
-int64_t  kvf_bounds_size(const kvf_engine * engine, int32_t group);
-int      kvf_bounds(const kvf_engine * engine, int32_t group, const uint8_t * image, uint8_t * out);
-// The largest scale*q*k that any key of a chunk can reach, from its bounds. Queries are per layer [rows][n_head][head_k], results
-// per layer [rows][n_head][n].
-int      kvf_bounds_score(const kvf_engine * engine, int32_t group, int32_t n, const uint8_t * bounds,
-                          int32_t rows, const float * queries, float * out, int32_t n_threads);
 
 // A head of a pooled layer: a query head, or where units are asked for a KV head. Lists of them are in ascending order of
 // (layer, head), without repetition.

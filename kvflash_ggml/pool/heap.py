@@ -4,6 +4,9 @@ A page is written once and read back bit for bit. It may be held by several owne
 snapshot that is being written, texts that are kept for later. Beyond the ceiling, the pages that have waited longest
 go to an unlinked file in the spill folder, or `HostMemoryError` is raised. A page that came from a file is not read
 before it is needed, and needs no spilling.
+
+An interrupt can come between any two statements. They are in an order in which it may lose a place in memory or in the
+file for good, but no bytes, and no place has two pages.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ class PageHeap:
             try:
                 for _ in range(count):
                     done.append(self._room())
-            except HostMemoryError:
+            except BaseException:
                 self._free.extend(reversed(done))
                 raise
             pages = [Page(address=address) for address in done]
@@ -170,9 +173,10 @@ class PageHeap:
                 except BaseException:
                     self._free.append(address)
                     raise
+                self._loaded(page, address)
                 if page.place != NOWHERE:
                     self._free_place(page)
-                self._loaded(page, address)
+            self._pages[page] = None
             self._pages.move_to_end(page)
             return page.address
 
@@ -274,9 +278,9 @@ class PageHeap:
     def _unload(self, page: Page) -> None:
         self._memory.wait(page.ticket)
         page.ticket = 0
-        self._free.append(page.address)
-        page.address = 0
-        del self._pages[page]
+        self._pages.pop(page, None)
+        address, page.address = page.address, 0
+        self._free.append(address)
 
     def _slab_pages(self) -> int:
         """Pages of the next slab; 0 if the ceiling allows none."""
@@ -345,9 +349,9 @@ class PageHeap:
         return page
 
     def _free_place(self, page: Page) -> None:
-        self._free_places.append(page.place)
+        place, page.place = page.place, NOWHERE
         self._spilled -= 1
-        page.place = NOWHERE
+        self._free_places.append(place)
 
     def _read(self, page: Page, image: memoryview) -> None:
         if page.place == NOWHERE:

@@ -1,14 +1,14 @@
 """The page table of one sequence: which chunk is in which block, and who has to leave.
 
-Pure mapping: nothing here moves a byte. A call either changes the table and says what must move, or raises and changes
-nothing. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
+`commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,39 +16,10 @@ import numpy.typing as npt
 from ..config import CHUNK
 from ..errors import ConfigError, PoolExhausted
 from .blocks import Blocks
+from .plan import ABSENT, NO_MOVES, Chunk, Layout, Moves, Plan
 
-ABSENT = -1
 ANY = -2
 Scores = npt.NDArray[np.floating]
-
-
-@dataclass(slots=True)
-class Chunk:
-    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of last append or recall."""
-
-    block: int = ABSENT
-    on_host: bool = False
-    last_use: int = 0
-
-
-@dataclass(slots=True)
-class Moves:
-    """What a change of the table asks of the device, as (chunk, block) pairs, to be done in this order.
-
-    evict: the block is free now. drop: the chunk no longer exists. recall: fill the block from the host. fresh: a block
-    for a chunk that has no bytes yet.
-    """
-
-    evict: list[tuple[int, int]] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
-    recall: list[tuple[int, int]] = field(default_factory=list)
-    fresh: list[tuple[int, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.evict or self.drop or self.recall or self.fresh)
-
-
-NO_MOVES = Moves()
 
 SPARE = 0.25
 """Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
@@ -77,8 +48,8 @@ def known_scores(scores: Scores | None, count: int) -> npt.NDArray[np.float64]:
 class Pager:
     """Page table with sinks, a tail window, pins and least-recently-used eviction.
 
-    `length` counts committed tokens. `epoch` changes whenever a block changes its chunk. bounded: the text can outgrow
-    the blocks; if not, nothing is ever evicted and every setting fits.
+    bounded: the text can outgrow the blocks; if not, nothing is ever evicted and every setting fits. layout: the table
+    itself, replaced as a whole.
     """
 
     def __init__(self, blocks: Blocks, *, sinks: int, tail: int, bounded: bool = True) -> None:
@@ -93,47 +64,48 @@ class Pager:
         self.bounded = bounded
         self.pins: set[int] = set()
         self.scores: Scores | None = None  # per chunk, of the running request; newer chunks count as best
-        self.chunks: list[Chunk] = []
-        self.length = 0
-        self.epoch = 0
-        self._clock = 0
-        self._settled = True  # whatever must stay beside the append head is resident
+        self.layout = Layout()
 
     # --- queries
 
     @property
+    def chunks(self) -> list[Chunk]:
+        return self.layout.chunks
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self.layout.length
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever a block changes its chunk."""
+        return self.layout.epoch
+
+    @property
     def resident(self) -> int:
-        return sum(chunk.block != ABSENT for chunk in self.chunks)
+        return len(self.resident_chunks)
 
     @property
     def resident_chunks(self) -> tuple[int, ...]:
-        return tuple(c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT)
+        return self.layout.resident_chunks
 
-    def slot_of(self, pos: int) -> int:
-        """The slot of a position, or ABSENT."""
-        block = self.chunks[pos // CHUNK].block
-        return ABSENT if block == ABSENT else block * CHUNK + pos % CHUNK
-
-    def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Fill `out` with the slots of the positions from `start` on, all of them resident."""
-        n = len(out)
-        if n == 1:
-            out[0] = self.slot_of(start)
-            return out
-        at = 0
-        while at < n:
-            size = min(CHUNK - (start + at) % CHUNK, n - at)
-            slot = self.slot_of(start + at)
-            out[at : at + size] = np.arange(slot, slot + size)
-            at += size
-        return out
+    @property
+    def unsaved(self) -> range:
+        """Sealed chunks whose bytes are on the device only: the newest."""
+        first = end = self.length // CHUNK
+        while first and not self.chunks[first - 1].on_host:
+            first -= 1
+        return range(first, end)
 
     def protected(self, first: int, last: int) -> set[int]:
         """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
 
         A span within two chunks, such as the end of a prompt, has the window of the last: a block more to choose with.
+        The chunk before the span always stays: llama.cpp goes on only from a position that is in memory.
         """
-        window = range(max(0, min(first, first - self.tail if last - first > 1 else last - self.tail)), last + 1)
+        anchor = first if last - first > 1 else last
+        window = range(max(0, min(first - 1, anchor - self.tail)), last + 1)
         return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
 
     def unprotected(self) -> tuple[list[int], list[int]]:
@@ -170,8 +142,8 @@ class Pager:
             raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
         pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
         self._check_pins(pins, f"pinning [{lo}, {hi})")
+        self.layout = replace(self.layout, settled=False)
         self.pins = pins
-        self._settled = False
 
     def _check_pins(self, pins: Set[int], what: str) -> None:
         most = self.blocks.count - self.sinks - self.tail - 2
@@ -184,84 +156,75 @@ class Pager:
     def unpin_all(self) -> None:
         self.pins = set()
 
-    def reserve(self, start: int, count: int, *, reselect: bool = False) -> Moves:
-        """Make room for positions [start, start + count), and bring back whatever must be resident beside them.
+    def reserve(self, start: int, count: int, *, reselect: bool = False) -> Plan:
+        """The text with positions [start, start + count), and with whatever must be resident beside them.
 
         reselect: also rebuild the rest of the resident set, so that it holds the chunks with the best scores.
         """
-        assert start == self.length
+        old = self.layout
+        assert start == old.length
         assert count > 0
         first, last = start // CHUNK, (start + count - 1) // CHUNK
-        if self._settled and not reselect and first == last and start % CHUNK:
-            return NO_MOVES
+        if old.settled and not reselect and first == last and start % CHUNK:
+            return Plan(replace(old, length=start + count), NO_MOVES)
         kept = self.protected(first, last)
         if reselect and self.scores is not None:
             kept |= self._best(kept)
-        missing = sorted(c for c in kept if c >= len(self.chunks) or self.chunks[c].block == ABSENT)
-        victims = self._victims(len(missing) - len(self.blocks), kept)
+        missing = sorted(c for c in kept if c >= len(old.chunks) or old.chunks[c].block == ABSENT)
+        victims = self._victims(len(missing) - len(self._free(old.chunks)), kept)
 
-        moves = Moves()
+        moves, clock = Moves(), old.clock + 1
+        chunks = old.chunks + [Chunk() for _ in range(len(old.chunks), last + 1)]
         for c in victims:
-            moves.evict.append((c, self.chunks[c].block))
-            self._release(self.chunks[c])
-        self.chunks.extend(Chunk() for _ in range(len(self.chunks), last + 1))
-        self._clock += 1
-        for c in missing:
-            chunk = self.chunks[c]
-            chunk.block = self.blocks.take()
-            (moves.recall if chunk.on_host else moves.fresh).append((c, chunk.block))
-            chunk.last_use = self._clock
+            moves.evict.append((c, chunks[c].block))
+            chunks[c] = replace(chunks[c], block=ABSENT)
+        free = self._free(chunks)
+        assert len(free) >= len(missing), "a text longer than the pool that holds it"
+        for c, block in zip(missing, free, strict=False):
+            (moves.recall if chunks[c].on_host else moves.fresh).append((c, block))
+            chunks[c] = Chunk(block, chunks[c].on_host, clock)
         for c in range(first, last + 1):
-            self.chunks[c].on_host = False  # its bytes are about to change
-            self.chunks[c].last_use = self._clock
-        self.epoch += bool(moves)
-        self._settled = True
-        return moves
+            chunks[c] = Chunk(chunks[c].block, False, clock)  # its bytes are about to change
+        layout = Layout(chunks=chunks, length=start + count, clock=clock, epoch=old.epoch + bool(moves))
+        return Plan(layout, moves)
 
-    def commit(self, count: int) -> range:
-        """The reserved positions have been written. Returns the chunks that this has sealed."""
-        before = self.length // CHUNK
-        self.length += count
-        return range(before, self.length // CHUNK)
+    def truncate(self, length: int) -> Plan:
+        """The text without positions >= `length`, on both tiers."""
+        old = self.layout
+        assert 0 <= length <= old.length
+        keep = -(-length // CHUNK)
+        chunks, moves = old.chunks[:keep], Moves()
+        for c, chunk in enumerate(old.chunks[keep:], keep):
+            moves.drop.append(c)
+            if chunk.block != ABSENT:
+                moves.evict.append((c, chunk.block))
+        if length % CHUNK and chunks[-1].block != ABSENT:
+            chunks[-1] = replace(chunks[-1], on_host=False)  # open again: the block is the only true copy
+        return Plan(Layout(chunks=chunks, length=length, clock=old.clock, epoch=old.epoch + 1, settled=False), moves)
+
+    def commit(self, plan: Plan) -> None:
+        """What was planned has been done."""
+        self.layout = plan.layout
 
     def saved(self, c: int) -> None:
         """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""
         assert c < self.length // CHUNK
-        self.chunks[c].on_host = True
+        self.chunks[c] = replace(self.chunks[c], on_host=True)
 
-    def recall_failed(self, c: int) -> None:
-        """The bytes of a chunk could not be brought back: it stays on the host only."""
-        self._release(self.chunks[c])
-        self.chunks[c].on_host = True
-        self.epoch += 1
-        self._settled = False
-
-    def truncate(self, length: int) -> Moves:
-        """Forget positions >= `length`, on both tiers, and chunks that were reserved but never committed."""
-        assert 0 <= length <= self.length
-        keep = -(-length // CHUNK)
-        moves = Moves()
-        for c in range(keep, len(self.chunks)):
-            chunk = self.chunks[c]
-            moves.drop.append(c)
-            if chunk.block != ABSENT:
-                moves.evict.append((c, chunk.block))
-                self._release(chunk)
-        del self.chunks[keep:]
-        if length % CHUNK and self.chunks[-1].block != ABSENT:
-            self.chunks[-1].on_host = False  # open again: the block is the only true copy
-        self.length = length
-        self.epoch += 1
-        self._settled = False
-        return moves
+    def strand(self, c: int) -> None:
+        """The block of a chunk has lost its bytes, and they cannot be brought back: it is on the host only."""
+        old = self.layout
+        chunks = [*old.chunks]
+        chunks[c] = replace(chunks[c], block=ABSENT, on_host=True)
+        self.layout = replace(old, chunks=chunks, epoch=old.epoch + 1, settled=False)
 
     def freeze(self) -> PageTable:
         """The table as it is, to be adopted later."""
         return PageTable(
             blocks=[chunk.block for chunk in self.chunks],
             last_use=[chunk.last_use for chunk in self.chunks],
-            clock=self._clock,
-            settled=self._settled,
+            clock=self.layout.clock,
+            settled=self.layout.settled,
             pins=frozenset(self.pins),
             scores=self.scores,
         )
@@ -286,36 +249,39 @@ class Pager:
             for c, block in enumerate(table.blocks)
         ]
 
-    def adopt(self, length: int, table: PageTable) -> None:
+    def adopt(self, length: int, table: PageTable, *, images: bool = True) -> None:
         """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells.
 
-        Chunks that are sealed have an image too, so that they can leave again.
+        images: sealed chunks that are resident have an image too, so that they can leave again.
         """
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
+        free = iter(self.blocks.free(places))
+        assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
+        chunks = []
+        for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
+            place = next(free) if block == ANY else block
+            chunks.append(Chunk(place, on_host=place == ABSENT or (images and c < length // CHUNK), last_use=use))
         self.pins |= table.pins
         self.scores = table.scores
-        self.length = length
-        self._clock = table.clock
-        for block in places:
-            if block >= 0:
-                self.blocks.claim(block)
-        for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
-            place = self.blocks.take() if block == ANY else block
-            self.chunks.append(Chunk(place, on_host=place == ABSENT or c < length // CHUNK, last_use=use))
         head = max(0, length - 1) // CHUNK
-        there = all(self.chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(self.chunks))
-        self._settled = table.settled and there and places == table.blocks
-        self.epoch += 1
+        there = all(chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(chunks))
+        self.layout = Layout(
+            chunks=chunks,
+            length=length,
+            clock=table.clock,
+            epoch=self.epoch + 1,
+            settled=table.settled and there and places == table.blocks,
+        )
 
     def reset(self) -> None:
         """Forget the text. Pins stay, as positions of the next one."""
-        self.blocks.reset()
-        self.chunks.clear()
         self.scores = None
-        self.length = 0
-        self.epoch += 1
+        self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
+
+    def _free(self, chunks: list[Chunk]) -> list[int]:
+        return self.blocks.free([chunk.block for chunk in chunks])
 
     def _score(self, c: int) -> float:
         return float(self.scores[c]) if self.scores is not None and c < len(self.scores) else math.inf
@@ -343,18 +309,13 @@ class Pager:
             )
         return sorted(able, key=lambda c: (self._score(c), self.chunks[c].last_use, c))[:count]
 
-    def _release(self, chunk: Chunk) -> None:
-        self.blocks.give(chunk.block)
-        chunk.block = ABSENT
-
     # --- for tests
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
         taken = [chunk.block for chunk in self.chunks if chunk.block != ABSENT]
         assert len(taken) == len(set(taken)), "two chunks share a block"
-        assert not set(taken) & self.blocks.free(), "a taken block is free"
-        assert len(taken) + len(self.blocks) == self.blocks.count, "a block is lost"
-        assert len(self.chunks) >= -(-self.length // CHUNK), "a committed chunk has no entry"
-        for c, chunk in enumerate(self.chunks[: -(-self.length // CHUNK)]):
+        assert len(taken) + len(self._free(self.chunks)) == self.blocks.count, "there is no such block"
+        assert len(self.chunks) == -(-self.length // CHUNK), "a committed chunk has no entry"
+        for c, chunk in enumerate(self.chunks):
             assert chunk.block != ABSENT or chunk.on_host, f"chunk {c} is neither resident nor on the host"

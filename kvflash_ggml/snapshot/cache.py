@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,10 @@ class Prefixes:
         session.paging.keep_images = True
         heap.reclaim = self._memory.evict
 
-    def restore(self, tokens: Int32s, mine: int) -> SavedSession | None:
+    def restore(self, tokens: Int32s, mine: int, then: Callable[[SavedSession], None]) -> None:
         """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
 
-        Returns what was restored. It may go on beyond what is shared: cut it then.
+        then: called with what is restored. It may go on beyond what is shared: cut it then.
         """
         if self._session.paging.heap.limit is not None:
             self.flush()  # what waits to be written has pages, and the next text may need their room
@@ -95,45 +96,44 @@ class Prefixes:
             # less than a chunk is read sooner than restored, but the end of the text comes with its logits
             worth = best >= max(mine + CHUNK, self.cache.least) or best == len(tokens)
             if best <= mine or not worth:
-                return None
+                return
             try:
                 if found is not None and found.length > length:
-                    return self._restore_found(found, tokens)
-                assert kept is not None
-                return self._restore_kept(kept)
+                    self._restore_found(found, tokens, then)
+                else:
+                    assert kept is not None
+                    self._restore_kept(kept, then)
+                return
             except SnapshotError as err:
                 # a file is damaged, or another process has just deleted it: something shorter may be left
                 logger.warning("a prefix of %d tokens cannot be used: %s", best, err)
             except KVFlashError as err:
                 logger.warning("a prefix of %d tokens is read again: %s", best, err)
-                return None
-        return None
+                return
 
-    def _restore_kept(self, kept: SavedSession) -> SavedSession:
+    def _restore_kept(self, kept: SavedSession, then: Callable[[SavedSession], None]) -> None:
         saved = self._memory.take(kept)
         if saved is None:
             raise SnapshotError("it had to go for want of memory")
         try:
-            self._session.restore(saved)
+            self._session.restore(saved, then)
         except SnapshotError:
             self._memory.drop(kept)
             raise
         finally:
             saved.release()
-        return saved
 
-    def _restore_found(self, found: Found, tokens: Int32s) -> SavedSession:
+    def _restore_found(self, found: Found, tokens: Int32s, then: Callable[[SavedSession], None]) -> None:
         assert self._disk is not None
         try:
             saved = self._disk.load(found, tokens, self._session.fresh_policy)
             try:
-                self._session.restore(saved)
+                self._session.restore(saved, then)
             finally:
                 saved.release()
         except SnapshotError:
             self._disk.forget(found)
             raise
-        return saved
 
     def forget_lost(self) -> None:
         """A page of the text could not be read: forget everything that needs it, and the file it was in."""

@@ -14,7 +14,8 @@ from ..checkpoints import Blob
 from ..config import CHUNK
 from ..errors import SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
-from ..pool.pager import ABSENT, ANY, PageTable
+from ..pool.pager import ANY, PageTable
+from ..pool.plan import ABSENT
 from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint

@@ -19,7 +19,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.combine import softmax_max
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
-from kvflash_ggml.policy.statistics import split
+from kvflash_ggml.policy.heads import split
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_batch": 512, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter"}
@@ -133,7 +133,7 @@ def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
     chunks, each = small.score_chunks(), small.score_tokens().reshape(-1, CHUNK)
     assert chunks.shape == (1000 // CHUNK,)
     assert (each.max(axis=1) <= chunks + 1e-3).all()
-    look = small._look()
+    look = small._side.look(QUERY_ROWS)
     plain = softmax_max(small._keys.score_keys(range(look.n_chunks), look))
     follows = np.flatnonzero(chunks != plain)
     np.testing.assert_allclose(chunks[follows], chunks[follows - 1], atol=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,8 +258,9 @@ def test_a_pool_without_victims(llama: Any, tokens: Any) -> None:
     """Chunks without an image cannot leave: the error says so, and the text stays."""
     llm = make(llama)
     llm.eval(tokens[:512].tolist())
-    for chunk in llm._session.pager.chunks:
-        chunk.on_host = False
+    chunks = llm._session.pager.chunks
+    chunks[:] = [replace(chunk, on_host=False) for chunk in chunks]
+    llm._session.paging.save = lambda: None
     with pytest.raises(PoolExhausted, match="larger pool"):
         llm.eval(tokens[512:513].tolist())
     assert llm.n_tokens == llm._session.length == 512

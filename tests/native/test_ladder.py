@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from harness import CHUNK, KV_TYPES, agreement, read_block, row, same_bits, walk
+
+from kvflash_ggml.pool.plan import Moves
 
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
@@ -387,15 +390,11 @@ def page_around(session: Any, *, same_blocks: bool) -> None:
     pager, engine = session.pager, session.engine
     sealed = list(range(session.length // CHUNK))
     blocks = [pager.chunks[c].block for c in sealed]
-    for c, block in zip(sealed, blocks, strict=True):
-        assert pager.chunks[c].on_host
-        engine.clear_cells(block * CHUNK, CHUNK)
-        session.mask.clear(block)
-        pager._release(pager.chunks[c])
+    assert all(pager.chunks[c].on_host for c in sealed)
+    session.paging.apply(Moves(evict=list(zip(sealed, blocks, strict=True))), session.length)
     write_blocks(session, blocks, [bytes(engine.info.page_bytes)] * len(blocks))
     targets = blocks if same_blocks else blocks[1:] + blocks[:1]
     for c, block in zip(sealed, targets, strict=True):
-        pager.blocks.claim(block)
-        pager.chunks[c].block = block
-    session.paging._recall(list(zip(sealed, targets, strict=True)), session.length)
+        pager.chunks[c] = replace(pager.chunks[c], block=block)
+    session.paging.apply(Moves(recall=list(zip(sealed, targets, strict=True))), session.length)
     pager.check_integrity()

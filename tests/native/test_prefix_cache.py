@@ -20,7 +20,7 @@ from harness import TEXT, check, row, same_bits
 
 from kvflash_ggml import KVFlashError, PrefixCache
 from kvflash_ggml.bench.tasks import needle_task
-from kvflash_ggml.pool.pager import ABSENT
+from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.snapshot.container import Container
 from kvflash_ggml.snapshot.format import LEDGER
 from kvflash_ggml.snapshot.source import FileSource

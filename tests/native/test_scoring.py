@@ -13,7 +13,6 @@ from harness import CHUNK, KV_TYPES, Bare
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 BLOCK = 32
-GROUP = 32
 N_TOKENS = 7 * CHUNK
 LATENT = pytest.param("latent", "f16", marks=pytest.mark.slow)  # compiles the generator of such models first
 KINDS = [*((kind, kv_type) for kind in ("dense", "hybrid") for kv_type in KV_TYPES), ("uneven", "f16"), LATENT]
@@ -62,39 +61,6 @@ def expected_masses(engine: Any, keys: list[Any], heads: Any, rows: int, queries
             masses.append([np.log(np.exp(x).sum()) for x in scores])
         at += rows * layer.head_k
     return masses
-
-
-def expected_bounds(engine: Any, keys: list[Any], rows: int, queries: Any) -> list[list[float]]:
-    """Per column (layer, row, head) and chunk the largest score within the bounds."""
-    bounds, at = [], 0
-    for i, layer in enumerate(engine.layers):
-        for query in queries[at : at + rows * layer.n_head * layer.head_k].reshape(rows, layer.n_head, layer.head_k):
-            for head, q in enumerate(query):
-                column = []
-                for k in keys:
-                    groups = k[i][:, kv_head(layer, head)].reshape(-1, GROUP, layer.head_k)
-                    reached = np.maximum(q * groups.max(axis=1), q * groups.min(axis=1)).sum(axis=1)
-                    column.append(layer.scale * reached.max())
-                bounds.append(column)
-        at += rows * layer.n_head * layer.head_k
-    return bounds
-
-
-@pytest.mark.parametrize(("kind", "kv_type"), KINDS)
-def test_bounds_are_those_of_the_keys(opened: Any, kind: str, kv_type: str) -> None:
-    engine, images = opened(kind, kv_type)
-    index = np.empty((len(images), engine.bounds_size(GROUP)), np.uint8)
-    for image, row in zip(images, index, strict=True):
-        engine.bounds(GROUP, image, row)
-    keys = [keys_of(engine, image) for image in images]
-    for rows in (1, 3):
-        queries = random(rows, rows * sum(n_head * head for _, n_head, head in engine.query_shapes))
-        bounds = np.array(expected_bounds(engine, keys, rows, queries))
-        for threads in (1, 2, 3):
-            for n in (1, len(images), 150):  # less and more than are multiplied at once
-                scores = engine.score_bounds(GROUP, np.resize(index, (n, index.shape[1])), rows, queries, threads)
-                wanted = np.resize(bounds.T, (n, len(bounds))).T
-                np.testing.assert_allclose(scores, wanted, atol=0.02 * np.abs(bounds).max())
 
 
 def selections(engine: Any) -> Iterator[npt.NDArray[np.int32]]:

@@ -104,7 +104,7 @@ class Transfer:
 
 @dataclass
 class Faults:
-    """step: steps until one fails. late: after its compute. spoil: recurrent state is lost."""
+    """step: steps until one fails. late: interrupted after its compute. spoil: recurrent state is lost."""
 
     step: int | None = None
     error: Callable[[], BaseException] = field(default=lambda: DecodeError("llama_decode returned 2"))
@@ -161,21 +161,27 @@ class FakeEngine(FakeHost):
         assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
         self._mask = rows
 
-    def step(self, count: int, wait: int) -> None:
+    def step(self, count: int, wait: int, codes: list[int]) -> None:
         start = len(self.truth)
+        assert not codes
         slots = self.slot[:count]
         assert 0 < count <= self._max_tokens
         assert self.pos[:count].tolist() == list(range(start, start + count)), "positions have a gap"
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
+        assert self.cell_pos.max() == start - 1, "positions do not follow the last one in memory"
         self._check_mask(start, count)
         self._check_state(start)
+        fault = self._fault()
+        failed = isinstance(fault, DecodeError)
+        if fault is not None and not failed and not self.faults.late:
+            raise fault
         for pos, token in zip(range(start, start + count), self.token[:count].tolist(), strict=True):
             if self.info.query_rows:  # captured even by a step that fails
                 self.queries[pos % self.info.query_rows] = np.sin(np.arange(1, ROW_BYTES + 1) * (token + 7 * pos))
-        fault = self._fault()
-        if fault is not None and not self.faults.late:
+        if fault is not None and failed:
+            codes.append(2)
             if self.faults.spoil and self.info.recurrent:
                 self._state = None
             raise fault
@@ -192,11 +198,12 @@ class FakeEngine(FakeHost):
             if self._state is not None:
                 self._state.append(token)
         self._window_first = max(self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens)
-        if fault is not None:
-            raise fault
         self.steps.append(count)
         self.outputs.append(self.output[:count].tolist())
         self.rows.append(self._mask[:count].tobytes())
+        codes.append(0)
+        if fault is not None:
+            raise fault
 
     def _fault(self) -> BaseException | None:
         if self.faults.step is None:

@@ -16,7 +16,8 @@ from fake_engine import FakeHost
 from kvflash_ggml.checkpoints import Bytes
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.pool.heap import PageHeap
-from kvflash_ggml.pool.pager import ABSENT, PageTable
+from kvflash_ggml.pool.pager import PageTable
+from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.saved import SavedPolicy, SavedSession, Statistics
 from kvflash_ggml.snapshot.disk import DiskTier
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,7 @@ def seen(session: Session) -> tuple[Any, ...]:
     pager, chooser = session.pager, session.reselector
     return (
         session.tokens.tolist(),
-        [(chunk.block, chunk.on_host, chunk.last_use) for chunk in pager.chunks],
-        (pager.epoch, pager._clock, pager._settled, sorted(pager.pins)),
+        (copy.deepcopy(pager.layout), sorted(pager.pins)),
         None if pager.scores is None else pager.scores.tobytes(),
         sorted(session.store),
         engine.cell_pos.tolist(),

@@ -12,7 +12,8 @@ import pytest
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import ABSENT, NO_MOVES, Pager, PageTable
+from kvflash_ggml.pool.pager import Pager, PageTable
+from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
 
 
 def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> Pager:
@@ -23,11 +24,28 @@ def append(pager: Pager, count: int) -> None:
     """As a session does it: whole chunks are saved as soon as they are sealed."""
     while count:
         step = min(count, CHUNK - pager.length % CHUNK)
-        pager.reserve(pager.length, step)
-        for c in pager.commit(step):
-            pager.saved(c)
+        reserve(pager, step)
+        save(pager)
         pager.check_integrity()
         count -= step
+
+
+def reserve(pager: Pager, count: int, *, reselect: bool = False) -> Moves:
+    """A step that goes well."""
+    plan = pager.reserve(pager.length, count, reselect=reselect)
+    pager.commit(plan)
+    return plan.moves
+
+
+def save(pager: Pager) -> None:
+    for c in pager.unsaved:
+        pager.saved(c)
+
+
+def cut(pager: Pager, length: int) -> Moves:
+    plan = pager.truncate(length)
+    pager.commit(plan)
+    return plan.moves
 
 
 def table(pager: Pager) -> list[int]:
@@ -35,34 +53,17 @@ def table(pager: Pager) -> list[int]:
 
 
 def state(pager: Pager) -> tuple[object, ...]:
-    return copy.deepcopy((pager.chunks, pager.blocks.free(), pager.length, pager.epoch, pager.pins))
+    return copy.deepcopy((pager.layout, pager.pins))
 
 
 class TestBlocks:
     def test_hands_out_in_order(self) -> None:
-        blocks = Blocks(3, [2, 0, 1])
-        assert [blocks.take() for _ in range(3)] == [2, 0, 1]
+        assert Blocks(3, [2, 0, 1]).free(()) == [2, 0, 1]
+        assert Blocks(6, [5, 4, 3, 2, 1, 0]).free([4, 0, 3]) == [5, 2, 1]
 
     def test_order_must_name_every_block_once(self) -> None:
         with pytest.raises(AssertionError):
             Blocks(3, [0, 0, 1])
-
-    def test_a_block_cannot_be_given_twice(self) -> None:
-        blocks = Blocks(3)
-        with pytest.raises(AssertionError):
-            blocks.give(1)
-
-    def test_only_the_free_set_decides_what_comes_next(self) -> None:
-        """Or a restored session would go on in other places than the saved one."""
-        used, restored = Blocks(6), Blocks(6)
-        for _ in range(5):
-            used.take()
-        for block in (3, 1, 2):
-            used.give(block)
-        for block in (0, 4):
-            restored.claim(block)
-        assert used.free() == restored.free()
-        assert [used.take() for _ in range(4)] == [restored.take() for _ in range(4)] == [1, 2, 3, 5]
 
 
 class TestLimits:
@@ -102,7 +103,7 @@ class TestLimits:
 class TestAppend:
     def test_fresh_blocks_come_in_order(self) -> None:
         pager = make()
-        moves = pager.reserve(0, 3 * CHUNK - 1)
+        moves = reserve(pager, 3 * CHUNK - 1)
         assert moves.fresh == [(0, 0), (1, 1), (2, 2)]
         assert not moves.evict
         assert not moves.recall
@@ -111,16 +112,15 @@ class TestAppend:
         pager = make()
         append(pager, 10)
         epoch = pager.epoch
-        assert pager.reserve(10, CHUNK - 10) is NO_MOVES
+        assert reserve(pager, CHUNK - 10) is NO_MOVES
         assert pager.epoch == epoch
         assert not NO_MOVES
 
     def test_the_least_recently_used_leaves_and_of_equals_the_oldest_text(self) -> None:
         pager = make()
-        pager.reserve(0, 8 * CHUNK)  # one clock for all
-        for c in pager.commit(8 * CHUNK):
-            pager.saved(c)
-        moves = pager.reserve(8 * CHUNK, 1)
+        reserve(pager, 8 * CHUNK)  # one clock for all
+        save(pager)
+        moves = reserve(pager, 1)
         assert moves.evict == [(1, 1)]  # 0 is a sink
         assert moves.fresh == [(8, 1)]
 
@@ -131,8 +131,7 @@ class TestAppend:
 
     def test_an_unsaved_chunk_cannot_leave(self) -> None:
         pager = make()
-        pager.reserve(0, 8 * CHUNK)
-        pager.commit(8 * CHUNK)
+        reserve(pager, 8 * CHUNK)
         before = state(pager)
         with pytest.raises(PoolExhausted):
             pager.reserve(8 * CHUNK, 1)
@@ -147,7 +146,22 @@ class TestAppend:
         with pytest.raises(PoolExhausted, match="can be evicted"):
             pager.reserve(pager.length, room + 1)
         assert state(pager) == before
-        pager.reserve(pager.length, room)
+        reserve(pager, room)
+        pager.check_integrity()
+
+    def test_a_plan_changes_nothing(self) -> None:
+        pager = make(6)
+        append(pager, 12 * CHUNK)
+        pager.pin_range(CHUNK, CHUNK + 1)
+        before = state(pager)
+        plan, cut = pager.reserve(pager.length, 2 * CHUNK), pager.truncate(5 * CHUNK + 7)
+        assert plan.moves.evict
+        assert plan.moves.recall
+        assert plan.moves.fresh
+        assert cut.moves.drop
+        assert state(pager) == before
+        pager.commit(plan)
+        assert state(pager) != before
         pager.check_integrity()
 
     def test_room_counts_only_pins_that_exist(self) -> None:
@@ -163,7 +177,7 @@ class TestAppend:
         able = blocks - 3  # one sink and two of tail; the head is half used
         assert pager.room(pager.length, spare=True) == (able - left) * CHUNK - 5
         pager.scores = -np.arange(2 * blocks, dtype=np.float32)
-        pager.reserve(pager.length, pager.room(pager.length, spare=True), reselect=True)
+        reserve(pager, pager.room(pager.length, spare=True), reselect=True)
         assert set(range(1 + left)) <= set(pager.resident_chunks)
         pager.check_integrity()
 
@@ -185,7 +199,7 @@ class TestRecall:
         append(pager, 10 * CHUNK + 1)
         assert pager.chunks[1].block == ABSENT
         pager.pin_range(CHUNK, CHUNK + 1)
-        moves = pager.reserve(pager.length, 1)
+        moves = reserve(pager, 1)
         assert [c for c, _ in moves.recall] == [1]
         assert moves.evict[0][1] == moves.recall[0][1]
         assert pager.chunks[1].on_host
@@ -193,31 +207,30 @@ class TestRecall:
     def test_a_truncated_tail_comes_back(self) -> None:
         pager = make(6)
         append(pager, 12 * CHUNK)
-        pager.truncate(5 * CHUNK + 7)
+        cut(pager, 5 * CHUNK + 7)
         assert pager.chunks[5].block == ABSENT
-        moves = pager.reserve(pager.length, 1)
+        moves = reserve(pager, 1)
         assert {3, 4, 5} <= set(pager.resident_chunks)
         assert {c for c, _ in moves.recall} == {3, 4, 5}
         assert not pager.chunks[5].on_host
 
-    def test_a_failed_recall_leaves_the_chunk_on_the_host(self) -> None:
+    def test_a_chunk_whose_block_is_lost_is_on_the_host_and_comes_back(self) -> None:
         pager = make(6)
         append(pager, 12 * CHUNK)
-        pager.truncate(5 * CHUNK + 7)
-        epoch = pager.epoch
-        for c, _ in pager.reserve(pager.length, 1).recall:
-            pager.recall_failed(c)
+        epoch, block = pager.epoch, pager.chunks[11].block
+        pager.strand(11)
         pager.check_integrity()
-        assert pager.chunks[5].on_host
-        assert pager.epoch > epoch + 1  # the blocks have lost their chunks again
-        assert {c for c, _ in pager.reserve(pager.length, 1).recall} == {3, 4, 5}
+        assert pager.chunks[11].block == ABSENT
+        assert pager.chunks[11].on_host
+        assert pager.epoch > epoch
+        assert reserve(pager, 1).recall == [(11, block)]
 
 
 class TestTruncate:
     def test_forgets_on_both_tiers(self) -> None:
         pager = make(6)
         append(pager, 12 * CHUNK)
-        moves = pager.truncate(5 * CHUNK)
+        moves = cut(pager, 5 * CHUNK)
         assert sorted(moves.drop) == list(range(5, 12))
         assert {c for c, _ in moves.evict} == {7, 8, 9, 10, 11}
         pager.check_integrity()
@@ -225,16 +238,16 @@ class TestTruncate:
     def test_a_reopened_chunk_has_no_image(self) -> None:
         pager = make()
         append(pager, 3 * CHUNK)
-        pager.truncate(2 * CHUNK + 1)
+        cut(pager, 2 * CHUNK + 1)
         assert not pager.chunks[2].on_host
-        pager.truncate(2 * CHUNK)
+        cut(pager, 2 * CHUNK)
         assert pager.chunks[1].on_host
 
     def test_a_whole_context_pool_stays_in_order(self) -> None:
         """Only the identity layout gives the same bits as an unpooled cache."""
         pager = make(8, bounded=False)
         append(pager, 7 * CHUNK + 3)
-        pager.truncate(2 * CHUNK + 3)
+        cut(pager, 2 * CHUNK + 3)
         append(pager, 5 * CHUNK)
         assert table(pager) == list(range(8))
 
@@ -244,7 +257,7 @@ class TestTruncate:
         pager.pin_range(0, 1)
         epoch = pager.epoch
         pager.reset()
-        assert (pager.length, pager.chunks, pager.pins, len(pager.blocks)) == (0, [], {0}, 8)
+        assert (pager.length, pager.chunks, pager.pins) == (0, [], {0})
         assert pager.epoch > epoch
         append(pager, 4 * CHUNK)
         assert table(pager) == [0, 1, 2, 3]
@@ -256,13 +269,13 @@ class TestAdopt:
         pager.adopt(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
         pager.check_integrity()
         assert [chunk.on_host for chunk in pager.chunks] == [True, True, False]
-        assert pager.slot_of(CHUNK + 3) == 5 * CHUNK + 3
-        assert pager.slot_of(3) == ABSENT
-        moves = pager.reserve(pager.length, 1)
+        assert pager.layout.slot_of(CHUNK + 3) == 5 * CHUNK + 3
+        assert pager.layout.slot_of(3) == ABSENT
+        moves = reserve(pager, 1)
         assert moves.recall == [(0, 0)]
 
     def test_a_block_cannot_be_adopted_twice(self) -> None:
-        with pytest.raises(ValueError, match="list"):
+        with pytest.raises(AssertionError, match="two chunks"):
             make().adopt(2 * CHUNK, frozen([3, 3]))
 
     def test_a_smaller_pool_keeps_what_must_stay_and_the_best(self) -> None:
@@ -285,7 +298,7 @@ class TestAdopt:
         """Settled, it says, but the chunk that is being written is not resident."""
         pager = make()
         pager.adopt(2 * CHUNK + 1, frozen([0, 1, ABSENT], settled=True))
-        assert pager.reserve(pager.length, 1).recall == [(2, 2)]
+        assert reserve(pager, 1).recall == [(2, 2)]
 
     def test_pins_that_do_not_fit_change_nothing(self) -> None:
         pager = make()
@@ -303,14 +316,14 @@ def frozen(blocks: Sequence[int], **values: Any) -> PageTable:
 def test_integrity_is_checked() -> None:
     """The check itself can fail."""
     for harm in (
-        lambda p: setattr(p.chunks[1], "block", p.chunks[0].block),
-        lambda p: p.blocks.give(p.chunks[0].block),
-        lambda p: setattr(p.chunks[0], "block", ABSENT),
-        lambda p: p.blocks.take(),
-        lambda p: p.chunks.pop(),
+        lambda chunks: chunks.__setitem__(1, chunks[0]),
+        lambda chunks: chunks.__setitem__(0, Chunk(block=99)),
+        lambda chunks: chunks.__setitem__(0, Chunk()),
+        lambda chunks: chunks.pop(),
+        lambda chunks: chunks.append(Chunk(block=7)),
     ):
         pager = make()
         append(pager, 3 * CHUNK)
-        harm(pager)
+        harm(pager.chunks)
         with pytest.raises(AssertionError):
             pager.check_integrity()

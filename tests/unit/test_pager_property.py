@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvflash_ggml.config import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import ABSENT, Moves, Pager, PageTable
+from kvflash_ggml.pool.pager import Pager, PageTable
+from kvflash_ggml.pool.plan import ABSENT, Moves
 
 COUNT = 10
 
@@ -42,37 +44,32 @@ class PagerMachine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, save: bool) -> None:
         """Whole life of a step: reserve, write, commit, and perhaps the copy to the host."""
         count = data.draw(st.integers(1, max(1, self.pager.room(self.length))), "count")
-        moves = self._reserve(count)
-        if moves is None:
-            return
-        sealed = self.pager.commit(count)
-        assert list(sealed) == list(range(self.length // CHUNK, (self.length + count) // CHUNK))
-        self.length += count
-        if save:
+        if self._reserve(count) is not None and save:
             self._save_all()
 
     @rule()
     def one_more(self) -> None:
-        if self._reserve(1) is not None:
-            self.pager.commit(1)
-            self.length += 1
+        self._reserve(1)
 
     @rule(count=st.integers(1, 3 * CHUNK))
     def reserve_and_fail(self, count: int) -> None:
-        """The step itself fails: what was reserved is given back."""
-        if self._reserve(count) is not None:
-            self._truncate(self.length)
+        """The step itself fails: its plan is of no use, and nothing has changed."""
+        before = self.pager.layout
+        saved = copy.deepcopy(before)
+        with contextlib.suppress(PoolExhausted):
+            self.pager.reserve(self.length, count)
+        assert self.pager.layout is before
+        assert before == saved
 
     @rule(data=st.data())
-    def recall_and_fail(self, data: st.DataObject) -> None:
-        moves = self._reserve(1)
-        if moves is None:
-            return
-        for c, _ in moves.recall:
-            self.pager.recall_failed(c)
+    def lose_a_block(self, data: st.DataObject) -> None:
+        """What a failed step had evicted cannot be brought back."""
+        able = [c for c in range(self.length // CHUNK) if self.where[c] is not None and c in self.host]
+        if able:
+            c = data.draw(st.sampled_from(able), "chunk")
+            self.pager.strand(c)
             self.where[c] = None
-            self.host.add(c)
-        self._truncate(self.length)
+            self._epoch_moved(True)
 
     @rule()
     def save(self) -> None:
@@ -136,22 +133,24 @@ class PagerMachine(RuleBasedStateMachine):
         assert [None if c.block == ABSENT else c.block for c in self.pager.chunks] == self.where
         assert {c for c, chunk in enumerate(self.pager.chunks) if chunk.on_host} == self.host
         taken = {block for block in self.where if block is not None}
-        assert self.pager.blocks.free() == set(range(COUNT)) - taken
+        sealed = range(self.length // CHUNK)
+        newest = max((c for c in sealed if c in self.host), default=-1)
+        assert list(self.pager.unsaved) == [c for c in sealed if c > newest]
         assert self.pager.resident == len(taken)
         for pos in {0, self.length // 2, self.length - 1} - {-1}:
             if pos < self.length:
                 block = self.where[pos // CHUNK]
-                assert self.pager.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
+                assert self.pager.layout.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
 
     @invariant()
     def room_is_exact(self) -> None:
         trial = copy.deepcopy(self.pager)
         for c in range(self.length // CHUNK):
-            trial.chunks[c].on_host = True
+            trial.saved(c)
         room = trial.room(self.length)
         assert room > CHUNK
         more = copy.deepcopy(trial)
-        trial.reserve(self.length, room)
+        trial.commit(trial.reserve(self.length, room))
         trial.check_integrity()
         with pytest.raises(PoolExhausted):
             more.reserve(self.length, room + 1)
@@ -161,19 +160,22 @@ class PagerMachine(RuleBasedStateMachine):
     def _reserve(self, count: int) -> Moves | None:
         first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
         oldest = first - self.tail if last - first > 1 else last - self.tail
-        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first, oldest)}
+        kept = {c for c in range(last + 1) if c < self.sinks or c in self.pins or c >= min(first - 1, oldest)}
         absent = [c for c in sorted(kept) if c >= len(self.where) or self.where[c] is None]
         taken = {block for block in self.where if block is not None}
         able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]
         short = len(absent) - (COUNT - len(taken))
-        before = copy.deepcopy((self.pager.chunks, self.pager.blocks.free(), self.pager.epoch))
+        before = copy.deepcopy(self.pager.layout)
         if short > len(able):
             with pytest.raises(PoolExhausted):
                 self.pager.reserve(self.length, count)
-            assert (self.pager.chunks, self.pager.blocks.free(), self.pager.epoch) == before
+            assert self.pager.layout == before
             return None
         victims = sorted(able, key=lambda c: (self.use[c], c))[: max(0, short)]
-        moves = self.pager.reserve(self.length, count)
+        plan = self.pager.reserve(self.length, count)
+        assert self.pager.layout == before, "a plan alone changes nothing"
+        self.pager.commit(plan)
+        moves = plan.moves
 
         assert [c for c, _ in moves.evict] == victims
         assert not kept & set(victims), "a protected chunk was evicted"
@@ -193,6 +195,7 @@ class PagerMachine(RuleBasedStateMachine):
         self._touch([*absent, *range(first, last + 1)], moved=bool(absent or victims))
         self.host -= set(range(first, last + 1))
         self._epoch_moved(bool(absent or victims))
+        self.length += count
         return moves
 
     def _touch(self, chunks: list[int], *, moved: bool) -> None:
@@ -202,7 +205,9 @@ class PagerMachine(RuleBasedStateMachine):
 
     def _truncate(self, length: int) -> None:
         keep = -(-length // CHUNK)
-        moves = self.pager.truncate(length)
+        plan = self.pager.truncate(length)
+        self.pager.commit(plan)
+        moves = plan.moves
         gone = range(keep, len(self.where))
         assert sorted(moves.drop) == list(gone)
         assert sorted(moves.evict) == [(c, self.where[c]) for c in gone if self.where[c] is not None]

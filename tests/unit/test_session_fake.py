@@ -29,7 +29,7 @@ from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemor
 from kvflash_ggml.pool import heap as heap_module
 from kvflash_ggml.pool.heap import NOWHERE
 from kvflash_ggml.pool.masks import FREE
-from kvflash_ggml.pool.pager import ABSENT
+from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.saved import SavedSession
 from kvflash_ggml.session import Session
 
@@ -118,7 +118,7 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = 
         if chunk.on_host:
             assert stored(session, image, c)[: len(rows)] == rows, f"image of chunk {c}"
         elif session.bounded and hi - lo == CHUNK:
-            assert c in session.paging._unsaved, f"chunk {c} can never leave"
+            assert c in pager.unsaved, f"chunk {c} can never leave"
     np.testing.assert_array_equal(engine.cell_pos, cells)
     np.testing.assert_array_equal(session.mask.slot_pos, places)
 
@@ -625,6 +625,15 @@ def test_a_sealed_chunk_is_copied_once(world: Any) -> None:
     session.extend(some(2000))
     assert session.page_outs == 2000 // CHUNK
     assert session.page_ins == 0
+
+
+def test_the_chunk_before_a_step_stays_whatever_its_score(world: Any) -> None:
+    """A window of one chunk, and steps of two that begin with a chunk: llama.cpp wants the position before them."""
+    for seed in range(20):
+        session = world(256 + 64 * (seed % 4), config={"sinks": 1, "tail": 1}, n_ubatch=128, scorer=Digest())
+        session.extend(some(1500, seed))
+        session.extend(some(300, seed + 50))
+        check(session, [*some(1500, seed).tolist(), *some(300, seed + 50).tolist()])
 
 
 def test_too_many_tokens_change_nothing(world: Any) -> None:

@@ -1,0 +1,126 @@
+"""Gives a session the retrieval heads of its model: from a file, or by a calibration behind the first answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from .. import env
+from ..errors import CalibrationError, ConfigError
+from ..policy.heads import Heads
+from ..reselect import key_shapes
+from ..session import Session
+from .choice import Calibration, load, save
+from .run import Progress, Stopped, calibrate
+
+logger = logging.getLogger("kvflash_ggml")
+
+PATIENCE = 60.0
+"""Seconds that a calibration nobody asked for may be expected to take."""
+
+
+def heads_file(identity: str) -> Path:
+    """Where the heads of a model are kept for later runs."""
+    return env.cache_dir() / "heads" / f"{identity}.json"
+
+
+class HeadFinder:
+    """Of one model and its session. All heads count until the heads are known.
+
+    model: a llama_cpp LlamaModel. identity: reads the model's, when it is needed. settings: llama_context_params for
+    what concerns the machine. given: a file of heads (ConfigError if it does not fit), or None to find them.
+    """
+
+    def __init__(
+        self, session: Session, *, model: Any, identity: Callable[[], str], settings: Any, given: Path | None
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._settings = settings
+        self._layers = [layer.il for layer in session.engine.layers]
+        self._shapes = key_shapes(session.engine)
+        self._stop = Event()
+        self._thread: Thread | None = None
+        self._progress: Progress | None = None
+        self._found: Calibration | None = None
+        self.calibration: Calibration | None = None
+        if given is not None:
+            self._take(load(given, layers=self._layers, shapes=self._shapes))
+            return
+        self._identity = identity()
+        with suppress(ConfigError):  # there is none, or it is damaged: then it is made
+            self._take(load(heads_file(self._identity), layers=self._layers, shapes=self._shapes))
+
+    @property
+    def heads(self) -> Heads | None:
+        """Those that count, as the policy names them; None if all do."""
+        return None if self.calibration is None else self.calibration.among(self._layers, self._shapes)
+
+    @property
+    def is_finding(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to find the heads on a thread of its own, once, unless they are known."""
+        if self.calibration is None and self._thread is None:
+            self._thread = Thread(target=self._find, name="kvflash-calibrate", daemon=True)
+            self._thread.start()
+
+    def settle(self) -> None:
+        """Use what has been found meanwhile. To be called between two requests."""
+        found, self._found = self._found, None
+        if found is not None:
+            self._take(found)
+
+    def wait(self, progress: Progress) -> None:
+        """Until the calibration that is under way has ended. progress: tokens done, and in all."""
+        if self._thread is not None:
+            self._progress = progress
+            while self._thread.is_alive():
+                self._thread.join(0.1)  # so that Ctrl-C is heard
+
+    def close(self) -> None:
+        """Stop whatever is under way."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _take(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        heads = self.heads
+        if heads is not None and self._session.reselector is not None:
+            self._session.reselector.use(heads)
+
+    def _find(self) -> None:
+        try:
+            found = calibrate(
+                self._model,
+                identity=self._identity,
+                settings=self._settings,
+                progress=self._report,
+                stop=self._stop,
+                limit=PATIENCE,
+            )
+        except Stopped:
+            return
+        except CalibrationError as err:
+            logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds those that matter", err)
+            return
+        except Exception:
+            logger.exception("all heads count for the policy: the calibration failed")
+            return
+        if not found.chosen:
+            logger.warning("all heads count for the policy: none of this model finds what a question asks for")
+        try:
+            save(found, heads_file(self._identity))
+        except OSError as err:
+            logger.warning("the retrieval heads are found again next time: %s", err)
+        self._found = found
+
+    def _report(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress(done, total)

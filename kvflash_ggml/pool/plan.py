@@ -1,0 +1,92 @@
+"""A change of the page table as a value: what it will be, and what has to move. Nothing is done by making one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import CHUNK
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of last append or recall."""
+
+    block: int = ABSENT
+    on_host: bool = False
+    last_use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a change of the table asks of the device, as (chunk, block) pairs, to be done in this order.
+
+    evict: the block is free now. drop: the chunk no longer exists. recall: fill the block from the host. fresh: a block
+    for a chunk that has no bytes yet.
+    """
+
+    evict: list[tuple[int, int]] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+    recall: list[tuple[int, int]] = field(default_factory=list)
+    fresh: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.evict or self.drop or self.recall or self.fresh)
+
+    @property
+    def blocks(self) -> set[int]:
+        """All blocks that are touched."""
+        return {block for _, block in (*self.evict, *self.recall, *self.fresh)}
+
+
+NO_MOVES = Moves()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The table at one moment. A change makes another one aside, which takes its place in a single statement.
+
+    length: committed tokens. clock: of the last change. epoch: changes whenever a block changes its chunk. settled:
+    whatever must stay beside the append head is resident.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    length: int = 0
+    clock: int = 0
+    epoch: int = 0
+    settled: bool = True
+
+    @property
+    def resident_chunks(self) -> tuple[int, ...]:
+        return tuple(c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT)
+
+    def slot_of(self, pos: int) -> int:
+        """The slot of a position, or ABSENT."""
+        block = self.chunks[pos // CHUNK].block
+        return ABSENT if block == ABSENT else block * CHUNK + pos % CHUNK
+
+    def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Fill `out` with the slots of the positions from `start` on, all of them resident."""
+        n = len(out)
+        if n == 1:
+            out[0] = self.slot_of(start)
+            return out
+        at = 0
+        while at < n:
+            size = min(CHUNK - (start + at) % CHUNK, n - at)
+            slot = self.slot_of(start + at)
+            out[at : at + size] = np.arange(slot, slot + size)
+            at += size
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the table will be, once the moves are done."""
+
+    layout: Layout
+    moves: Moves

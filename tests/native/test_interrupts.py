@@ -1,0 +1,127 @@
+"""Ctrl-C at every line of a step, a cut, a restore: what comes after it is what would have come without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import CHUNK, check, row
+from interrupter import Interrupter
+
+MAPPING = ("session.py", "step.py", "unfinished.py", "paging.py", "checkpoints.py", "pool/pager.py", "pool/plan.py")
+BYTES = ("pool/heap.py", "pool/store.py", "native/engine.py")
+RESTORING = ("resume.py", "keeping.py", "session.py", "unfinished.py", "paging.py", "checkpoints.py")
+LOST = ("_use_look", "_generate_step")
+"""An interrupt here may lose a look at the text, which is taken again later: other pages, but the right bytes."""
+
+
+def make(llama: Any, kind: str) -> Any:
+    return llama(kind, n_ctx=2048, kvflash=768, kvflash_policy="qk", kvflash_tau=8)
+
+
+def after(llm: Any, tokens: list[int], count: int = 3) -> dict[int, bytes]:
+    """Logits by position, of the tokens that come next."""
+    rows = {}
+    for _ in range(count):
+        at = llm.n_tokens
+        llm.eval([tokens[at]])
+        rows[at] = row(llm).tobytes()
+    check(llm)
+    return rows
+
+
+def interrupt_each_line(llm: Any, tokens: list[int], work: Callable[[], object], files: tuple[str, ...]) -> int:
+    """Do the work over and over, interrupted one line later each time, and go on. Returns how many lines it has."""
+    state = llm.save_state()
+    work()
+    want = after(llm, tokens, 5)
+    k, lost = 0, 0
+    while True:
+        k += 1
+        llm.load_state(state)
+        interrupter = Interrupter(k, files)
+        if not interrupter.run(work):
+            break
+        llm._session.settle()
+        check(llm)
+        got = after(llm, tokens)
+        wrong = [at for at, logits in got.items() if at in want and want[at] != logits]
+        assert set(got) & set(want)
+        if wrong and any(name in LOST for name in interrupter.stack[:4]):
+            lost += 1
+            continue
+        assert not wrong, f"line {k}, in {interrupter.stack}: other logits at {wrong}"
+    assert lost < k / 5
+    return k - 1
+
+
+@pytest.mark.parametrize(("kind", "length"), [("small", 830), ("small", 832), ("hybrid", 832)])
+def test_a_step_that_recalls(kind: str, length: int, llama: Any, tokens: Any) -> None:
+    """Within a chunk, and where a new one begins."""
+    llm, text = make(llama, kind), tokens.tolist()
+    llm.eval(text[:length])
+    gone = set(range(llm.kvflash.chunks)) - set(llm.kvflash.resident_chunks)
+    for chunk in sorted(gone)[:3]:
+        llm.kvflash.pin(chunk * CHUNK, chunk * CHUNK + 1)
+    assert gone
+    ins = llm.kvflash.page_ins
+    lines = interrupt_each_line(llm, text, lambda: llm.eval([text[length]]), MAPPING + BYTES)
+    assert lines > 100
+    assert llm.kvflash.page_ins > ins
+
+
+def test_a_step_that_reselects(llama: Any, tokens: Any) -> None:
+    llm, text = make(llama, "small"), tokens.tolist()
+    llm.eval(text[:830])
+    moved: set[int] = set()
+    while not moved:
+        state, before = llm.save_state(), set(llm.kvflash.resident_chunks)
+        due = llm._session.reselector.ready
+        llm.eval([text[llm.n_tokens]])
+        moved = set(llm.kvflash.resident_chunks) - before if due else set()
+    llm.load_state(state)
+    assert interrupt_each_line(llm, text, lambda: llm.eval([text[llm.n_tokens]]), MAPPING) > 100
+
+
+@pytest.mark.parametrize("kind", ["small", "hybrid"])
+def test_a_cut(kind: str, llama: Any, tokens: Any) -> None:
+    """Of a model with recurrent state to the checkpoint before, from where it reads on."""
+    llm, text = make(llama, kind), tokens.tolist()
+    llm.eval(text[:192])
+    llm.eval(text[192 : 830 if kind == "small" else 400])
+
+    def cut() -> None:
+        llm.n_tokens = 196
+        llm._session.truncate(196)
+
+    files = MAPPING + BYTES if kind == "small" else ("session.py", "unfinished.py", "checkpoints.py", "paging.py")
+    assert interrupt_each_line(llm, text, cut, files) > 20
+
+
+@pytest.mark.parametrize("kind", ["small", "hybrid"])
+def test_a_restore(kind: str, llama: Any, tokens: Any) -> None:
+    """What is left is the one text, or the other, or none; and the restore can be done again."""
+    llm, text = make(llama, kind), tokens.tolist()
+    llm.eval(text[1000:1200])
+    state = llm.save_state()
+    want = after(llm, text)
+    llm.reset()
+    llm.eval(text[:70])
+    before = llm.save_state()
+    texts = [[], text[1000:1200], text[:70]]
+    k = 0
+    while True:
+        k += 1
+        llm.load_state(before)
+        if not Interrupter(k, RESTORING).run(lambda: llm.load_state(state)):
+            break
+        assert llm.input_ids[: llm.n_tokens].tolist() in texts
+        assert llm._session.tokens.tolist() in (llm.input_ids[: llm.n_tokens].tolist(), [])
+        llm._session.settle()
+        check(llm)
+        if k % 10 == 0:
+            after(llm, text, 1)
+        llm.load_state(state)
+        assert after(llm, text) == want
+    assert k > 100
