@@ -244,6 +244,19 @@ def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
     assert [store.bytes_of(chunk) for chunk in (1, 2, 3, 4)] == [data[c] for c in (1, 2, 3, 4)]
 
 
+@pytest.mark.parametrize("how", ["bit", "hole"])
+def test_a_spilled_page_that_has_changed_is_not_believed(how: str, build: Any, memory: FakeHost) -> None:
+    store = build(1, spill=True)
+    data = {chunk: write(store, memory, chunk) for chunk in (1, 2, 3)}
+    store.heap._file.seek(0)
+    store.heap._file.write(b"\xff" if how == "bit" else bytes(PAGE))
+    for read in (store.fetch, store.bytes_of):
+        with pytest.raises(SnapshotError, match="damaged"):
+            read(1)
+    assert not store.heap.readable(store.page(1))
+    assert [store.bytes_of(chunk) for chunk in (2, 3)] == [data[2], data[3]]
+
+
 def test_groups_that_fit(build: Any) -> None:
     assert list(build(2).heap.fitting([1, 2, 3, 4, 5])) == [[1, 2], [3, 4], [5]]
     assert list(build().heap.fitting([1, 2, 3])) == [[1, 2, 3]]
