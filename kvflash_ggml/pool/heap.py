@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Protocol, TypeVar
 
-from ..errors import HostMemoryError, SnapshotError
+from ..errors import ConfigError, HostMemoryError, SnapshotError
 
 SLAB_BYTES = 64 << 20
 NOWHERE = -1
@@ -74,6 +74,8 @@ class PageHeap:
     """
 
     def __init__(self, memory: HostMemory, page_bytes: int, *, limit: int | None, spill: Path | None) -> None:
+        if spill is not None and not (spill.is_dir() and os.access(spill, os.W_OK | os.X_OK)):
+            raise ConfigError(f"spill = {spill} is no folder that can be written to: make it, or name another")
         self.page_bytes = page_bytes
         self.limit = limit
         self.spill_folder = spill

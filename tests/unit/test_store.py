@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflash_ggml.errors import HostMemoryError, SnapshotError
+from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.pool import heap as heap_module
 from kvflash_ggml.pool.heap import NOWHERE, Page, PageHeap
 from kvflash_ggml.pool.store import HostStore
@@ -222,7 +222,16 @@ def test_closing_after_refused_memory(memory: FakeHost) -> None:
 
 
 def test_a_spill_folder_that_is_not_there(memory: FakeHost, tmp_path: Path) -> None:
-    store = store_of(memory, limit=PAGE, spill=tmp_path / "missing")
+    folder = tmp_path / "missing"
+    with pytest.raises(ConfigError, match="missing is no folder"):
+        store_of(memory, limit=PAGE, spill=folder)
+    folder.write_text("a file")
+    with pytest.raises(ConfigError, match="missing is no folder"):
+        store_of(memory, limit=PAGE, spill=folder)
+    folder.unlink()
+    folder.mkdir()
+    store = store_of(memory, limit=PAGE, spill=folder)
+    folder.rmdir()
     data = write(store, memory, 0)
     with pytest.raises(HostMemoryError, match="missing"):
         store.allocate([1])
