@@ -49,6 +49,15 @@ def test_any_context_length(kind: str, n_ctx: int, llama: Any, stock: Any, token
     assert take(ours.generate(prompt, **GREEDY), 10) == take(theirs.generate(prompt, **GREEDY), 10)
 
 
+@pytest.mark.parametrize("pool", [None, 512])
+def test_no_ubatch_is_upstreams_word_for_the_batch(pool: int | None, llama: Any, tokens: Any) -> None:
+    prompt = tokens[:700].tolist()
+    llm, other = (llama("dense", n_ctx=2048, n_ubatch=n, kvflash=pool) for n in (0, 256))
+    for one in (llm, other):
+        one.eval(prompt)
+    assert same_bits(row(llm), row(other))
+
+
 def test_a_small_context_can_be_filled(llama: Any, tokens: Any) -> None:
     llm = llama(n_ctx=32, kvflash=KVFlashConfig(pool=64, pins=((0, 200),)))
     llm.eval(tokens[: llm.n_ctx()].tolist())
