@@ -33,8 +33,9 @@ class KVFlashConfig:
     drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
     tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
         call computes the same bits however fast the machine is.
-    calibrate: find the heads of the model that retrieve, behind the first answer, so that the policy "qk" asks them only;
-        they are kept in the user's cache folder. False asks all heads; a path names a file of 'kvflash-run calibrate'.
+    calibrate: find the heads of the model that retrieve, behind the first answer, so that the policy "qk" asks them
+        only; they are kept in the user's cache folder. False asks all heads; a path names a file that
+        'kvflash-run calibrate' has written.
     deterministic: what is resident at a prompt's end is a function of the text alone: each prompt is read from its
         beginning, tau does not adapt, and heads that are found meanwhile count in the next object.
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
@@ -62,10 +63,10 @@ class KVFlashConfig:
     checkpoints: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("calibrate", "deterministic"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, Path) if name == "calibrate" else bool):
-                raise ConfigError(f"{name} is True or False{', or a path' if name == 'calibrate' else ''}, not {value!r}")
+        if not isinstance(self.calibrate, (bool, Path)):
+            raise ConfigError(f"calibrate is True, False or a path, not {self.calibrate!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic is True or False, not {self.deterministic!r}")
         if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
             raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
         if self.pool_bytes is not None:

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from .errors import ContextFull, KVFlashError
+from .errors import ConfigError, ContextFull, KVFlashError
 from .prefix import common_prefix
 from .saved import SavedSession
 from .session import Session
@@ -42,6 +43,8 @@ class Keeping(llama_cpp.Llama):
 
     def _catch_up(self, session: Session) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
+        if not 0 <= self.n_tokens <= self._n_ctx:
+            raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
         session.settle()
         if self.n_tokens < session.length:
             session.rewind(self.n_tokens)
@@ -49,9 +52,20 @@ class Keeping(llama_cpp.Llama):
             session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
 
     def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
-        """Logits of the token at `pos`, which must be among those evaluated last."""
+        """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
         row = self._ctx.get_logits_ith(pos - self.n_tokens)
+        if not row:
+            raise KVFlashError(
+                f"no logits are kept of position {pos} of {self.n_tokens}: it was not evaluated last (by another "
+                f"generator of the same model, perhaps), or logits_all=True is needed"
+            )
         return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process."""
+        idx = kwargs.get("idx")
+        self._logits_row(self.n_tokens - 1 if idx is None else idx)
+        return int(super().sample(*args, **kwargs))
 
     def _grow_scores(self, rows: int) -> None:
         if rows > len(self.scores):

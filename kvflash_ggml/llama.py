@@ -124,7 +124,7 @@ class Llama(Keeping):
 
     def _open_session(self, size: PoolSize) -> None:
         assert self._config is not None
-        n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
+        n_ubatch = min(self.context_params.n_ubatch or self.n_batch, self.n_batch)  # 0 is upstream's "as n_batch"
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
@@ -346,7 +346,7 @@ class Llama(Keeping):
         if self.draft_model is None:
             return []
         start = self.n_tokens + len(pending)
-        room = min(self._n_ctx - start, self.context_params.n_ubatch - len(pending))
+        room = min(self._n_ctx - start, (self.context_params.n_ubatch or self.n_batch) - len(pending))
         if self._session is not None:
             room = min(room, self._session.pager.room(self._session.length) - len(pending))
         if room <= 0:

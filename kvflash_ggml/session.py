@@ -142,8 +142,8 @@ class Session:
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
         checkpoint: a position within a prompt at which to keep what is not pooled, to go back to.
-        progress(done, total) runs after each step of a prompt. On DecodeError and the other errors of this package the
-        steps that were done stay done: `length` tells how far.
+        progress(done, total) runs after each step of a prompt, and may not change the text. On DecodeError and the
+        other errors of this package the steps that were done stay done: `length` tells how far.
         """
         if self.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
@@ -175,6 +175,8 @@ class Session:
                 self._look(rows=None if done == total else 1)
             if progress is not None:
                 progress(done, total)
+                if self.length != start + count:
+                    raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
         if last < total:
             self._replay(tokens[last:], output_all=output_all, after=after)
 
@@ -254,8 +256,10 @@ class Session:
         """Forget tokens from `length` on, on both tiers. Returns the length that is left.
 
         That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
-        nearest checkpoint before it, or 0. Nothing is evaluated here.
+        nearest checkpoint before it, or 0. Nothing is evaluated here. ConfigError for a negative length.
         """
+        if length < 0:
+            raise ConfigError(f"a text cannot be cut to {length} tokens: to forget all of it, cut to 0")
         self.settle()
         if length >= self.length:
             return self.length

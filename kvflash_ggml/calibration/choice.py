@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import env
 from ..errors import ConfigError
 from ..files import replacing
 from ..policy.base import KeyShape
@@ -27,6 +28,9 @@ FLOOR = 0.4
 
 RECALLS = 0.3
 """How often the best head has the fact's chunk first, for a model that can recall at all."""
+
+CLEARLY = 0.1
+"""By how much more of its attention that head gives to a fact when it is asked for."""
 
 LISTED = 32
 """Heads that the file tells of, for a person to read."""
@@ -69,8 +73,9 @@ def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Seq
     """At most MOST heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
     heads = every_head(shapes)
     order = np.argsort(-measured.score, kind="stable")[: max(MOST, LISTED)]
-    recalls = measured.questions > 0 and measured.first.max() >= RECALLS
-    floor = FLOOR * measured.score[order[0]]
+    best = order[0]
+    recalls = measured.first[best] >= RECALLS and measured.score[best] >= CLEARLY
+    floor = FLOOR * measured.score[best]
     found = []
     for rank, i in enumerate(order.tolist()):
         layer, head = heads[i].tolist()
@@ -85,6 +90,11 @@ def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Seq
             )
         )
     return Calibration(model=model, questions=measured.questions, tokens=measured.tokens, heads=tuple(found))
+
+
+def heads_file(identity: str) -> Path:
+    """Where the heads of a model are kept for later runs."""
+    return env.cache_dir() / "heads" / f"{identity}.json"
 
 
 def save(calibration: Calibration, path: Path) -> None:

@@ -9,23 +9,17 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from .. import env
 from ..errors import CalibrationError, ConfigError
 from ..policy.heads import Heads
 from ..reselect import key_shapes
 from ..session import Session
-from .choice import Calibration, load, save
+from .choice import Calibration, heads_file, load, save
 from .run import Progress, Stopped, calibrate
 
 logger = logging.getLogger("kvflash_ggml")
 
 PATIENCE = 60.0
 """Seconds that a calibration nobody asked for may be expected to take."""
-
-
-def heads_file(identity: str) -> Path:
-    """Where the heads of a model are kept for later runs."""
-    return env.cache_dir() / "heads" / f"{identity}.json"
 
 
 class HeadFinder:

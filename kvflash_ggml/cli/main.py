@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from .calibrate import calibrate
 from .doctor import doctor
 from .execute import execute
 from .report import version_line
@@ -74,6 +75,7 @@ def main() -> None:
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
+    kvflash-run calibrate model.gguf                        which heads find what is asked for
     kvflash-run doctor                                      what is installed, and does it work
     """
 
@@ -81,4 +83,5 @@ def main() -> None:
 main.add_command(run)
 main.add_command(doctor)
 main.add_command(execute)
+main.add_command(calibrate)
 main.add_command(snapshot)

@@ -39,6 +39,16 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
+def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: bool) -> Iterator[Any]:
+    """The model with a small context of its own, for what needs its weights only."""
+    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
+    if loading.threads is not None:
+        settings["n_threads"] = settings["n_threads_batch"] = loading.threads
+    with closing(create_llama(model_path=path, **settings)) as llm:
+        yield llm
+
+
+@contextmanager
 def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: bool) -> Iterator[Any]:
     """The loaded model, closed at the end.
 

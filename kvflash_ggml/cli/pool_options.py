@@ -12,7 +12,7 @@ from ..config import KVFlashConfig
 from ..policy import names
 from ..snapshot.cache import PrefixCache
 from .sections import collected, option
-from .types import Pin, Pool, Size
+from .types import Calibrate, Pin, Pool, Size
 
 _pool = option("KVFlash")
 
@@ -25,6 +25,8 @@ class PoolOptions:
     kvflash_policy: str
     kvflash_drafter: Path | None
     kvflash_tau: int | None
+    kvflash_calibrate: bool | str
+    kvflash_deterministic: bool
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
@@ -37,11 +39,14 @@ class PoolOptions:
         asked = notation.pool(self.kvflash)
         if asked is None:
             return None
+        calibrate = self.kvflash_calibrate
         return KVFlashConfig(
             **asked,
             policy=self.kvflash_policy,
             drafter=self.kvflash_drafter,
             tau=self.kvflash_tau,
+            calibrate=calibrate if isinstance(calibrate, bool) else Path(calibrate),
+            deterministic=self.kvflash_deterministic,
             pins=self.kvflash_pin,
             host_limit=self.kvflash_host_limit,
             spill=self.kvflash_spill,
@@ -90,6 +95,22 @@ pool_options = collected(
         envvar="KVFLASH_TAU",
         metavar="N",
         help="Tokens between two reselections while generating.  [default: adapts to what scoring costs]",
+    ),
+    _pool(
+        "--kvflash-calibrate",
+        type=Calibrate(),
+        default="on",
+        show_default=True,
+        envvar="KVFLASH_CALIBRATE",
+        metavar="on|off|FILE",
+        help="Find the heads of the model that retrieve, once, after the first answer; or take them from a file of"
+        " 'kvflash-run calibrate'; 'off' asks all heads.",
+    ),
+    _pool(
+        "--kvflash-deterministic",
+        is_flag=True,
+        envvar="KVFLASH_DETERMINISTIC",
+        help="The same text brings the same chunks: each prompt is read from its beginning.",
     ),
     _pool(
         "--kvflash-pin",

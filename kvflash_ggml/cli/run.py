@@ -11,6 +11,7 @@ import click
 
 from ..files import check_writable
 from .answer import Answer, Message, ask
+from .calibrate import finish
 from .chat import Chat
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
 from .options import (
@@ -30,6 +31,10 @@ from .snapshot_options import SnapshotOptions, snapshot_options
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
 _prompt = option("Prompt")
+
+_NEED_A_POOL = (
+    "policy", "tau", "calibrate", "deterministic", "pin", "host_limit", "spill", "cache", "cache_size", "report",
+)  # fmt: skip
 
 _EPILOG = """\b
 With a chat template the prompt is a user message, and without a prompt a chat begins;
@@ -163,6 +168,8 @@ def run(
                         snapshot=kept.document(),
                     )
                     click.echo(json.dumps(result, ensure_ascii=False))
+            if not answer.interrupted:
+                finish(llm, shown=stderr_is_terminal() and not output.quiet)
     if answer.interrupted:
         raise KeyboardInterrupt
 
@@ -205,10 +212,7 @@ def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: Snapshot
         return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
     if pool.kvflash == "off":
-        names = [
-            f"kvflash_{name}"
-            for name in ("policy", "tau", "pin", "host_limit", "spill", "cache", "cache_size", "report")
-        ]
+        names = [f"kvflash_{name}" for name in _NEED_A_POOL]
         for name in (*names, "snapshot", "snapshot_ro", "snapshot_compress"):
             if given(name):
                 raise click.UsageError(f"--{name.replace('_', '-')} needs a pool: add --kvflash TOKENS or auto")

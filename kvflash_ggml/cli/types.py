@@ -55,6 +55,15 @@ class Size(_Type):
             self.fail(str(error), param, ctx)
 
 
+class Calibrate(_Type):
+    """On, off, or a file."""
+
+    name = "on|off|file"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> bool | str:
+        return value if isinstance(value, bool) else notation.calibrate(str(value))
+
+
 class Pin(_Type):
     """A half-open range of tokens, LO:HI."""
 

@@ -2,8 +2,8 @@
 
 A page is written once and read back bit for bit. It may be held by several owners: the text that is being read, a
 snapshot that is being written, texts that are kept for later. Beyond the ceiling, the pages that have waited longest
-go to an unlinked file in the spill folder, or `HostMemoryError` is raised. A page that came from a file is not read
-before it is needed, and needs no spilling.
+go to an unlinked file in the spill folder, and are checked when they come back, or `HostMemoryError` is raised. A page
+that came from a file is not read before it is needed, and needs no spilling.
 
 An interrupt can come between any two statements. They are in an order in which it may lose a place in memory or in the
 file for good, but no bytes, and no place has two pages.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,7 +24,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Protocol, TypeVar
 
-from ..errors import HostMemoryError, SnapshotError
+from ..errors import ConfigError, HostMemoryError, SnapshotError
 
 SLAB_BYTES = 64 << 20
 NOWHERE = -1
@@ -49,13 +50,17 @@ class PageSource(Protocol):
 
 
 class Page:
-    """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`."""
+    """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`.
 
-    __slots__ = ("address", "holders", "place", "source", "ticket")
+    checksum: of the image in the spill file.
+    """
+
+    __slots__ = ("address", "checksum", "holders", "place", "source", "ticket")
 
     def __init__(self, *, address: int = 0, source: PageSource | None = None) -> None:
         self.address = address
         self.place = NOWHERE
+        self.checksum = 0
         self.source = source
         self.ticket = 0  # the last transfer that fills or reads it
         self.holders = 1
@@ -69,6 +74,8 @@ class PageHeap:
     """
 
     def __init__(self, memory: HostMemory, page_bytes: int, *, limit: int | None, spill: Path | None) -> None:
+        if spill is not None and not (spill.is_dir() and os.access(spill, os.W_OK | os.X_OK)):
+            raise ConfigError(f"spill = {spill} is no folder that can be written to: make it, or name another")
         self.page_bytes = page_bytes
         self.limit = limit
         self.spill_folder = spill
@@ -330,6 +337,7 @@ class PageHeap:
         self._memory.wait(page.ticket)
         place = self._free_places[-1] if self._free_places else self._places
         data = self.view(page)
+        page.checksum = zlib.crc32(data)
         try:
             if self._file is None:
                 # without a name, so that nothing is left behind however the process ends; without a buffer, so that a
@@ -359,12 +367,17 @@ class PageHeap:
             page.source.read_into(image)
             return
         assert self._file is not None
+        rest = image
         try:
             self._file.seek(page.place * self.page_bytes)
-            while image:
-                read = self._file.readinto(image)
+            while rest:
+                read = self._file.readinto(rest)
                 if not read:
                     raise OSError("the spill file was cut short")
-                image = image[read:]
+                rest = rest[read:]
         except OSError as err:
             raise HostMemoryError(f"could not read a chunk back from {self.spill_folder}: {err}") from err
+        if zlib.crc32(image) != page.checksum:
+            raise SnapshotError(
+                f"a chunk in the spill file in {self.spill_folder} is damaged: read the text again, and check the disk"
+            )

@@ -7,7 +7,6 @@ Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -140,16 +139,20 @@ class Pager:
         """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
         if not 0 <= lo < hi:
             raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
-        pins = self.pins | set(range(lo // CHUNK, (hi - 1) // CHUNK + 1))
-        self._check_pins(pins, f"pinning [{lo}, {hi})")
+        first, end = lo // CHUNK, (hi - 1) // CHUNK + 1
+        if not self.bounded:
+            end = min(end, self.blocks.count)  # there are no later chunks
+        self._check_pins(end - first, f"pinning [{lo}, {hi})")  # before a set of any size is made
+        pins = self.pins.union(range(first, end))
+        self._check_pins(len(pins), f"pinning [{lo}, {hi})")
         self.layout = replace(self.layout, settled=False)
         self.pins = pins
 
-    def _check_pins(self, pins: Set[int], what: str) -> None:
+    def _check_pins(self, count: int, what: str) -> None:
         most = self.blocks.count - self.sinks - self.tail - 2
-        if self.bounded and len(pins) > most:
+        if self.bounded and count > most:
             raise ConfigError(
-                f"{what} would hold {len(pins)} chunks, but a pool of {self.blocks.count} blocks can "
+                f"{what} would hold {count} chunks, but a pool of {self.blocks.count} blocks can "
                 f"hold {most} pins: use a larger pool or pin less"
             )
 
@@ -236,7 +239,7 @@ class Pager:
         first. ConfigError if it cannot hold the pins of the table beside those that are here.
         """
         pins = self.pins | table.pins
-        self._check_pins(pins, f"pinning {len(pins)} chunks, as saved,")
+        self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
         able = [c for c, block in enumerate(table.blocks) if block != ABSENT or not self.bounded]
         if len(able) > self.blocks.count:
             head = max(0, length - 1) // CHUNK

@@ -11,7 +11,7 @@ import pytest
 from harness import CHUNK, check, same_bits, walk
 from harness import pages as all_pages
 
-from kvflash_ggml.errors import DecodeError, HostMemoryError, PoolExhausted
+from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, PoolExhausted
 
 N_CTX = 4096
 
@@ -98,7 +98,12 @@ def test_refused_host_memory(llama: Any, tokens: Any, monkeypatch: Any) -> None:
 
 def test_no_spill_folder(llama: Any, tokens: Any, tmp_path: Path) -> None:
     page = make(llama).kvflash.page_bytes
-    llm = make(llama, kvflash_host_limit=2 * page, kvflash_spill=tmp_path / "absent")
+    settings = {"kvflash_host_limit": 2 * page, "kvflash_spill": tmp_path / "absent"}
+    with pytest.raises(ConfigError, match="absent is no folder"):
+        make(llama, **settings)
+    (tmp_path / "absent").mkdir()
+    llm = make(llama, **settings)
+    (tmp_path / "absent").rmdir()
     with pytest.raises(HostMemoryError, match="absent"):
         llm.eval(tokens[:1000].tolist())
     (tmp_path / "absent").mkdir()

@@ -49,6 +49,15 @@ def test_any_context_length(kind: str, n_ctx: int, llama: Any, stock: Any, token
     assert take(ours.generate(prompt, **GREEDY), 10) == take(theirs.generate(prompt, **GREEDY), 10)
 
 
+@pytest.mark.parametrize("pool", [None, 512])
+def test_no_ubatch_is_upstreams_word_for_the_batch(pool: int | None, llama: Any, tokens: Any) -> None:
+    prompt = tokens[:700].tolist()
+    llm, other = (llama("dense", n_ctx=2048, n_ubatch=n, kvflash=pool) for n in (0, 256))
+    for one in (llm, other):
+        one.eval(prompt)
+    assert same_bits(row(llm), row(other))
+
+
 def test_a_small_context_can_be_filled(llama: Any, tokens: Any) -> None:
     llm = llama(n_ctx=32, kvflash=KVFlashConfig(pool=64, pins=((0, 200),)))
     llm.eval(tokens[: llm.n_ctx()].tolist())
@@ -562,6 +571,36 @@ def test_a_model_in_a_cycle_is_closed_before_its_context(models: dict[str, Path]
 # --- cutting the text
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_an_impossible_length_is_refused_and_changes_nothing(kind: str, llama: Any, tokens: Any) -> None:
+    llm, fresh = llama(kind, n_ctx=2048, kvflash=512), llama(kind, n_ctx=2048, kvflash=512)
+    for one in (llm, fresh):
+        one.eval(tokens[:700].tolist())
+    for wrong in (-5, 2049):
+        llm.n_tokens = wrong
+        for work in (lambda: llm.eval([1]), llm.save_state, lambda: llm._session.truncate(-5)):
+            with pytest.raises((ConfigError, ContextFull)):
+                work()
+        llm.n_tokens = 700
+        check(llm)
+    ours, theirs = (walk(one, tokens[700:701], tokens[701:705]) for one in (llm, fresh))
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+def test_logits_that_are_not_there_are_not_sampled(pool: int | None, llama: Any, tokens: Any) -> None:
+    """Two generators of one model in turns, and a position that was not evaluated last: upstream aborts."""
+    llm = llama("dense", n_ctx=2048, kvflash=pool)
+    with pytest.raises(KVFlashError, match="position"):
+        llm.sample()
+    one, two = (llm.generate(tokens[:100].tolist(), temp=0.0) for _ in range(2))
+    with pytest.raises(KVFlashError, match="not evaluated last"):
+        [next(each) for _ in range(3) for each in (one, two, two)]
+    with pytest.raises(KVFlashError, match="position 5"):
+        llm.sample(idx=5)
+    assert next(llm.generate(tokens[:100].tolist(), temp=0.0)) is not None
+
+
 def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     """The tail before the cut is host-only: it is brought back before the next token is evaluated."""
     llm = llama("f32", n_ctx=4096, kvflash=512)
@@ -677,6 +716,24 @@ def test_progress_is_reported(llama: Any, tokens: Any) -> None:
 
 
 # --- decode errors
+
+
+def test_progress_may_not_change_the_text(llama: Any, tokens: Any) -> None:
+    llm = llama("dense", n_ctx=2048, kvflash=512)
+
+    def forget(done: int, total: int) -> None:
+        if done == 512:
+            llm.reset()
+
+    llm.kvflash_progress = forget
+    with pytest.raises(KVFlashError, match="progress callback"):
+        llm.eval(tokens[:900].tolist())
+    llm.kvflash_progress = None
+    assert llm.n_tokens == 0
+    check(llm)
+    llm.eval(tokens[:900].tolist())
+    assert llm.n_tokens == 900
+    check(llm)
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])

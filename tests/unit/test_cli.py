@@ -141,12 +141,15 @@ def test_layers_without_a_gpu_are_an_error(cli: Stage, monkeypatch: pytest.Monke
 
 def test_pool_options(cli: Stage, tmp_path: Path) -> None:
     line = f"m.gguf hi --kvflash 4096 --kvflash-policy lru --kvflash-tau 32 --kvflash-pin 0:512 \
-        --kvflash-pin 600:700 --kvflash-host-limit 8G --kvflash-spill {tmp_path}"
+        --kvflash-pin 600:700 --kvflash-host-limit 8G --kvflash-spill {tmp_path} --kvflash-calibrate h.json \
+        --kvflash-deterministic"
     assert cli(*line.split()).exit_code == 0
     assert cli.settings["kvflash"] == KVFlashConfig(
         pool=4096,
         policy="lru",
         tau=32,
+        calibrate=Path("h.json"),
+        deterministic=True,
         pins=((0, 512), (600, 700)),
         host_limit=8 << 30,
         spill=tmp_path,

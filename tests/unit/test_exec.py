@@ -42,7 +42,7 @@ def script(folder: Path, first: str) -> Path:
 
 def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Path) -> None:
     line = f"--kvflash 2G --kvflash-policy lru --kvflash-tau 8 --kvflash-pin 0:64 --kvflash-pin 128:192 \
-        --kvflash-host-limit 1G --kvflash-spill {tmp_path} --kvflash-cache {tmp_path}/c --kvflash-cache-size 3G \
+        --kvflash-host-limit 1G --kvflash-spill {tmp_path} --kvflash-cache {tmp_path}/c --kvflash-cache-size 3G --kvflash-calibrate heads.json \
         -- python -m some.thing --kvflash x"
     assert run(*line.split()).exit_code == 0
     ((path, command, environment),) = started
@@ -54,6 +54,8 @@ def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Pat
         "KVFLASH_POOL": "2g",
         "KVFLASH_POLICY": "lru",
         "KVFLASH_TAU": "8",
+        "KVFLASH_CALIBRATE": "heads.json",
+        "KVFLASH_DETERMINISTIC": "False",
         "KVFLASH_PIN": "0:64 128:192",
         "KVFLASH_HOST_LIMIT": str(1 << 30),
         "KVFLASH_SPILL": str(tmp_path),

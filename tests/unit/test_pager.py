@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,18 @@ class TestLimits:
         assert pager.pins == {1}
         pager.pin_range(0, CHUNK + 1)
         assert pager.pins == {0, 1}
+
+    def test_a_far_pin_takes_no_memory(self) -> None:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ConfigError, match="1562500000 chunks"):
+                make().pin_range(0, 10**11)
+            whole = make(bounded=False)
+            whole.pin_range(CHUNK, 10**11)
+            assert whole.pins == set(range(1, 8))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
     def test_too_many_pins_are_refused_as_a_whole(self) -> None:
         pager = make()

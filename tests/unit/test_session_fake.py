@@ -628,7 +628,7 @@ def test_a_sealed_chunk_is_copied_once(world: Any) -> None:
 
 
 def test_the_chunk_before_a_step_stays_whatever_its_score(world: Any) -> None:
-    """A window of one chunk, and steps of two that begin with a chunk: llama.cpp wants the position before them."""
+    """A window of one chunk, and steps of two that begin where one does: llama.cpp wants the position before them."""
     for seed in range(20):
         session = world(256 + 64 * (seed % 4), config={"sinks": 1, "tail": 1}, n_ubatch=128, scorer=Digest())
         session.extend(some(1500, seed))

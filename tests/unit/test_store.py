@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflash_ggml.errors import HostMemoryError, SnapshotError
+from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.pool import heap as heap_module
 from kvflash_ggml.pool.heap import NOWHERE, Page, PageHeap
 from kvflash_ggml.pool.store import HostStore
@@ -222,7 +222,16 @@ def test_closing_after_refused_memory(memory: FakeHost) -> None:
 
 
 def test_a_spill_folder_that_is_not_there(memory: FakeHost, tmp_path: Path) -> None:
-    store = store_of(memory, limit=PAGE, spill=tmp_path / "missing")
+    folder = tmp_path / "missing"
+    with pytest.raises(ConfigError, match="missing is no folder"):
+        store_of(memory, limit=PAGE, spill=folder)
+    folder.write_text("a file")
+    with pytest.raises(ConfigError, match="missing is no folder"):
+        store_of(memory, limit=PAGE, spill=folder)
+    folder.unlink()
+    folder.mkdir()
+    store = store_of(memory, limit=PAGE, spill=folder)
+    folder.rmdir()
     data = write(store, memory, 0)
     with pytest.raises(HostMemoryError, match="missing"):
         store.allocate([1])
@@ -242,6 +251,19 @@ def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
     for chunk in (3, 4):
         data[chunk] = write(store, memory, chunk)
     assert [store.bytes_of(chunk) for chunk in (1, 2, 3, 4)] == [data[c] for c in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("how", ["bit", "hole"])
+def test_a_spilled_page_that_has_changed_is_not_believed(how: str, build: Any, memory: FakeHost) -> None:
+    store = build(1, spill=True)
+    data = {chunk: write(store, memory, chunk) for chunk in (1, 2, 3)}
+    store.heap._file.seek(0)
+    store.heap._file.write(b"\xff" if how == "bit" else bytes(PAGE))
+    for read in (store.fetch, store.bytes_of):
+        with pytest.raises(SnapshotError, match="damaged"):
+            read(1)
+    assert not store.heap.readable(store.page(1))
+    assert [store.bytes_of(chunk) for chunk in (2, 3)] == [data[2], data[3]]
 
 
 def test_groups_that_fit(build: Any) -> None:

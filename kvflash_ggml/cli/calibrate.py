@@ -1,0 +1,104 @@
+"""`kvflash-run calibrate MODEL`: which heads of a model find what a question asks for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..calibration import choice
+from ..calibration.choice import Calibration, heads_file
+from ..snapshot.fingerprint import ModelFile
+from .model import gpu_layers, load_model, log_to_stderr, plain_errors
+from .options import ModelOptions, OutputOptions, model_options, output_options
+from .sections import SectionCommand, option
+from .terminal import Progress, note, stderr_is_terminal
+
+_result = option("Result")
+
+
+@click.command(
+    cls=SectionCommand,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVFLASH"},
+)
+@click.argument("model", metavar="MODEL")
+@_result(
+    "-o",
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    allow_from_autoenv=False,
+    metavar="FILE",
+    help="Where to write the heads, for --kvflash-calibrate FILE.  [default: the user's cache folder, where every"
+    " later run finds them]",
+)
+@model_options
+@output_options
+def calibrate(*, model: str, save: Path | None, loading: ModelOptions, output: OutputOptions) -> None:
+    """Find the retrieval heads of a model.
+
+    \b
+    It reads two short documents and asks about every fact in them. The heads that attend
+    to what is asked for, and not to the rest, are the ones that the policy 'qk' asks.
+    A run with a pool does so by itself behind its first answer, if that takes less than
+    a minute; this shows the table, and waits as long as it takes.
+    """
+    log_to_stderr(output)
+    with plain_errors(verbose=output.verbose):
+        found = _find(model, loading, output)
+        path = save or heads_file(found.model)
+        choice.save(found, path)
+    if output.as_json:
+        click.echo(json.dumps(asdict(found)))
+        return
+    for line in table(found):
+        click.echo(line)
+    if not output.quiet:
+        note(f"written to {path}")
+
+
+def table(found: Calibration) -> list[str]:
+    """The best heads, for people."""
+    lines = ["  layer  head   asked for   not asked for   first"]
+    for head in found.heads[:16]:
+        mark = "*" if head.chosen else " "
+        lines.append(
+            f"{mark} {head.layer:5d} {head.head:5d}   {head.found:9.1%}   {head.control:13.1%}   {head.first:5.0%}"
+        )
+    chosen = len(found.chosen)
+    lines.append("")
+    if chosen:
+        lines.append(f"{chosen} heads (*) are asked. Shares of attention on the fact asked for, and on the others")
+    else:
+        lines.append("no head of this model finds what a question asks for: all are asked")
+    return lines
+
+
+def _find(model: str, loading: ModelOptions, output: OutputOptions) -> Calibration:
+    from ..calibration.run import calibrate as find
+
+    progress = Progress(shown=stderr_is_terminal() and not output.quiet, doing="asking the model")
+    with load_model(model, loading=loading, n_gpu_layers=gpu_layers(loading), verbose=output.verbose) as llm:
+        try:
+            return find(
+                llm._model,
+                identity=ModelFile(model).identity(),
+                settings=llm.context_params,
+                progress=progress.update,
+            )
+        finally:
+            progress.erase()
+
+
+def finish(llm: Any, *, shown: bool) -> None:
+    """Wait for the calibration behind an answer. Ctrl-C leaves it, and the answer stays."""
+    progress = Progress(shown=shown, doing="finding the heads of this model that retrieve, once")
+    try:
+        if llm.kvflash is not None:
+            llm.kvflash.calibrated(progress.update)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        progress.erase()
