@@ -73,6 +73,7 @@ def test_every_option_of_the_pool_has_its_variable_read() -> None:
 
 
 def test_what_it_reads_is_what_it_was_told(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_REPORT", "for-kvflash-run.html")
     run("--kvflash", "4k", "--kvflash-pin", "0:64", "--", "python")
     for name, value in started[0][2].items():
         monkeypatch.setenv(name, value)
