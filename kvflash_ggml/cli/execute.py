@@ -39,7 +39,8 @@ KVFLASH_INSTALL=1, and the variables of the options."""
 )
 @pool_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] PROGRAM [ARGUMENTS]...")
-def execute(*, command: tuple[str, ...], pool: PoolOptions) -> None:
+@click.pass_context
+def execute(ctx: click.Context, *, command: tuple[str, ...], pool: PoolOptions) -> None:
     """Run a Python program whose llama_cpp.Llama shall live in a pool.
 
     \b
@@ -47,7 +48,7 @@ def execute(*, command: tuple[str, ...], pool: PoolOptions) -> None:
     kvflash-run exec --kvflash 4096 -- python -m llama_cpp.server --model model.gguf --n_ctx 131072
     kvflash-run exec --kvflash 2G --kvflash-cache cache/ -- script.py
     """
-    if pool.kvflash_report is not None:
+    if ctx.get_parameter_source("kvflash_report") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--kvflash-report draws one answer of kvflash-run run: leave it out")
     with plain_errors(verbose=False):
         if pool.config() is None:

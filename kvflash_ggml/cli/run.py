@@ -88,7 +88,15 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
     help="Use the chat template, or continue the prompt as raw text; -cnv with a prompt at a"
     " terminal stays in the chat.  [default: by the model]",
 )
-@_prompt("-hf", "--hf-repo", hidden=True, is_eager=True, expose_value=False, callback=_refuse_repository)
+@_prompt(
+    "-hf",
+    "--hf-repo",
+    hidden=True,
+    allow_from_autoenv=False,
+    is_eager=True,
+    expose_value=False,
+    callback=_refuse_repository,
+)
 @model_options
 @pool_options
 @snapshot_options

@@ -781,3 +781,12 @@ def test_after_a_failure_the_prompt_is_evaluated_again(llama: Any, tokens: Any) 
     assert llm.n_tokens == 256
     prompt = tokens[:256].tolist()
     assert take(llm.generate(prompt, **GREEDY), 4) == take(fresh.generate(prompt, **GREEDY), 4)
+
+
+def test_the_pool_says_what_it_is(llama: Any) -> None:
+    llm, everything = llama("iswa", kvflash=512), llama("iswa", kvflash=512, swa_full=True)
+    window = llm._session.engine.info.n_swa
+    assert llm.kvflash.banner().endswith(f", sliding-window layers keep the last {window} tokens (swa_full=False)")
+    assert everything.kvflash.banner().endswith(", sliding-window layers keep all 1024 tokens (swa_full=True)")
+    assert repr(llm.kvflash) == f"<{llm.kvflash.banner()}>"
+    assert "sliding" not in llama(kvflash=512).kvflash.banner()

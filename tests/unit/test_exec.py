@@ -42,7 +42,8 @@ def script(folder: Path, first: str) -> Path:
 
 def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Path) -> None:
     line = f"--kvflash 2G --kvflash-policy lru --kvflash-tau 8 --kvflash-pin 0:64 --kvflash-pin 128:192 \
-        --kvflash-host-limit 1G --kvflash-spill {tmp_path} --kvflash-cache {tmp_path}/c --kvflash-cache-size 3G --kvflash-calibrate heads.json \
+        --kvflash-host-limit 1G --kvflash-spill {tmp_path} --kvflash-cache {tmp_path}/c --kvflash-cache-size 3G \
+        --kvflash-calibrate heads.json \
         -- python -m some.thing --kvflash x"
     assert run(*line.split()).exit_code == 0
     ((path, command, environment),) = started
@@ -75,6 +76,7 @@ def test_every_option_of_the_pool_has_its_variable_read() -> None:
 
 
 def test_what_it_reads_is_what_it_was_told(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_REPORT", "for-kvflash-run.html")
     run("--kvflash", "4k", "--kvflash-pin", "0:64", "--", "python")
     for name, value in started[0][2].items():
         monkeypatch.setenv(name, value)
