@@ -136,8 +136,8 @@ class Session:
 
         after(start, count) runs after each step, while the logits of its `count` tokens are at hand.
         checkpoint: a position within a prompt at which to keep what is not pooled, to go back to.
-        progress(done, total) runs after each step of a prompt, and may not change the text. On DecodeError and other errors
-        of this package the steps that were done stay done: `length` tells how far.
+        progress(done, total) runs after each step of a prompt, and may not change the text. On DecodeError and other
+        errors of this package the steps that were done stay done: `length` tells how far.
         """
         if self.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
