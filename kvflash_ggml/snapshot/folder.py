@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from stat import S_ISREG
 
 from ..errors import ConfigError, SnapshotError
 from ..files import PART
@@ -89,8 +89,9 @@ class Folder:
         """The files of one model, in the order of their names."""
         try:
             with os.scandir(folder) as files:
-                # a link or a pipe of that name is not ours
-                paths = sorted(folder / file.name for file in files if file.is_file(follow_symlinks=False))
+                # the name first: there may be many files of others. A link or a pipe of that name is not ours
+                ours = (file for file in files if _NAME.fullmatch(file.name))
+                paths = sorted(folder / file.name for file in ours if file.is_file(follow_symlinks=False))
         except OSError:
             return []
         return [entry for path in paths if (entry := Entry.of(path)) is not None]
@@ -119,15 +120,22 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """No other thread or process adds or evicts files meanwhile. Ends with the process, however that ends.
 
-        TimeoutError if somebody keeps it for long.
+        TimeoutError if somebody keeps it for long, OSError if there is something else of that name.
         """
-        with (self.path / ".lock").open("w") as file:
+        path = self.path / ".lock"
+        # others may be able to write to the folder: a link is not followed, a pipe not waited for
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            if not S_ISREG(os.fstat(file).st_mode):
+                raise OSError(f"{path} is no file: delete it")
             deadline = time.monotonic() + PATIENCE
             while not _try_lock(file):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self.path} has been locked by somebody else for {PATIENCE} s")
                 time.sleep(0.02)
             yield
+        finally:
+            os.close(file)
 
     def reject(self, path: Path, why: SnapshotError) -> None:
         """A file is not what it should be: delete it, so that it is written anew.
@@ -199,7 +207,7 @@ class Folder:
                 self.delete(path)
 
 
-def _try_lock(file: TextIO) -> bool:
+def _try_lock(file: int) -> bool:
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -19,7 +19,7 @@ from ..errors import ConfigError, SnapshotError
 from ..files import PART
 from . import codec
 from .container import MAGIC, TABLE, VERSION, Container
-from .format import LEDGER
+from .format import KIND, LEDGER
 from .source import FileSource
 
 PAGES = "pages"
@@ -119,7 +119,8 @@ def verify(path: Path, progress: Progress = lambda done, total: None) -> int:
     if PAGES in container:
         page_bytes = _page_bytes(container)
         pages = container.pages(PAGES, page_bytes, count=container.section(PAGES).size // TABLE.itemsize)
-        if "ledger" in container and container.section("ledger").size != len(pages) * LEDGER.itemsize:
+        # other kinds have a page image of some chunks only
+        if container.kind == KIND and container.section("ledger").size != len(pages) * LEDGER.itemsize:
             raise SnapshotError(f"{path} contradicts itself: {len(pages)} page images are not one for each chunk")
     if sum(section.size for section in container.sections) + sum(page.size for page in pages) > total:
         raise SnapshotError(f"{path} is damaged: its parts overlap")
