@@ -168,7 +168,7 @@ def cells(row: dict[str, Any]) -> list[Any]:
     return [
         row["context"],
         row["policy"],
-        row["pool"] or "-",
+        row["pool"],
         f"{row['residency']:.1f}",
         row["task"],
         row["label"],

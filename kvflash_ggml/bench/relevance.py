@@ -1,4 +1,4 @@
-"""The verbs that measure what is found and what is lost: recall, scores, reading."""
+"""The verbs that measure what is found and what is lost: recall, scores, reading, loss."""
 
 from __future__ import annotations
 
@@ -167,3 +167,41 @@ def reading(
         report.table(list(rows[0]), [list(row.values()) for row in rows])
     report.document({"bench": "reading", "model": Path(model).name, "rows": rows,
                      "options": options | asdict(plan), "environment": report.environment("")})  # fmt: skip
+
+
+@click.command()
+@model_argument
+@text_option
+@click.option("--contexts", type=Numbers(), default="4K", show_default=True, help="Tokens of each document.")
+@click.option("--pools", type=Numbers(), default="512", show_default=True, help="Pools, in tokens.")
+@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--documents", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Counted after a document.")
+@click.option("--seed", default=0, show_default=True, help="Of the first document.")
+@model_options
+def loss(
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], pools: tuple[int, ...], policies: tuple[str, ...],
+    documents: int, tokens: int, seed: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Loss of the tokens that follow a real text, and how often the likeliest one is that of the full cache."""
+    from .filler import read_text
+
+    with user_errors():
+        filler = read_text(text)
+    library.load()
+    from . import report
+    from .loss import Plan, run_arm, summary
+    from .outcomes import arms
+
+    plan = Plan(documents=documents, tokens=tokens, seed=seed)
+    rows: list[dict[str, Any]] = []
+    with user_errors():
+        for arm in arms(contexts, (), policies, pools=pools):
+            forced = list(run_arm(model, arm, plan, filler, options))
+            if arm.policy == "full":
+                full = forced
+            rows.append(summary(arm, forced, full))
+            click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {rows[-1]['nats']:.3f} nats", err=True)
+    report.table(list(rows[0]), [list(row.values()) for row in rows])
+    report.document({"bench": "loss", "model": Path(model).name, "rows": rows, "options": options | asdict(plan),
+                     "environment": report.environment("")})  # fmt: skip

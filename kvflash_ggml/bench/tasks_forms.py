@@ -10,7 +10,7 @@ import random
 from ..errors import ConfigError
 from .asks import Case, FreeAsk, Setting
 from .forms import SETS
-from .tasks import compose
+from .tasks import SPREAD, compose
 
 FIRST, LAST = 0.04, 0.96
 """Depths of the first and the last fact."""
@@ -19,9 +19,6 @@ STRETCHES = 8
 """Into so many the text is cut, which the two sets of facts take by turns: they share no document either."""
 
 BEFORE_QUESTION = "\n\nQuestion: "
-
-SPREAD = (5**0.5 - 1) / 2
-"""Successive seeds begin to read so much of the text apart, which never comes close to an earlier place for long."""
 
 
 def forms(setting: Setting, rng: random.Random) -> list[Case]:
@@ -45,7 +42,7 @@ def forms(setting: Setting, rng: random.Random) -> list[Case]:
             tail=f"{BEFORE_QUESTION}{question}{frame.before_answer}{lead}",
             answer=value,
             label=label,
-            gold=(setting.span(document, line, shift=frame.size),),
+            gold=(setting.span(document, line, value, shift=frame.size),),
             rivals=tuple(x for x in (*form.values, *form.rivals) if x != value),
         )
         for (form, value), line in zip(chosen, lines, strict=True)

@@ -72,9 +72,8 @@ def test_a_document_holds_twelve_facts_each_asked_twice(name, frame):
     for ask in case.asks:
         ((lo, hi),) = ask.gold
         shift = frame.size - len(pieces(frame.before_document))
-        sentence = "".join(text[lo - shift : hi - shift]).rstrip()
-        assert re.fullmatch(r"[A-Z].*\.", sentence)
-        assert ask.answer in sentence
+        assert ask.answer in "".join(text[lo - shift : hi - shift])
+        assert hi - lo < 16
         assert ask.answer not in ask.tail
         assert frame.before_answer in ask.tail
         assert ask.is_correct(f" {ask.answer}.")
