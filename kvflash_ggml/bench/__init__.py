@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .relevance import reading, recall, scores
+from .relevance import loss, reading, recall, scores
 from .speed import depth, paging, random_model, restore, scoring
 
 
@@ -13,5 +13,5 @@ def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-for verb in (depth, paging, scoring, random_model, recall, scores, reading, restore):
+for verb in (depth, paging, scoring, random_model, recall, scores, reading, loss, restore):
     main.add_command(verb)

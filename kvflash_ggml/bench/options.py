@@ -12,6 +12,7 @@ import click
 
 from ..config import KV_TYPES
 from ..errors import KVFlashError
+from .forms import SETS
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -61,6 +62,15 @@ text_option = click.option(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
     help="Text to make documents of. Default: the texts of the checkout's tests.",
+)
+
+set_option = click.option(
+    "--set",
+    "fact_set",
+    type=click.Choice(list(SETS)),
+    default="choose",
+    show_default=True,
+    help="Facts and documents of forms: choose settings on one set, confirm them on the other.",
 )
 
 

@@ -28,7 +28,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One question. page_ins and looks: while it was asked, and while its document was read where both are one call."""
+    """One question. page_ins and looks: while it was asked, and while its document was read where both are one call.
+
+    resident: whether all chunks of the answer were on the device when it began; None without a pool, or such chunks.
+    """
 
     task: str
     label: str
@@ -36,11 +39,17 @@ class Outcome:
     correct: bool
     answer: str
     reply: str
+    resident: bool | None
     page_ins: int
     looks: int
     look_seconds: float
     decode_tokens: int
     decode_seconds: float
+
+    @property
+    def question(self) -> tuple[str, str, int, str]:
+        """The same on every arm."""
+        return self.task, self.label, self.seed, self.answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +63,41 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """depths: 0..1. trials: of each task; a trial asks once at every depth."""
+    """depths: 0..1. trials: of each task; a trial asks once at every depth. fact_set: of the task `forms`."""
 
     tasks: tuple[str, ...]
     depths: tuple[float, ...]
     trials: int
     seed: int = 0
+    fact_set: str = "choose"
 
 
 def arms(
-    contexts: Sequence[int], residencies: Sequence[float], policies: Sequence[str], *, full: bool = True
+    contexts: Sequence[int],
+    residencies: Sequence[float],
+    policies: Sequence[str],
+    *,
+    pools: Sequence[int] = (),
+    full: bool = True,
 ) -> list[Arm]:
-    """The full cache, then every policy at every residency (per cent), per context. A pool is never asked for twice."""
+    """The full cache, then every policy in every pool, per context. A pool is never asked for twice.
+
+    residencies: pools in per cent of the context. pools: in tokens.
+    """
     least = KVFlashConfig().minimum_pool
     out = []
     for context in contexts:
         if full:
             out.append(Arm(policy="full", context=context))
-        pools: dict[int, tuple[float, str]] = {}
-        for residency in residencies:
-            pool = round_up(max(1, round(context * residency / 100)), POOL_STEP)
-            note = f"{residency:g} % is below the minimum of {least}" if pool < least else ""
-            asked, before = pools.get(max(pool, least), (residency, ""))
-            pools[max(pool, least)] = (asked, before or note)
-        for pool, (asked, note) in pools.items():
+        asked_for = [(f"{residency:g} %", residency, round(context * residency / 100)) for residency in residencies]
+        asked_for += [(f"{pool}", 100 * pool / context, pool) for pool in pools]
+        sizes: dict[int, tuple[float, str]] = {}
+        for what, residency, tokens in asked_for:
+            pool = round_up(max(1, tokens), POOL_STEP)
+            note = f"{what} is below the minimum of {least}" if pool < least else ""
+            asked, before = sizes.get(max(pool, least), (residency, ""))
+            sizes[max(pool, least)] = (asked, before or note)
+        for pool, (asked, note) in sizes.items():
             out += [Arm(policy=p, context=context, pool=pool, asked=asked, note=note) for p in policies]
     return out
 
@@ -93,8 +113,15 @@ def wilson(hits: int, trials: int, *, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> list[dict[str, Any]]:
-    """One row per task and label. Speeds, and the pages that came back per document read, are of the whole arm."""
+def summary(
+    arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read], full: Sequence[Outcome] = ()
+) -> list[dict[str, Any]]:
+    """One row per task and label. Speeds, and the pages that came back per document read, are of the whole arm.
+
+    full: what the full cache answers to the same questions, where it has run: `kept` of those `known` to it are right.
+    `found` of those `placed` in chunks were resident when the answer began.
+    """
+    answered = {o.question for o in full if o.correct}
     prefill = sum(r.tokens for r in reads) / max(1e-9, sum(r.seconds for r in reads))
     decode = sum(o.decode_tokens for o in outcomes) / max(1e-9, sum(o.decode_seconds for o in outcomes))
     rows = []
@@ -102,6 +129,8 @@ def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> lis
         some = [o for o in outcomes if (o.task, o.label) == (task, label)]
         hits = sum(o.correct for o in some)
         low, high = wilson(hits, len(some))
+        known = [o for o in some if o.question in answered]
+        placed = [o for o in some if o.resident is not None]
         rows.append(
             {
                 "context": arm.context,
@@ -116,6 +145,10 @@ def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> lis
                 "share": hits / len(some),
                 "low": low,
                 "high": high,
+                "kept": sum(o.correct for o in known),
+                "known": len(known),
+                "found": sum(bool(o.resident) for o in placed),
+                "placed": len(placed),
                 "read_page_ins": sum(r.page_ins for r in reads) / max(1, len(reads)),
                 "page_ins": sum(o.page_ins for o in some) / len(some),
                 "look_ms": 1e3 * sum(o.look_seconds for o in some) / max(1, sum(o.looks for o in some)),
@@ -126,8 +159,8 @@ def summary(arm: Arm, outcomes: Sequence[Outcome], reads: Sequence[Read]) -> lis
     return rows
 
 
-HEADER = ("context", "policy", "pool", "% of context", "task", "asked at", "right", "95 % interval", "page-ins",
-          "scoring ms", "prefill t/s", "decode t/s", "note")  # fmt: skip
+HEADER = ("context", "policy", "pool", "% of context", "task", "asked at", "right", "95 % interval",
+          "of full's", "resident", "page-ins", "scoring ms", "prefill t/s", "decode t/s", "note")  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[Any]:
@@ -135,12 +168,14 @@ def cells(row: dict[str, Any]) -> list[Any]:
     return [
         row["context"],
         row["policy"],
-        row["pool"] or "-",
+        row["pool"],
         f"{row['residency']:.1f}",
         row["task"],
         row["label"],
         f"{row['hits']}/{row['trials']}",
         f"{row['low']:.2f}-{row['high']:.2f}",
+        f"{row['kept']}/{row['known']}" if row["known"] else "-",
+        f"{row['found']}/{row['placed']}" if row["placed"] else "-",
         f"{row['page_ins']:.1f}",
         f"{row['look_ms']:.1f}",
         f"{row['prefill_tps']:.0f}",

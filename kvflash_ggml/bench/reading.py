@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ..config import KVFlashConfig
 from ..llama import Llama
+from .asks import Setting
 from .outcomes import Arm, Plan
 from .references import refer
-from .tasks_kinds import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
+from ..config import CHUNK
 from ..llama import Llama
+from .asks import Ask, Case, Frame, Setting
+from .frame import frame_of
 from .outcomes import Arm, Outcome, Plan, Read
-from .tasks_kinds import Ask, Case, Setting, make
+from .tasks_kinds import FREE, make
 
 TAIL_ROOM = 512
 """Tokens of context beside the document, for questions and answers."""
@@ -60,7 +64,8 @@ def cases(llm: Llama, plan: Plan, text: str, *, n_tokens: int) -> Iterator[tuple
     def tokenize(words: str) -> list[int]:
         return list(llm.tokenize(words.encode(), add_bos=False, special=False))
 
-    setting = Setting(text, tokenize, n_tokens, plan.depths)
+    frame = frame_of(llm) if FREE.intersection(plan.tasks) else Frame()
+    setting = Setting(text, tokenize, n_tokens, plan.depths, frame, plan.fact_set)
     for task in plan.tasks:
         for trial in range(plan.trials):
             for case in make(task, setting, seed=plan.seed + trial):
@@ -77,9 +82,21 @@ def tail_tokens(llm: Llama, case: Case, ask: Ask) -> list[int]:
     return list(llm.tokenize(ask.tail.encode(), add_bos=False, special=case.special))
 
 
+def shift_of(llm: Llama, case: Case) -> int:
+    """Tokens that stand before the document."""
+    plain = llm.tokenize(case.document.encode(), add_bos=False, special=case.special)
+    return len(prompt_tokens(llm, case)) - len(plain)
+
+
+def gold_chunks(ask: Ask, shift: int) -> list[int]:
+    """Chunks that hold the answer. shift: tokens before the document."""
+    return sorted({pos // CHUNK for lo, hi in ask.gold for pos in range(lo + shift, hi + shift)})
+
+
 def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcome | Read]:
     """Read the document and ask its questions. A single question is read in one call with its document."""
     document = prompt_tokens(llm, case)
+    shift = shift_of(llm, case)
     alone = len(case.asks) == 1
     before = _counters(llm)
     llm.reset()
@@ -95,6 +112,8 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
             llm.load_state(state)
             before = _counters(llm)
             llm.eval(tail_tokens(llm, case, ask))
+        gold = gold_chunks(ask, shift)
+        resident = set(gold) <= set(llm.kvflash.resident_chunks) if llm.kvflash is not None and gold else None
         reply, count, seconds = _answer(llm, ask)
         after = _counters(llm)
         yield Outcome(
@@ -104,6 +123,7 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
             correct=ask.is_correct(reply),
             answer=ask.answer,
             reply=reply,
+            resident=resident,
             page_ins=int(after[0] - before[0]),
             looks=int(after[1] - before[1]),
             look_seconds=after[2] - before[2],
@@ -119,7 +139,7 @@ def _answer(llm: Llama, ask: Ask) -> tuple[str, int, float]:
     reply = ""
     while len(ids) < MOST_NEW and not ask.is_settled(reply):
         ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
-        if ids[-1] == llm.token_eos():
+        if llama_cpp.llama_vocab_is_eog(llm._model.vocab, ids[-1]):
             break
         began = time.perf_counter()
         llm.eval(ids[-1:])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .tasks_kinds import Setting
+from .asks import Setting
 
 FIRST, AGAIN = 0.15, 0.85
 """Depths at which something stands for the first time, and at which it is referred to."""

@@ -1,4 +1,4 @@
-"""The verbs that measure what is found and what is lost: recall, scores, reading."""
+"""The verbs that measure what is found and what is lost: recall, scores, reading, loss."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any
 import click
 
 from ..native import library
-from .options import Names, Numbers, Shares, model_argument, model_options, text_option, user_errors
+from .options import Names, Numbers, Shares, model_argument, model_options, set_option, text_option, user_errors
+
+RESIDENCY = (6.25, 3.0)
+"""Pools that recall is measured in unless others are named, in % of the context."""
 
 
 @click.command()
 @model_argument
 @text_option
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
-@click.option("--residency", type=Shares(), default="6.25,3", show_default=True, help="Pools, in % of the context.")
+@click.option("--residency", type=Shares(), help="Pools, in % of the context.  [default: 6.25,3 without --pools]")
+@click.option("--pools", type=Numbers(), default=(), help="Pools, in tokens.")
 @click.option("--policies", type=Names(), default="qk,lru", show_default=True)
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option(
@@ -24,8 +28,10 @@ from .options import Names, Numbers, Shares, model_argument, model_options, text
     type=Names(),
     default="single,multikey4",
     show_default=True,
-    help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat.",
+    help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat; for models that were not trained "
+    "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template).",
 )
+@set_option
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
 @click.option("--trials", default=16, show_default=True, help="Of each task; a trial asks once at every depth.")
 @click.option("--seed", default=0, show_default=True)
@@ -37,9 +43,10 @@ from .options import Names, Numbers, Shares, model_argument, model_options, text
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw recall against residency (PNG).")
 @model_options
 def recall(
-    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: tuple[float, ...],
-    policies: tuple[str, ...], full: bool, tasks: tuple[str, ...], depths: tuple[float, ...], trials: int, seed: int,
-    drafter: Path | None, plot: Path | None, options: dict[str, Any],
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: tuple[float, ...] | None,
+    pools: tuple[int, ...], policies: tuple[str, ...], full: bool, tasks: tuple[str, ...], fact_set: str,
+    depths: tuple[float, ...], trials: int, seed: int, drafter: Path | None, plot: Path | None,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Questions about a long text that are answered right: the full cache, and policies in pools."""
     from . import plot as plots
@@ -54,13 +61,19 @@ def recall(
     from . import report
     from .recall import run_arm as run_recall
 
-    plan = results.Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed)
+    shares = tuple(d / 100 for d in depths)
+    plan = results.Plan(tasks=tasks, depths=shares, trials=trials, seed=seed, fact_set=fact_set)
+    if residency is None:
+        residency = () if pools else RESIDENCY
+    by_full: list[results.Outcome] = []
     rows: list[dict[str, Any]] = []
     replies: list[dict[str, Any]] = []
     with user_errors():
-        for arm in results.arms(contexts, residency, policies, full=full):
+        for arm in results.arms(contexts, residency, policies, pools=pools, full=full):
             outcomes, reads = run_recall(model, arm, plan, filler, options, drafter=drafter)
-            rows += results.summary(arm, outcomes, reads)
+            if arm.policy == "full":
+                by_full = outcomes
+            rows += results.summary(arm, outcomes, reads, by_full)
             where = {"context": arm.context, "pool": arm.pool, "policy": arm.policy}
             replies += [where | asdict(outcome) for outcome in outcomes]
             hits = sum(outcome.correct for outcome in outcomes)
@@ -80,13 +93,14 @@ def recall(
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
 @click.option("--residency", default=6.25, show_default=True, help="Pool, in % of the context.")
 @click.option("--tasks", type=Names(), default="single,multikey4", show_default=True)
+@set_option
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
 @click.option("--trials", default=4, show_default=True, help="Of each task; a trial asks once at every depth.")
 @click.option("--seed", default=0, show_default=True)
 @model_options
 def scores(
     model: str, text: tuple[Path, ...], contexts: tuple[int, ...], residency: float, tasks: tuple[str, ...],
-    depths: tuple[float, ...], trials: int, seed: int, options: dict[str, Any],
+    fact_set: str, depths: tuple[float, ...], trials: int, seed: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """How high each score ranks the chunk of the answer, all on the same queries and keys of texts read under lru."""
     from .filler import read_text
@@ -97,7 +111,7 @@ def scores(
     from . import report, study
     from .outcomes import Plan, arms
 
-    plan = Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed)
+    plan = Plan(tasks=tasks, depths=tuple(d / 100 for d in depths), trials=trials, seed=seed, fact_set=fact_set)
     rows: list[dict[str, Any]] = []
     with user_errors():
         for arm in arms(contexts, (residency,), ("lru",), full=False):
@@ -153,3 +167,41 @@ def reading(
         report.table(list(rows[0]), [list(row.values()) for row in rows])
     report.document({"bench": "reading", "model": Path(model).name, "rows": rows,
                      "options": options | asdict(plan), "environment": report.environment("")})  # fmt: skip
+
+
+@click.command()
+@model_argument
+@text_option
+@click.option("--contexts", type=Numbers(), default="4K", show_default=True, help="Tokens of each document.")
+@click.option("--pools", type=Numbers(), default="512", show_default=True, help="Pools, in tokens.")
+@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--documents", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Counted after a document.")
+@click.option("--seed", default=0, show_default=True, help="Of the first document.")
+@model_options
+def loss(
+    model: str, text: tuple[Path, ...], contexts: tuple[int, ...], pools: tuple[int, ...], policies: tuple[str, ...],
+    documents: int, tokens: int, seed: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Loss of the tokens that follow a real text, and how often the likeliest one is that of the full cache."""
+    from .filler import read_text
+
+    with user_errors():
+        filler = read_text(text)
+    library.load()
+    from . import report
+    from .loss import Plan, run_arm, summary
+    from .outcomes import arms
+
+    plan = Plan(documents=documents, tokens=tokens, seed=seed)
+    rows: list[dict[str, Any]] = []
+    with user_errors():
+        for arm in arms(contexts, (), policies, pools=pools):
+            forced = list(run_arm(model, arm, plan, filler, options))
+            if arm.policy == "full":
+                full = forced
+            rows.append(summary(arm, forced, full))
+            click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {rows[-1]['nats']:.3f} nats", err=True)
+    report.table(list(rows[0]), [list(row.values()) for row in rows])
+    report.document({"bench": "loss", "model": Path(model).name, "rows": rows, "options": options | asdict(plan),
+                     "environment": report.environment("")})  # fmt: skip

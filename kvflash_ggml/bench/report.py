@@ -42,4 +42,6 @@ def document(data: dict[str, Any]) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    if value is None:
+        return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..calibration.run import calibrate
-from ..config import CHUNK
 from ..llama import Llama
 from ..policy.base import REGISTRY, Floats, Keys, KeyShape, Look, Scorer
 from ..policy.heads import Heads, every_head, newest
@@ -22,9 +21,9 @@ from ..policy.qk import QKScorer
 from ..reselect import key_shapes
 from ..saved import Row
 from ..snapshot.fingerprint import ModelFile
+from .asks import Ask, Case
 from .outcomes import Plan
-from .recall import TAIL_ROOM, cases, prompt_tokens, tail_tokens
-from .tasks_kinds import Ask, Case
+from .recall import TAIL_ROOM, cases, gold_chunks, prompt_tokens, shift_of, tail_tokens
 
 ROWS = 64
 """Newest queries that are captured."""
@@ -138,11 +137,6 @@ class Rank:
     n_chunks: int
 
 
-def gold_chunks(ask: Ask, shift: int) -> list[int]:
-    """Chunks that hold the answer. shift: tokens before the document."""
-    return sorted({pos // CHUNK for lo, hi in ask.gold for pos in range(lo + shift, hi + shift)})
-
-
 def study(
     model: str, *, context: int, pool: int, plan: Plan, text: str, options: dict[str, Any],
     made: dict[str, Callable[[], Scorer]] | None = None,
@@ -164,7 +158,7 @@ def study(
             for ask in _asked(llm, case):
                 assert capture.look is not None
                 assert capture.keys is not None
-                shift = _shift(llm, case)
+                shift = shift_of(llm, case)
                 yield list(_ranks(capture.keys, capture.look, made, ask=ask, shift=shift, task=task, seed=seed))
     finally:
         llm.close()
@@ -189,12 +183,6 @@ def _asked(llm: Llama, case: Case) -> Iterator[Ask]:
             llm.load_state(state)
             llm.eval(tail_tokens(llm, case, ask))
             yield ask
-
-
-def _shift(llm: Llama, case: Case) -> int:
-    """Tokens that stand before the document."""
-    plain = llm.tokenize(case.document.encode(), add_bos=False, special=case.special)
-    return len(prompt_tokens(llm, case)) - len(plain)
 
 
 def _ranks(

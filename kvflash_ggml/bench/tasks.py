@@ -31,6 +31,7 @@ PLACES = 8  # to begin to read from, so many lines apart, until one gives the ex
 STRIDE = 16
 ROUNDS = 8  # until the length is nearly right
 CUTS = 32  # of the first lines that are then tried
+SPREAD = (5**0.5 - 1) / 2  # of the text between the beginnings of successive documents: they stay apart for long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,19 @@
 
 Forms after RULER (arXiv:2404.06654: multi-key, multi-value, variable tracking, common words) and HELMET
 (arXiv:2410.02694: JSON key-value pairs), in the wording of `scripts/train_recall` wherever that has one. Several
-questions share a document, so that it is read once.
+questions share a document, so that it is read once. `forms` (tasks_forms.py) is for models that nobody here trained.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..errors import ConfigError
-from .tasks import NOUNS, WORDS, Needle, Tokenize, compose, unused_value
+from .asks import Ask, Case, Setting
+from .tasks import NOUNS, WORDS, Needle, unused_value
+from .tasks_forms import forms
 
 MULTIKEY = 4
 """Facts of the same form in a multikey4 document."""
@@ -27,72 +28,6 @@ PAIR_TOKENS = 64
 COMMON = 4
 """How much more often the most frequent word of a words document comes than any other."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is asked after a document. tail: the question and the beginning of its answer. label: its row of results.
-
-    gold: token spans [first, end) of the document that hold the answer; empty where all of it is needed.
-    """
-
-    tail: str
-    answer: str
-    label: str
-    gold: tuple[tuple[int, int], ...] = ()
-
-    def is_correct(self, reply: str) -> bool:
-        """Whether the first number, or the first word where no number is asked for, is the answer."""
-        found = self._find(reply)
-        return found is not None and found.group().lower() == self.answer
-
-    def is_settled(self, reply: str) -> bool:
-        """Whether nothing that follows could change what `is_correct` says."""
-        found = self._find(reply)
-        return found is not None and found.end() < len(reply)
-
-    def _find(self, reply: str) -> re.Match[str] | None:
-        return re.search(r"\d+" if self.answer.isdigit() else r"\w+", reply)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A document and the questions about it. special: the text holds ChatML marks."""
-
-    document: str
-    asks: tuple[Ask, ...]
-    special: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What every kind is made from. depths: 0..1, of the facts that are asked for."""
-
-    text: str
-    tokenize: Tokenize
-    n_tokens: int
-    depths: tuple[float, ...]
-
-    def facts(self, rng: random.Random, count: int, *, noun: str | None = None) -> list[Needle]:
-        """Facts about one noun, whose names share no word."""
-        words = rng.sample(WORDS, 2 * count)
-        noun = noun or rng.choice(NOUNS)
-        return [
-            Needle(noun=noun, name=f"{first} {second}", value=unused_value(self.text, rng))
-            for first, second in zip(words[::2], words[1::2], strict=True)
-        ]
-
-    def document(self, rng: random.Random, lines: Sequence[tuple[float, str]], *, n_tokens: int | None = None) -> str:
-        """Filler with the lines at their depths."""
-        return compose(
-            self.text, self.tokenize, lines=lines, n_tokens=n_tokens or self.n_tokens, start=rng.random()
-        )  # fmt: skip
-
-    def span(self, document: str, line: str, part: str = "") -> tuple[int, int]:
-        """The tokens of a line of the document, or of a part of that line."""
-        at = document.index(line + "\n") + line.index(part)
-        return len(self.tokenize(document[:at])), len(self.tokenize(document[: at + len(part or line)]))
-
-
 Maker = Callable[[Setting, random.Random], list[Case]]
 
 
@@ -100,7 +35,7 @@ def make(kind: str, setting: Setting, *, seed: int) -> list[Case]:
     """One trial of a kind: cases that together ask once at every depth. The same arguments give the same cases."""
     if kind not in KINDS:
         raise ConfigError(f"there is no task {kind!r}: use one of {', '.join(KINDS)}")
-    return KINDS[kind](setting, random.Random(f"{kind} {seed}"))
+    return KINDS[kind](replace(setting, seed=seed), random.Random(f"{kind} {seed}"))
 
 
 def depth_label(depth: float) -> str:
@@ -236,7 +171,11 @@ KINDS: dict[str, Maker] = {
     "words": words,
     "reworded": reworded,
     "chat": chat,
+    "forms": forms,
 }
+
+FREE = frozenset({"forms"})
+"""Kinds that are asked in the model's own chat, and answered in its own words."""
 
 
 def _needles(setting: Setting, rng: random.Random, depths: Sequence[float], *, others: int) -> list[Case]:

@@ -41,9 +41,17 @@ def test_a_pool_below_the_minimum_says_so():
     assert (arm.pool, arm.note, arm.asked) == (512, "3 % is below the minimum of 512", 3)
 
 
+def test_pools_in_tokens_stand_beside_those_in_per_cent():
+    made = arms((8192,), (6.25,), ("qk",), pools=(512, 1000, 100), full=False)
+    assert [(a.pool, a.asked, a.note) for a in made] == [
+        (512, 6.25, "100 is below the minimum of 512"),
+        (1024, pytest.approx(12.2, abs=0.1), ""),
+    ]
+
+
 def outcome(**changes):
     made = dict(
-        task="single", label="10%", seed=0, correct=True, answer="1", reply="1", page_ins=2, looks=1,
+        task="single", label="10%", seed=0, correct=True, answer="1", reply="1", resident=None, page_ins=2, looks=1,
         look_seconds=0.002, decode_tokens=8, decode_seconds=0.5,
     )  # fmt: skip
     return Outcome(**(made | changes))
@@ -63,6 +71,29 @@ def test_summary():
     assert rows[0]["prefill_tps"] == 2000
     assert rows[0]["decode_tps"] == 16
     assert len(cells(rows[0])) == len(HEADER)
+
+
+def test_what_the_full_cache_knows_is_counted_by_itself():
+    arm = Arm(policy="qk", context=8192, pool=512)
+    full = [outcome(answer="a"), outcome(answer="b"), outcome(answer="c", correct=False)]
+    found = [
+        outcome(answer="a", resident=True),
+        outcome(answer="b", resident=False, correct=False),
+        outcome(answer="c", resident=True),
+        outcome(answer="a", seed=1, resident=None),
+    ]
+    (row,) = summary(arm, found, [], full)
+    assert (row["hits"], row["trials"]) == (3, 4)
+    assert (row["kept"], row["known"]) == (1, 2)
+    assert (row["found"], row["placed"]) == (2, 3)
+    shown = dict(zip(HEADER, cells(row), strict=True))
+    assert (shown["pool"], shown["of full's"], shown["resident"]) == (512, "1/2", "2/3")
+
+
+def test_without_the_full_cache_nothing_is_said_of_it():
+    (row,) = summary(Arm(policy="qk", context=8192, pool=512), [outcome()], [])
+    shown = dict(zip(HEADER, cells(row), strict=True))
+    assert shown["of full's"] == shown["resident"] == "-"
 
 
 def test_a_task_the_full_cache_fails_is_named():
@@ -105,6 +136,8 @@ def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
         (["--residency", "half"], "not a list of per cents"),
         (["--depths", "10,150"], "between 0 and 100"),
         (["--contexts", "8k,big"], "not a list of numbers"),
+        (["--pools", "many"], "not a list of numbers"),
+        (["--set", "test"], "'test' is not one of 'choose', 'confirm'"),
     ],
 )
 def test_what_is_typed_wrong_is_named(option, message, tmp_path):
