@@ -102,6 +102,16 @@ class PoolView:
             return None
         return tuple(self._finder.calibration.chosen) or None
 
+    def calibrate(self, progress: Progress | None = None) -> None:
+        """Find the retrieval heads of the model now, unless they are known, and use them. As `calibrated` otherwise.
+
+        Nothing happens where the policy has no use for them. If they cannot be found, the log says why.
+        """
+        if self._finder is not None:
+            self._finder.start()
+            self._finder.wait(progress)
+            self._finder.settle()
+
     def calibrated(self, progress: Progress) -> bool:
         """Wait for the calibration that runs behind the first answer. False if none does.
 

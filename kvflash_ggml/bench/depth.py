@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..llama import Llama
+from .opening import opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +46,11 @@ class Plan:
 def run_arm(model: str, pool: int | None, policy: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], str]:
     """Walk one cache through the depths. Returns its points and the device it ran on."""
     n_ctx = max(plan.depths) + 2 * plan.decode + 256
-    if pool is not None:
-        options = options | {"kvflash": pool, "kvflash_policy": policy}
-    llm = Llama(model, n_ctx=n_ctx, flash_attn=True, swa_full=False, verbose=False, **options)
-    try:
+    with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, swa_full=False) as llm:
         rng = np.random.default_rng(plan.seed)
         text = rng.integers(10, min(llm.n_vocab() - 10, 4000), n_ctx).astype(np.int32)
         points = [_point(llm, text, depth, plan) for depth in sorted(plan.depths)]
         device = llm._session.engine.info.device if llm._session else ""
-    finally:
-        llm.close()
     return points, device
 
 

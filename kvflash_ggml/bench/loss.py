@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..llama import Llama
+from .opening import opened
 from .outcomes import Arm
 from .reading import losses_at
 from .tasks import SPREAD, compose
@@ -39,20 +40,16 @@ class Forced:
 
 def run_arm(model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any]) -> Iterator[Forced]:
     """Every document on one arm."""
-    pool: dict[str, Any] = {} if arm.pool is None else {"kvflash": arm.pool, "kvflash_policy": arm.policy}
     # a document may get a bos token
     n_ctx = arm.context + plan.tokens + 1
-    llm = Llama(model, n_ctx=n_ctx, flash_attn=True, verbose=False, **pool, **options)
+    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy) as llm:
 
-    def tokenize(words: str) -> list[int]:
-        return list(llm.tokenize(words.encode(), add_bos=False, special=False))
+        def tokenize(words: str) -> list[int]:
+            return list(llm.tokenize(words.encode(), add_bos=False, special=False))
 
-    try:
         for seed in range(plan.seed, plan.seed + plan.documents):
             document = compose(text, tokenize, lines=[], n_tokens=arm.context + plan.tokens, start=seed * SPREAD % 1)
             yield _force(llm, list(llm.tokenize(document.encode(), special=False)), plan.tokens)
-    finally:
-        llm.close()
 
 
 def _force(llm: Llama, ids: list[int], count: int) -> Forced:

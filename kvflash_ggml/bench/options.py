@@ -75,17 +75,22 @@ set_option = click.option(
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options about where and how the model runs, handed on as one dict `options` of keywords for `Llama`."""
+    """Options about where and how the model runs, handed on as one dict `options` (see opening)."""
 
     @click.option("-ub", "--ubatch-size", default=512, show_default=True)
     @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
     @click.option("-t", "--threads", default=None, type=int)
     @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
     @click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
+    @click.option(
+        "--heads",
+        type=click.Path(exists=True, dir_okay=False),
+        help="Retrieval heads of the policy qk, from 'kvflash-run calibrate' or 'random-model'. Else they are found.",
+    )
     @functools.wraps(command)
     def run(
         *args: Any, ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
-        **kwargs: Any,
+        heads: str | None, **kwargs: Any,
     ) -> None:  # fmt: skip
         options = {
             "n_batch": ubatch_size,
@@ -95,6 +100,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
             "n_threads_batch": threads,
             "type_k": KV_TYPES[cache_type_k],
             "type_v": KV_TYPES[cache_type_v],
+            "heads": heads,
         }
         command(*args, options=options, **kwargs)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import KVFlashConfig
 from ..llama import Llama
 from .asks import Setting
+from .opening import opened
 from .outcomes import Arm, Plan
 from .references import refer
 
@@ -39,16 +39,13 @@ def run_arm(
     model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any], *, reselect: bool
 ) -> Iterator[Reading]:
     """Every trial of every kind on one arm. reselect: also while the document is read, and not at its end only."""
-    pool: dict[str, Any] = {}
-    if arm.pool is not None:
-        pool["kvflash"] = KVFlashConfig(pool=arm.pool, policy=arm.policy, reselect_prefill=reselect)
-    llm = Llama(model, n_ctx=arm.context + 1, logits_all=True, flash_attn=True, verbose=False, **pool, **options)
+    settings: dict[str, Any] = {"pool": arm.pool, "policy": arm.policy, "fields": {"reselect_prefill": reselect}}
+    with opened(model, n_ctx=arm.context + 1, options=options, logits_all=True, **settings) as llm:
 
-    def tokenize(words: str) -> list[int]:
-        return list(llm.tokenize(words.encode(), add_bos=False, special=False))
+        def tokenize(words: str) -> list[int]:
+            return list(llm.tokenize(words.encode(), add_bos=False, special=False))
 
-    setting = Setting(text, tokenize, arm.context, ())
-    try:
+        setting = Setting(text, tokenize, arm.context, ())
         for task in plan.tasks:
             for trial in range(plan.trials):
                 for reference in refer(task, setting, seed=plan.seed + trial):
@@ -60,8 +57,6 @@ def run_arm(
                         task=task, label=reference.label, seed=plan.seed + trial, tokens=len(losses),
                         nats=float(losses.mean()), right=float(right.mean()), page_ins=page_ins, seconds=seconds,
                     )  # fmt: skip
-    finally:
-        llm.close()
 
 
 def _read(llm: Llama, ids: list[int]) -> tuple[float, int]:

@@ -17,6 +17,7 @@ from ..config import CHUNK
 from ..llama import Llama
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
+from .opening import opened
 from .outcomes import Arm, Outcome, Plan, Read
 from .tasks_kinds import FREE, make
 
@@ -38,13 +39,11 @@ def run_arm(
     seen: Callable[[Outcome], None] | None = None,
 ) -> tuple[list[Outcome], list[Read]]:
     """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
-    pool: dict[str, Any] = {} if arm.pool is None else {"kvflash": arm.pool, "kvflash_policy": arm.policy}
-    if arm.policy == "drafter":
-        pool["kvflash_drafter"] = drafter
-    llm = Llama(model, n_ctx=arm.context + TAIL_ROOM, flash_attn=True, verbose=False, **pool, **options)
+    fields = {"drafter": drafter} if arm.policy == "drafter" else {}
+    n_ctx = arm.context + TAIL_ROOM
     outcomes: list[Outcome] = []
     reads: list[Read] = []
-    try:
+    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm:
         for task, seed, case in cases(llm, plan, text, n_tokens=arm.context):
             for result in run_case(llm, case, task=task, seed=seed):
                 if isinstance(result, Read):
@@ -53,8 +52,6 @@ def run_arm(
                 outcomes.append(result)
                 if seen is not None:
                     seen(result)
-    finally:
-        llm.close()
     return outcomes, reads
 
 

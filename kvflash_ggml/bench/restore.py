@@ -184,20 +184,18 @@ def _text(plan: Plan) -> tuple[Tokens, Tokens]:
 
 @contextmanager
 def _opened(model: str, plan: Plan) -> Iterator[Llama]:
-    from ..llama import Llama
+    from .opening import opened
 
+    n_ctx = plan.context + plan.question + plan.answer
     # a fixed tau: an adaptive one depends on the clock, and so would the answer
-    llm = Llama(
-        model, n_ctx=plan.context + plan.question + plan.answer, verbose=False, kvflash=plan.pool,
-        kvflash_policy=plan.policy, kvflash_tau=64, **plan.options,
-    )  # fmt: skip
-    try:
+    fields = {"tau": 64}
+    with opened(
+        model, n_ctx=n_ctx, options=plan.options, pool=plan.pool, policy=plan.policy, fields=fields
+    ) as llm:  # fmt: skip
         llm.eval(_text(plan)[0][:WARM_UP].tolist())
         _finish(llm)
         llm.reset()
         yield llm
-    finally:
-        llm.close()
 
 
 def _finish(llm: Llama) -> None:

@@ -152,13 +152,18 @@ def scoring(
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention or tiny.")
 def random_model(path: Path, shape: str) -> None:
-    """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements."""
-    from .shapes import SHAPES, write
+    """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements.
+
+    Such a model finds nothing, so a file beside it names as many retrieval heads as a real one has.
+    """
+    from .shapes import SHAPES, write, write_heads
 
     if shape not in SHAPES:
         raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
     write(path, SHAPES[shape])
-    click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB", err=True)
+    heads = path.with_suffix(".heads.json")
+    write_heads(heads, SHAPES[shape])
+    click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB; heads for --heads in {heads}", err=True)
 
 
 @click.command()

@@ -150,7 +150,7 @@ def study(
         kvflash_policy=capture,
         flash_attn=True,
         verbose=False,
-        **options,
+        **{name: value for name, value in options.items() if name != "heads"},
     )
     try:
         made = variants(_heads(llm)) if made is None else made

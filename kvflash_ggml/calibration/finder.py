@@ -70,7 +70,7 @@ class HeadFinder:
         if found is not None:
             self._take(found)
 
-    def wait(self, progress: Progress) -> None:
+    def wait(self, progress: Progress | None) -> None:
         """Until the calibration that is under way has ended. progress: tokens done, and in all."""
         if self._thread is not None:
             self._progress = progress
