@@ -77,7 +77,7 @@ class Prefixes:
                 heap=heap,
                 blank=session.engine.blank,
                 stateful=self._stateful,
-                n_vocab=n_vocab,
+                limits=session.limits(n_vocab),
             )
         session.paging.keep_images = True
         heap.reclaim = self._memory.evict

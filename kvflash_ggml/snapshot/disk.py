@@ -21,7 +21,7 @@ from ..errors import SnapshotError
 from ..files import replacing
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
-from ..saved import SavedPolicy, SavedSession, done
+from ..saved import Limits, SavedPolicy, SavedSession, done
 from . import chain, format
 from .container import VERSION, Container, StoredPage, Writer
 from .fingerprint import Fingerprint
@@ -66,7 +66,7 @@ class DiskTier:
         heap: PageHeap,
         blank: Callable[[memoryview, int], None],
         stateful: bool,
-        n_vocab: int,
+        limits: Limits,
     ) -> None:
         self._root = chain.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
         self._all = Folder(folder, capacity=capacity)
@@ -77,7 +77,7 @@ class DiskTier:
         self._heap = heap
         self._blank = blank
         self._stateful = stateful
-        self._n_vocab = n_vocab
+        self._limits = limits
 
     # --- find
 
@@ -145,7 +145,7 @@ class DiskTier:
         else:
             with self._judged(found.tip.path):
                 container = self._open(found.tip)
-                saved = format.read_sections(container, self._heap, n_vocab=self._n_vocab)
+                saved = format.read_sections(container, self._heap, replace(self._limits, n_ctx=len(tokens)))
                 if not np.array_equal(saved.tokens, tokens):
                     raise SnapshotError(f"{found.tip.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
@@ -172,7 +172,7 @@ class DiskTier:
                     raise SnapshotError(f"{entry.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
                 if "statistics" in container:
-                    rows.append(format.read_rows(container, entry.count)[first:last])
+                    rows.append(format.read_rows(container, entry.count, self._heap.page_bytes)[first:last])
         whole = len(rows) > 0 and sum(map(len, rows)) == len(pages) and len({part.shape[1] for part in rows}) == 1
         return pages, np.concatenate(rows) if whole else None
 

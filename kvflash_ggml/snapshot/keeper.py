@@ -87,7 +87,9 @@ class Keeper:
         """Open what was saved. Its page images stay in the file until they are needed. To be released."""
         opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)
-        saved = format.read(container, self.fingerprint, self._session.paging.heap, n_vocab=self._n_vocab)
+        saved = format.read(
+            container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab)
+        )
         theirs = container.facts.get("settings")
         policy = theirs.get("policy") if isinstance(theirs, dict) else None
         if self._session.bounded and saved.policy is None and policy != self._session.policy:
