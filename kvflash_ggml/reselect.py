@@ -20,6 +20,7 @@ from .config import CHUNK
 from .errors import HostMemoryError, SnapshotError
 from .policy.base import Floats, KeyShape, Look, Reading, Resumable, Scorer
 from .saved import SavedPolicy, done
+from .scores import check_scores
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -109,6 +110,7 @@ class Reselector:
         self.looks = 0
         self.seconds = 0.0  # spent scoring
         self._engine = engine
+        self._store = store
         self._fixed_tau = tau
         self._budget: float = DUTY if engine.info.asynchronous else getattr(scorer, "overhead", OVERHEAD)
         self.tau = tau or TAU
@@ -136,10 +138,9 @@ class Reselector:
     def _seal(self, chunk: int) -> None:
         try:
             self.scorer.seal(chunk)
-        except KeyError:
-            pass  # the text was cut while this was waiting
         except Exception as err:
-            self._failed = self._failed or err
+            if chunk in self._store:  # else the text was cut while this was waiting
+                self._failed = self._failed or err
 
     def cut(self, n_chunks: int) -> None:
         self.forget()
@@ -309,7 +310,7 @@ class Reselector:
         self._engine.wait(ticket)
         began = time.perf_counter()
         look = Look(tokens=tokens, n_chunks=n_chunks, rows=len(newest), queries=self._rows(buffer, newest), kept=kept)
-        scores = self.scorer.score(look)
+        scores = check_scores(self.scorer, self.scorer.score(look), n_chunks)
         self._adapt(time.perf_counter() - began)
         return scores
 
