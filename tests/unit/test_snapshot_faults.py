@@ -62,6 +62,44 @@ def test_a_killed_save_leaves_the_old_file_whole(tmp_path: Path) -> None:
     assert result["seen"] >= 2
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_says_that_it_cannot_save(tmp_path: Path) -> None:
+    """The thread that writes is in the parent: the child would wait for ever."""
+    code = f"""
+import os, signal, sys, warnings
+from pathlib import Path
+sys.path.insert(0, {str(HERE)!r})
+warnings.simplefilter("ignore")
+from saving import dump, keeper
+from test_session_fake import make, some
+from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.snapshot.cache import PrefixCache, Prefixes
+session = make()
+session.extend(some(700))
+each = keeper(session)
+cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
+each.save(session.freeze(), Path({str(tmp_path / "a")!r}), compress=False).result()
+cached.put(session.freeze())
+cached.flush()
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
+session.extend(some(100))
+assert len(dump(session)) > 1000
+try:
+    each.save(session.freeze(), Path({str(tmp_path / "b")!r}), compress=False)
+except SnapshotError as err:
+    assert "forked" in str(err)
+    cached.put(session.freeze())
+    cached.close()
+    each.close()
+    os._exit(7)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 7, run.stderr[-2000:]
+
+
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("room", [0, 47, 1000, 5000])
 def test_a_full_disk(room: int, compress: bool, session: Session, tmp_path: Path) -> None:
