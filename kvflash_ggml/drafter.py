@@ -147,7 +147,7 @@ class SmallModel:
         return self._session.freeze()
 
     def adopt(self, saved: SavedReader) -> None:
-        session = saved.open(self._session.paging.heap, self.model.n_vocab())
+        session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
         try:
             self._session.restore(session)
         finally:

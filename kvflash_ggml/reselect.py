@@ -21,6 +21,7 @@ from .errors import HostMemoryError
 from .policy.base import Floats, KeyShape, Look, Pairs, Reading, Resumable, Rows, Scorer, Selective
 from .policy.heads import every_head, queries_of
 from .saved import Row, SavedPolicy, Statistics, done
+from .scores import check_scores
 
 if TYPE_CHECKING:
     from .native.engine import Engine
@@ -116,6 +117,7 @@ class Reselector:
         self.looks = 0
         self.seconds = 0.0  # spent scoring
         self._engine = engine
+        self._store = store
         self._fixed_tau = tau
         self._budget: float = DUTY if engine.info.asynchronous else getattr(scorer, "overhead", OVERHEAD)
         self.tau = tau or TAU
@@ -143,10 +145,9 @@ class Reselector:
     def _seal(self, chunk: int) -> None:
         try:
             self.scorer.seal(chunk)
-        except KeyError:
-            pass  # the text was cut while this was waiting
         except Exception as err:
-            self._failed = self._failed or err
+            if chunk in self._store:  # else the text was cut while this was waiting
+                self._failed = self._failed or err
 
     def cut(self, n_chunks: int) -> None:
         self.forget()
@@ -314,7 +315,7 @@ class Reselector:
         self._engine.wait(ticket)
         began = time.perf_counter()
         look = Look(tokens=tokens, n_chunks=n_chunks, rows=len(newest), queries=self._rows(buffer, newest), kept=kept)
-        scores = self.scorer.score(look)
+        scores = check_scores(self.scorer, self.scorer.score(look), n_chunks)
         self._adapt(time.perf_counter() - began)
         return scores
 

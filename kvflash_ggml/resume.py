@@ -84,7 +84,7 @@ def restore(session: Session, saved: SavedSession, then: Callable[[SavedSession]
         session.engine.set_state(state, session.length)
         session.checkpoints.adopt(saved.checkpoints)
         session.queries_from = session.length
-        if saved.queries.size and saved.queries.size == _query_size(session):
+        if saved.queries.size and saved.queries.size == query_size(session):
             session.engine.write_queries(saved.queries)
             session.queries_from = saved.queries_from
         if session.reselector is not None:
@@ -101,6 +101,8 @@ def restore(session: Session, saved: SavedSession, then: Callable[[SavedSession]
 def _read(session: Session, saved: SavedSession) -> bytes | bytearray:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
     places = session.pager.place(saved.length, saved.table)
+    if saved.state.size and not (session.engine.info.recurrent or session.engine.info.n_swa):
+        raise SnapshotError("the text has recurrent state or a sliding window, which this model does not know")
     with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
         reading = reader.submit(saved.state.read)
         saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
@@ -130,13 +132,14 @@ def _state_at(session: Session, length: int) -> Blob:
     return states[length]
 
 
-def _query_size(session: Session) -> int:
+def query_size(session: Session) -> int:
+    """Floats in the captured ring."""
     return sum(math.prod(shape) for shape in session.engine.query_shapes)
 
 
 def _read_queries(session: Session) -> Floats:
     """The captured ring, flat; empty if none is kept."""
-    queries = np.zeros(_query_size(session), np.float32)
+    queries = np.zeros(query_size(session), np.float32)
     if queries.size:
         session.engine.wait(session.engine.read_queries(queries))
     return queries

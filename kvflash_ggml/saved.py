@@ -31,6 +31,18 @@ def done(value: T) -> Future[T]:
     return future
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a saved session can be at most, for a model and a context: nothing larger is read from a file.
+
+    queries: floats of the captured ring.
+    """
+
+    n_ctx: int
+    n_vocab: int
+    queries: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SavedBridge:
     """Where the target's tokens and the drafter's end in the text's bytes; the drafter's first `settled` are final."""
@@ -45,18 +57,18 @@ class SavedReader:
     """A drafter that reads along: its text in its own tokens, and its memory from token `base` on.
 
     source: which model it is. bridge: None where it has the target's tokenizer. session: that memory, or a function
-    that opens it for the heap of such a model with so many tokens in its vocabulary.
+    that opens it for the heap of such a model.
     """
 
     source: str
     text: Int32s
     base: int
     bridge: SavedBridge | None
-    session: SavedSession | Callable[[PageHeap, int], SavedSession]
+    session: SavedSession | Callable[[PageHeap, Limits], SavedSession]
 
-    def open(self, heap: PageHeap, n_vocab: int) -> SavedSession:
+    def open(self, heap: PageHeap, limits: Limits) -> SavedSession:
         """The session, to be released. SnapshotError if it is not to be had any more."""
-        return self.session.share() if isinstance(self.session, SavedSession) else self.session(heap, n_vocab)
+        return self.session.share() if isinstance(self.session, SavedSession) else self.session(heap, limits)
 
     def release(self) -> None:
         """Let go of the page images."""

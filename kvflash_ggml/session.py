@@ -20,7 +20,7 @@ from .pool.heap import PageHeap
 from .pool.masks import AlibiMask, SlotMask
 from .pool.pager import Pager
 from .reselect import TAU, Reselector
-from .saved import SavedPolicy, SavedSession
+from .saved import Limits, SavedPolicy, SavedSession
 from .step import AfterStep, Output, evaluate
 from .unfinished import Unfinished
 from .watch import Watch
@@ -344,6 +344,10 @@ class Session:
     def restore(self, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
         """Replace everything by a frozen session of this heap. See `resume.restore`."""
         resume.restore(self, saved, then)
+
+    def limits(self, n_vocab: int) -> Limits:
+        """What a session can be that is restored here."""
+        return Limits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=resume.query_size(self))
 
     @property
     def fresh_policy(self) -> SavedPolicy | None:

@@ -61,6 +61,7 @@ class Prefixes:
         info, heap = session.engine.info, session.paging.heap
         self.cache = cache
         self._session = session
+        self._keeper = keeper
         self._stateful = info.recurrent or info.n_swa > 0
         self._memory = MemoryTier(heap, cache.memory_bytes, session.store.pages)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
@@ -77,7 +78,7 @@ class Prefixes:
                 heap=heap,
                 blank=session.engine.blank,
                 stateful=self._stateful,
-                n_vocab=n_vocab,
+                limits=session.limits(n_vocab),
             )
         session.paging.keep_images = True
         heap.reclaim = self._memory.evict
@@ -174,7 +175,7 @@ class Prefixes:
         saved = kept
         saved.table.pins = frozenset()
         self._newest = saved.tokens
-        if self._disk is not None:
+        if self._disk is not None and not self._keeper.forked:
             self._writing = [future for future in self._writing if not future.done()]
             if len(self._writing) < MOST_WAITING:
                 self._writing.append(self._writer.submit(self._write, saved.share()))
@@ -183,8 +184,9 @@ class Prefixes:
         self._memory.put(saved)
 
     def flush(self) -> None:
-        """Wait until the folder has everything."""
-        wait(self._writing)
+        """Wait until the folder has everything. A process that was forked has given nothing to be written."""
+        if not self._keeper.forked:
+            wait(self._writing)
 
     def close(self) -> None:
         self.flush()

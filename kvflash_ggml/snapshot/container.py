@@ -138,8 +138,13 @@ class Section:
         if value != self.checksum:
             raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' does not match its checksum")
 
-    def array(self, kind: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Its bytes as a flat array."""
+    def array(self, kind: npt.DTypeLike, *, most: int | None = None) -> npt.NDArray[Any]:
+        """Its bytes as a flat array of at most so many items: SnapshotError, and nothing read, if there are more."""
+        if most is not None and self.size > most * np.dtype(kind).itemsize:
+            raise SnapshotError(
+                f"{self.source.name} contradicts itself: section '{self.name}' has {self.size} bytes, and can have "
+                f"{most * np.dtype(kind).itemsize}"
+            )
         data = self.read()
         if len(data) % np.dtype(kind).itemsize:
             raise SnapshotError(f"{self.source.name} is damaged: section '{self.name}' has {len(data)} bytes")

@@ -21,7 +21,7 @@ from ..errors import SnapshotError
 from ..files import replacing
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
-from ..saved import SavedPolicy, SavedSession, Statistics, done
+from ..saved import Limits, SavedPolicy, SavedSession, Statistics, done
 from . import chain, format
 from .container import VERSION, Container, StoredPage, Writer
 from .fingerprint import Fingerprint
@@ -66,7 +66,7 @@ class DiskTier:
         heap: PageHeap,
         blank: Callable[[memoryview, int], None],
         stateful: bool,
-        n_vocab: int,
+        limits: Limits,
     ) -> None:
         self._root = chain.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
         self._all = Folder(folder, capacity=capacity)
@@ -77,7 +77,7 @@ class DiskTier:
         self._heap = heap
         self._blank = blank
         self._stateful = stateful
-        self._n_vocab = n_vocab
+        self._limits = limits
 
     # --- find
 
@@ -145,7 +145,7 @@ class DiskTier:
         else:
             with self._judged(found.tip.path):
                 container = self._open(found.tip)
-                saved = format.read_sections(container, self._heap, n_vocab=self._n_vocab)
+                saved = format.read_sections(container, self._heap, replace(self._limits, n_ctx=len(tokens)))
                 if not np.array_equal(saved.tokens, tokens):
                     raise SnapshotError(f"{found.tip.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
@@ -172,7 +172,7 @@ class DiskTier:
                     raise SnapshotError(f"{entry.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
                 if "statistics" in container:
-                    part = format.read_statistics(container, entry.count)
+                    part = format.read_statistics(container, entry.count, self._heap.page_bytes)
                     parts.append(Statistics(part.name, part.rows[first:last]))
         rows = [row for part in parts for row in part.rows]
         whole = len(rows) == len(pages) and len({part.layout for part in parts}) == 1

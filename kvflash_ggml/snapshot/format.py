@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from ..checkpoints import Blob
 from ..config import CHUNK
-from ..errors import SnapshotError, SnapshotMismatch
+from ..errors import ContextFull, SnapshotError, SnapshotMismatch
 from ..pool.heap import Page, PageHeap
 from ..pool.pager import ANY, PageTable
 from ..pool.plan import ABSENT
-from ..saved import SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
+from ..saved import Limits, SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
@@ -29,7 +29,10 @@ and the clock of its last use."""
 
 MOST_LOOKS = 8
 MOST_CHECKPOINTS = 1024
+MOST_LAYOUT = 1 << 20
 LARGEST = 2**31 - 1
+MOST_SPELLED = 64
+"""Tokens of a drafter for one of the target's, on average."""
 
 
 def write(
@@ -81,18 +84,25 @@ def write_sections(writer: Writer, saved: SavedSession) -> dict[str, Any]:
     return facts
 
 
-def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, *, n_vocab: int) -> SavedSession:
-    """A saved session whose page images are still in the file. SnapshotError unless the file is one of this model."""
+def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: Limits) -> SavedSession:
+    """A saved session whose page images are still in the file. SnapshotError unless the file is one of this model.
+
+    ContextFull if it is longer than the context.
+    """
     if container.kind != KIND:
         raise SnapshotError(f"{container.source.name} is no snapshot but a {container.kind!r}")
     compare(container, fingerprint)
-    saved = read_sections(container, heap, n_vocab=n_vocab)
+    length = _count(container, "length")
+    if length > limits.n_ctx:
+        raise ContextFull(f"the saved text has {length} tokens, the context window {limits.n_ctx}")
+    saved = read_sections(container, heap, limits)
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
     saved.pages = [Page(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
-        saved.policy.statistics = _beside(partial(read_statistics, container, saved.length // CHUNK))
+        read_rows = partial(read_statistics, container, saved.length // CHUNK, heap.page_bytes)
+        saved.policy.statistics = _beside(read_rows)
     if saved.policy is not None and container.facts.get("drafter") is not None:
-        saved.policy.reader = _read_reader(container)
+        saved.policy.reader = _read_reader(container, saved.length)
     return saved
 
 
@@ -111,30 +121,31 @@ def _write_reader(writer: Writer, reader: SavedReader) -> dict[str, Any]:
     return {**facts, "source": reader.source, "base": reader.base, "bridge": settled}
 
 
-def _read_reader(container: Container) -> SavedReader:
-    """A drafter's part. Its session is read when the drafter is loaded."""
+def _read_reader(container: Container, length: int) -> SavedReader:
+    """A drafter's part, for a text of `length` tokens. Its session is read when the drafter is loaded."""
     facts = container.facts["drafter"]
     if not isinstance(facts, dict):
         raise _damaged(container, "drafter")
     part = container.part(DRAFTER, facts)
+    most = MOST_SPELLED * (length + 1)
     bridge = None
     if facts.get("bridge") is not None:
         bridge = SavedBridge(
-            ends=part.section("ends").array("<i8").astype(np.int64),
-            drafted_ends=part.section("drafted ends").array("<i8").astype(np.int64),
+            ends=part.section("ends").array("<i8", most=length).astype(np.int64),
+            drafted_ends=part.section("drafted ends").array("<i8", most=most).astype(np.int64),
             settled=_count(part, "bridge"),
         )
     return SavedReader(
         source=_facts(part, "source", str),
-        text=part.section("text").array("<i4").astype(np.int32),
+        text=part.section("text").array("<i4", most=most).astype(np.int32),
         base=_count(part, "base"),
         bridge=bridge,
         session=partial(_open_reader, part),
     )
 
 
-def _open_reader(part: Container, heap: PageHeap, n_vocab: int) -> SavedSession:
-    session = read_sections(part, heap, n_vocab=n_vocab)
+def _open_reader(part: Container, heap: PageHeap, limits: Limits) -> SavedSession:
+    session = read_sections(part, heap, limits)
     session.pages = [
         Page(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
     ]
@@ -151,12 +162,18 @@ def compare(container: Container, fingerprint: Fingerprint) -> None:
             raise SnapshotMismatch(container.source.name, field, theirs.get(field), value)
 
 
-def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> SavedSession:
-    """Everything but the chunks' images and statistics, checked against itself."""
-    tokens = container.section("tokens").array("<i4").astype(np.int32, copy=False)
-    length = len(tokens)
-    if length != _count(container, "length") or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
+def read_sections(container: Container, heap: PageHeap, limits: Limits) -> SavedSession:
+    """Everything but the chunks' images and statistics, checked against itself and read only if it can be.
+
+    Queries of another number, as another policy has them, are of no use and left out.
+    """
+    length, n_vocab = _count(container, "length", most=limits.n_ctx), limits.n_vocab
+    tokens = container.section("tokens").array("<i4", most=length).astype(np.int32, copy=False)
+    if length != len(tokens) or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
         raise _damaged(container, "tokens")
+    queries = container.section("queries")
+    if queries.size % 4:
+        raise _damaged(container, "queries")
     return SavedSession(
         tokens=tokens,
         table=_table(container, length),
@@ -164,7 +181,11 @@ def read_sections(container: Container, heap: PageHeap, *, n_vocab: int) -> Save
         pages=[],
         state=container.section("state"),
         checkpoints=_checkpoints(container, length),
-        queries=container.section("queries").array("<f4").astype(np.float32, copy=False),
+        queries=(
+            queries.array("<f4").astype(np.float32, copy=False)
+            if queries.size == 4 * limits.queries
+            else np.empty(0, np.float32)
+        ),
         queries_from=_count(container, "queries_from", most=length),
         policy=_policy(container, length // CHUNK),
         logits=_logits(container, n_vocab),
@@ -187,7 +208,7 @@ def _ledger(table: PageTable) -> npt.NDArray[np.void]:
 
 
 def _table(container: Container, length: int) -> PageTable:
-    rows = container.section("ledger").array(LEDGER)
+    rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
     if len(rows) != -(-length // CHUNK):
         raise _damaged(container, "ledger")
     blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
@@ -244,9 +265,7 @@ def _policy(container: Container, chunks: int) -> SavedPolicy | None:
 
 
 def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.float32] | None:
-    scores = container.section(f"look {number}").array("<f8")
-    if len(scores) > chunks:
-        raise _damaged(container, f"look {number}")
+    scores = container.section(f"look {number}").array("<f8", most=chunks)
     return scores.astype(np.float32) if len(scores) else None
 
 
@@ -258,19 +277,19 @@ def write_statistics(writer: Writer, saved: SavedSession, chunks: slice) -> None
         writer.section("layout", statistics.name.encode())
 
 
-def read_statistics(container: Container, chunks: int) -> Statistics:
-    """The statistics of so many chunks."""
-    rows = container.section("statistics").array(np.uint8)
+def read_statistics(container: Container, chunks: int, page_bytes: int) -> Statistics:
+    """The statistics of so many chunks, which cannot be larger than what they are about."""
+    rows = container.section("statistics").array(np.uint8, most=chunks * page_bytes)
     if chunks == 0 or len(rows) % chunks:
         raise _damaged(container, "statistics")
-    name = container.section("layout").read().decode("utf-8", "replace") if "layout" in container else ""
-    return Statistics(name, list(rows.reshape(chunks, len(rows) // chunks)))
+    name = container.section("layout").array(np.uint8, most=MOST_LAYOUT) if "layout" in container else rows[:0]
+    return Statistics(name.tobytes().decode("utf-8", "replace"), list(rows.reshape(chunks, len(rows) // chunks)))
 
 
 def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | None:
     if "logits" not in container:
         return None
-    logits = container.section("logits").array("<f4").astype(np.float32, copy=False)
+    logits = container.section("logits").array("<f4", most=n_vocab).astype(np.float32, copy=False)
     if len(logits) != n_vocab:
         raise _damaged(container, "logits")
     return logits

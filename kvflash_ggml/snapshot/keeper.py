@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -30,6 +31,12 @@ class Keeper:
         self._read_fingerprint = fingerprint
         self._n_vocab = n_vocab
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-save")
+        self._process = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Is this the child of the process that made it? Its threads have stayed behind."""
+        return os.getpid() != self._process
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -51,6 +58,11 @@ class Keeper:
     def save(self, saved: SavedSession, path: Path, *, compress: bool) -> Future[int]:
         """Write a file behind the decode, and release `saved`. The result is its size in bytes."""
         try:
+            if self.forked:
+                raise SnapshotError(
+                    f"cannot write {path}: this process was forked after the model was made, and the thread that "
+                    f"writes is in the other one: make the Llama here, or write what save_state returns"
+                )
             if compress:
                 codec.require()
             place = _place(path)
@@ -87,7 +99,9 @@ class Keeper:
         """Open what was saved. Its page images stay in the file until they are needed. To be released."""
         opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)
-        saved = format.read(container, self.fingerprint, self._session.paging.heap, n_vocab=self._n_vocab)
+        saved = format.read(
+            container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab)
+        )
         theirs = container.facts.get("settings")
         policy = theirs.get("policy") if isinstance(theirs, dict) else None
         if self._session.bounded and saved.policy is None and policy != self._session.policy:

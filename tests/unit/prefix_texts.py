@@ -18,7 +18,7 @@ from kvflash_ggml.config import CHUNK
 from kvflash_ggml.pool.heap import PageHeap
 from kvflash_ggml.pool.pager import PageTable
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.saved import SavedPolicy, SavedSession, Statistics
+from kvflash_ggml.saved import Limits, SavedPolicy, SavedSession, Statistics
 from kvflash_ggml.snapshot.disk import DiskTier
 
 ROW = 8
@@ -137,7 +137,7 @@ def make_tier(
         heap=heap,
         blank=blank,
         stateful=stateful,
-        n_vocab=N_VOCAB,
+        limits=Limits(n_ctx=1 << 20, n_vocab=N_VOCAB, queries=6),
     )
 
 
