@@ -107,5 +107,7 @@ class Setting:
     def span(self, document: str, line: str, part: str = "", *, shift: int = 0) -> tuple[int, int]:
         """The tokens of a line of the document, or of a part of that line. shift: tokens before the document."""
         at = document.index(line + "\n") + line.index(part)
-        begin, end = (len(self.tokenize(document[:to])) for to in (at, at + len(part or line)))
-        return shift + begin, shift + end
+        before, whole = (self.tokenize(document[:to]) for to in (at, at + len(part or line)))
+        # not simply len(before): in most vocabularies the token of a word begins with the space before it
+        first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        return shift + first, shift + len(whole)

@@ -70,5 +70,5 @@ def test_a_second_question_about_a_text_reads_the_question_only(smol: Callable[.
     first, second = (llm.tokenize(f"\n\nQuestion: {question}\nAnswer:".encode()) for question in QUESTIONS)
     assert answer(llm, document + first)[1] == len(document + first)
     assert answer(llm, other)[1] == len(other)
-    assert len(second) <= answer(llm, document + second)[1] <= len(second) + CHUNK
+    assert 0 < answer(llm, document + second)[1] <= len(second) + CHUNK
     llm.close()

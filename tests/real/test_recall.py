@@ -12,7 +12,7 @@ from kvflash_ggml.bench.filler import read_text
 from kvflash_ggml.bench.outcomes import Outcome, Plan, Read
 from kvflash_ggml.config import KVFlashConfig
 
-TOKENS = 3072
+TOKENS = 4608
 PLAN = Plan(tasks=("forms",), depths=(), trials=1, fact_set="confirm")
 
 
@@ -26,11 +26,11 @@ class Asked(NamedTuple):
 @pytest.fixture(scope="module")
 def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
     """The same 24 questions about the same document, of the full cache and of a pool with the default policy."""
-    from kvflash_ggml.bench.recall import cases, run_case
+    from kvflash_ggml.bench.recall import TAIL_ROOM, cases, run_case
 
     made = {}
     for name, pool in (("full", None), ("pool", POOL)):
-        llm = smol(kvflash=pool)
+        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool)
         ((task, seed, case),) = cases(llm, PLAN, read_text(()), n_tokens=TOKENS)
         read, *outcomes = run_case(llm, case, task=task, seed=seed)
         view = llm.kvflash
