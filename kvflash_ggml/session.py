@@ -190,7 +190,8 @@ class Session:
         try:
             evaluate(self, tokens, Output(every=output_all, last=True), after, generated=True)
         finally:
-            if self.length > start and chooser is not None and chooser.tick():
+            done = self.length > start
+            if done and chooser is not None and chooser.tick() and not self.pager.unsaved:
                 self._look(rows=1)
 
     def _replay_size(self, total: int) -> int:

@@ -63,8 +63,6 @@ def evaluate(
             session.reselect_due = False  # or what cannot be recalled would be asked for at every step
         _follow(session, step, after)
         raise
-    if session.bounded:
-        session.paging.save()
 
 
 def _run(session: Session, step: Step, *, generated: bool) -> None:
@@ -83,9 +81,12 @@ def _run(session: Session, step: Step, *, generated: bool) -> None:
 
 
 def _follow(session: Session, step: Step, after: AfterStep | None) -> None:
+    """A step is over: what has to follow it if it is done, which can be done again."""
     session.settle()
     if step.computed and after is not None:
         after(step.start, len(step.tokens))
+    if step.computed and session.bounded:
+        session.paging.save()
 
 
 def _end(session: Session, step: Step) -> None:

@@ -39,7 +39,7 @@ class Interrupter:
         self.left -= event == "line"
         if self.left == 0:
             at: FrameType | None = frame
-            while at is not None and len(self.stack) < 8:
+            while at is not None and len(self.stack) < 16:
                 self.stack.append(at.f_code.co_name)
                 at = at.f_back
             raise KeyboardInterrupt
