@@ -23,7 +23,7 @@ from .share import attention_shares
 LOOKS_KNOWN = 4
 """Looks whose shares are at hand: more than can be under way at once."""
 
-MAX_WORK = 9e9
+MAX_WORK = 4e9
 """Multiplications of one look: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
 
 MIN_ROWS = 8

@@ -30,7 +30,12 @@ def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
 
     made = {}
     for name, pool in (("full", None), ("pool", POOL)):
-        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool)
+        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else {"kvflash_calibrate": True}))
+        if llm.kvflash is not None:
+            llm.kvflash.calibrate()
+            heads = llm.kvflash.retrieval_heads
+            assert heads is not None, "this model has some"
+            assert len(heads) >= 3
         ((task, seed, case),) = cases(llm, PLAN, read_text(()), n_tokens=TOKENS)
         read, *outcomes = run_case(llm, case, task=task, seed=seed)
         view = llm.kvflash
@@ -50,9 +55,14 @@ def test_the_pool_is_at_work(asked: dict[str, Asked]) -> None:
     assert all(o.resident is not None for o in pooled.outcomes)
 
 
-@pytest.mark.xfail(strict=False, reason="the shortlist of the default policy misses facts on real models")
+def test_what_is_asked_for_is_found(asked: dict[str, Asked]) -> None:
+    lost = [o.question for o in asked["pool"].outcomes if not o.resident]
+    assert len(lost) <= 0.1 * len(asked["pool"].outcomes), f"not resident: {lost}"
+
+
 def test_what_the_full_cache_answers_the_pool_answers(asked: dict[str, Asked]) -> None:
+    """A small model hesitates: an answer in four may turn out otherwise although its chunk is there."""
     known = {o.question for o in asked["full"].outcomes if o.correct}
     assert len(known) >= 8
-    right = {o.question for o in asked["pool"].outcomes if o.correct} & known
-    assert len(right) >= 0.9 * len(known), f"{len(right)} of {len(known)}: lost {sorted(known - right)}"
+    right = {o.question for o in asked["pool"].outcomes if o.correct}
+    assert len(right & known) >= 0.75 * len(known), f"lost {sorted(known - right)}"

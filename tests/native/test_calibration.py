@@ -1,0 +1,159 @@
+"""Retrieval heads of a running model: found behind the first answer, kept, and used from the next request on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvflash_ggml.calibration import finder
+from kvflash_ggml.calibration.choice import heads_file, load, save
+from kvflash_ggml.calibration.run import Stopped, calibrate
+from kvflash_ggml.errors import CalibrationError, ConfigError, KVFlashError
+from kvflash_ggml.snapshot.fingerprint import ModelFile
+
+SETTINGS = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 16}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test finds what another has left, or what the user has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def pooled(llama: Callable[..., Any]) -> Callable[..., Any]:
+    def make(kind: str = "dense", **changes: Any) -> Any:
+        return llama(kind, **(SETTINGS | {"kvflash_calibrate": True} | changes))
+
+    return make
+
+
+def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
+    stream = llm.generate(tokens.tolist(), temp=0.0)
+    made = [int(next(stream)) for _ in range(count)]
+    stream.close()
+    return made
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_heads_are_found_behind_the_first_answer_and_kept(
+    kind: str, pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]
+) -> None:
+    llm = pooled(kind)
+    assert llm.kvflash.retrieval_heads is None
+    answer(llm, tokens[:400])
+    assert not llm.kvflash.calibrated(lambda done, total: None), "a text that fits needs none"
+    answer(llm, tokens[:2000])
+    seen: list[tuple[int, int]] = []
+    assert llm.kvflash.calibrated(lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    before = llm.kvflash._session.index_bytes
+    answer(llm, tokens[:2000])
+    heads = llm.kvflash.retrieval_heads
+    assert heads is None or len(heads) <= 8
+    path = heads_file(ModelFile(llm.model_path).identity())
+    layers = [layer.il for layer in llm._session.engine.layers]
+    known = load(path, layers=layers, shapes=llm._finder._shapes)
+    assert known.questions == 48
+    assert tuple(known.chosen) == (heads or ())
+    if heads is not None:
+        assert llm.kvflash._session.index_bytes < before
+        assert f"{len(heads)} retrieval heads" in llm.kvflash.banner()
+    again = pooled(kind)
+    assert again.kvflash.retrieval_heads == heads
+    answer(again, tokens[:2000])
+    assert again._finder._thread is None, "they are known"
+
+
+def test_the_same_heads_again(pooled: Callable[..., Any]) -> None:
+    llm = pooled()
+    found = [
+        calibrate(llm._model, identity="x", settings=llm.context_params).heads for _ in range(2)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], tmp_path: Path) -> None:
+    llm = pooled(kvflash_calibrate=False)
+    found = calibrate(llm._model, identity="x", settings=llm.context_params)
+    layer = llm._session.engine.layers[1].il
+    heads = [{"layer": layer, "head": 0, "found": 1.0, "control": 0.0, "first": 1.0, "chosen": True}]
+    save(found, tmp_path / "mine.json")
+    facts = json.loads((tmp_path / "mine.json").read_text()) | {"heads": heads}
+    (tmp_path / "mine.json").write_text(json.dumps(facts))
+    mine = pooled(kvflash_calibrate=tmp_path / "mine.json")
+    assert mine.kvflash.retrieval_heads == ((layer, 0),)
+    answer(mine, tokens[:2000])
+    assert mine.kvflash.page_ins > 0
+    assert mine._session.reselector.scorer.units.tolist() == [[1, 0]]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        pooled(kvflash_calibrate=tmp_path / "none.json")
+
+
+def test_a_model_that_is_closed_meanwhile_stops_it(
+    pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], cache: Path
+) -> None:
+    llm = pooled()
+    answer(llm, tokens[:2000])
+    assert llm.kvflash._finder.is_finding
+    thread = llm._finder._thread
+    llm.close()
+    assert not thread.is_alive()
+    assert not list(cache.rglob("*.json"))
+
+
+def test_it_can_be_stopped_and_limited(pooled: Callable[..., Any]) -> None:
+    llm = pooled()
+    stop = Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        calibrate(llm._model, identity="x", settings=llm.context_params, stop=stop)
+    with pytest.raises(CalibrationError, match="would take about"):
+        calibrate(llm._model, identity="x", settings=llm.context_params, limit=1e-6)
+
+
+def test_a_failure_is_said_once_and_all_heads_count(
+    pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CalibrationError("no room for it")
+
+    monkeypatch.setattr(finder, "calibrate", fail)
+    llm = pooled()
+    for _ in range(3):
+        answer(llm, tokens[:2000])
+        llm.kvflash.calibrated(lambda done, total: None)
+    assert llm.kvflash.retrieval_heads is None
+    assert sum("no room for it" in record.message for record in caplog.records) == 1
+
+
+def test_the_same_text_brings_the_same_chunks(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]) -> None:
+    """Whatever was read before. Without it, what was resident decides among equals."""
+    seen = []
+    for history in ([], [(0, 900)], [(500, 2600), (0, 2000), (0, 2400)]):
+        llm = pooled(kvflash_deterministic=True, kvflash_tau=None, kvflash_calibrate=False)
+        for lo, hi in history:
+            answer(llm, tokens[lo:hi], 3)
+        stream = llm.generate(tokens[:2000].tolist(), temp=0.0)
+        first = next(stream)
+        seen.append((first, llm.kvflash.resident_chunks, llm._logits_row(llm.n_tokens - 1).tobytes()))
+        stream.close()
+        assert llm.kvflash.page_ins > 0
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_prefix_cache_contradicts_it(pooled: Callable[..., Any], tmp_path: Path) -> None:
+    from kvflash_ggml import PrefixCache
+
+    with pytest.raises(ConfigError, match="kvflash_cache"):
+        pooled(kvflash_deterministic=True, kvflash_cache=tmp_path)
+    with pytest.raises(KVFlashError, match="PrefixCache"):
+        pooled(kvflash_deterministic=True).set_cache(PrefixCache())
