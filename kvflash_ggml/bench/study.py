@@ -116,7 +116,7 @@ def variants(heads: Heads | None) -> dict[str, Callable[[], Scorer]]:
     out["qk without followers"] = qk(followers=False)
     for rows in (1, 4, 8, 16, 32, 64):
         out[f"qk, rows {rows}"] = qk(query_rows=rows)
-    for age in (0.0, 0.02, 0.1):
+    for age in (0.0, 0.05, 0.1):
         out[f"qk, age {age:g}"] = qk(age=age)
     return out
 

@@ -49,7 +49,7 @@ class QKScorer:
         *,
         heads: Heads | None = None,
         query_rows: int = 32,
-        age: float = 0.05,
+        age: float = 0.02,
         share: float = 0.04,
         least: int = 16,
         exact_work: float = EXACT_WORK,
