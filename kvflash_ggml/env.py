@@ -35,6 +35,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvflash_ggml"
 
 
+def heads_dir() -> Path:
+    """KVFLASH_HEADS: folder where the retrieval heads of models are kept, instead of one in the cache folder."""
+    return _path("KVFLASH_HEADS") or cache_dir() / "heads"
+
+
 def lib_path() -> Path | None:
     """KVFLASH_LIB_PATH: folder of the native libraries, instead of the one in the package."""
     return _path("KVFLASH_LIB_PATH")

@@ -146,10 +146,15 @@ class Llama(Keeping):
         """Where the policy can ask some heads only: those that are known, or that are found behind the first answer."""
         if config.calibrate is False or session.reselector is None or not isinstance(self._scorer, Selective):
             return
+        try:
+            identity = ModelFile(self.model_path).identity()
+        except (OSError, SnapshotError) as err:
+            logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
+            return
         self._finder = HeadFinder(
             session,
             model=self._model,
-            identity=ModelFile(self.model_path).identity,
+            identity=identity,
             settings=self.context_params,
             given=None if config.calibrate is True else config.calibrate,
         )

@@ -162,8 +162,14 @@ class Reselector:
 
     def use(self, heads: Pairs) -> None:
         """From the next look on a scorer that can ask some heads only asks these."""
+        self._run(self._use, heads)
+
+    def _use(self, heads: Pairs) -> None:
         if isinstance(self.scorer, Selective):
-            self._run(self.scorer.use, heads)
+            try:
+                self.scorer.use(heads)
+            except Exception as err:
+                self._failed = self._failed or err
 
     # --- looks
 
@@ -268,6 +274,13 @@ class Reselector:
             return None
         return Statistics(self.scorer.layout.name, self.scorer.dump(n_chunks))
 
+    def _load(self, known: Statistics) -> bool:
+        """Take statistics over, unless they are of another layout than the scorer's, which may just have changed."""
+        if not isinstance(self.scorer, Resumable) or self.scorer.layout != known.layout:
+            return False
+        self.scorer.load(known.rows)
+        return True
+
     def fresh(self) -> SavedPolicy:
         """The state of one that has not looked yet, without statistics."""
         return SavedPolicy(
@@ -283,9 +296,7 @@ class Reselector:
         if saved.reader is not None and isinstance(self.scorer, Reading):
             self._run(self.scorer.adopt, saved.reader, tokens.copy()).result()
         known = saved.statistics.result()
-        if known is not None and isinstance(self.scorer, Resumable) and self.scorer.layout == known.layout:
-            self._run(self.scorer.load, known.rows).result()
-        else:
+        if known is None or not self._run(self._load, known).result():
             self.sealed(range(n_chunks))
         if self._fixed_tau is None:
             self.tau = saved.tau

@@ -108,7 +108,7 @@ class PoolView:
         Nothing happens where the policy has no use for them. If they cannot be found, the log says why.
         """
         if self._finder is not None:
-            self._finder.start()
+            self._finder.start(limit=None)
             self._finder.wait(progress)
             self._finder.settle()
 

@@ -18,7 +18,6 @@ from ..llama import Llama
 from ..policy.base import REGISTRY, Floats, Keys, KeyShape, Look, Scorer
 from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
-from ..reselect import key_shapes
 from ..saved import Row
 from ..snapshot.fingerprint import ModelFile
 from .asks import Ask, Case
@@ -170,7 +169,7 @@ def _heads(llm: Llama) -> Heads | None:
     assert session is not None
     identity = ModelFile(llm.model_path).identity()
     found = calibrate(llm._model, identity=identity, settings=llm.context_params)
-    return found.among([layer.il for layer in session.engine.layers], key_shapes(session.engine))
+    return found.among([layer.il for layer in session.engine.layers])
 
 
 def _asked(llm: Llama, case: Case) -> Iterator[Ask]:

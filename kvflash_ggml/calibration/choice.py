@@ -62,7 +62,7 @@ class Calibration:
         """(layer of the model, head)."""
         return [(x.layer, x.head) for x in self.heads if x.chosen]
 
-    def among(self, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Heads | None:
+    def among(self, layers: Sequence[int]) -> Heads | None:
         """The chosen heads as the policy counts them, None if all count. layers: those that are pooled, in order."""
         if not self.chosen:
             return None
@@ -94,7 +94,7 @@ def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Seq
 
 def heads_file(identity: str) -> Path:
     """Where the heads of a model are kept for later runs."""
-    return env.cache_dir() / "heads" / f"{identity}.json"
+    return env.heads_dir() / f"{identity}.json"
 
 
 def save(calibration: Calibration, path: Path) -> None:
@@ -112,7 +112,7 @@ def load(path: Path, *, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Ca
         calibration = _parse(facts)
     except OSError as err:
         raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
-    except (ValueError, TypeError, KeyError) as err:
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as err:
         raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
     sizes = {layer: shape.n_head for layer, shape in zip(layers, shapes, strict=True)}
     for layer, head in calibration.chosen:

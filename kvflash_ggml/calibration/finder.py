@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -25,15 +25,16 @@ PATIENCE = 60.0
 class HeadFinder:
     """Of one model and its session. All heads count until the heads are known.
 
-    model: a llama_cpp LlamaModel. identity: reads the model's, when it is needed. settings: llama_context_params for
+    model: a llama_cpp LlamaModel. identity: the model's. settings: llama_context_params for
     what concerns the machine. given: a file of heads (ConfigError if it does not fit), or None to find them.
     """
 
     def __init__(
-        self, session: Session, *, model: Any, identity: Callable[[], str], settings: Any, given: Path | None
+        self, session: Session, *, model: Any, identity: str, settings: Any, given: Path | None
     ) -> None:
         self._session = session
         self._model = model
+        self._identity = identity
         self._settings = settings
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
@@ -45,24 +46,30 @@ class HeadFinder:
         if given is not None:
             self._take(load(given, layers=self._layers, shapes=self._shapes))
             return
-        self._identity = identity()
         with suppress(ConfigError):  # there is none, or it is damaged: then it is made
             self._take(load(heads_file(self._identity), layers=self._layers, shapes=self._shapes))
 
     @property
     def heads(self) -> Heads | None:
         """Those that count, as the policy names them; None if all do."""
-        return None if self.calibration is None else self.calibration.among(self._layers, self._shapes)
+        return None if self.calibration is None else self.calibration.among(self._layers)
 
     @property
     def is_finding(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self) -> None:
-        """Begin to find the heads on a thread of its own, once, unless they are known."""
-        if self.calibration is None and self._thread is None:
-            self._thread = Thread(target=self._find, name="kvflash-calibrate", daemon=True)
-            self._thread.start()
+    def start(self, *, limit: float | None = PATIENCE) -> None:
+        """Begin to find the heads on a thread of its own, once, unless they are known. limit: see `calibrate`."""
+        if self.calibration is not None or self._thread is not None or self._stop.is_set():
+            return
+        thread = Thread(target=self._find, args=(limit,), name="kvflash-calibrate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:
+            logger.warning("all heads count for the policy: no thread to find them on: %s", err)
+            return
+        self._thread = thread
+        atexit.register(self.close)  # the model must not go while the thread computes with it
 
     def settle(self) -> None:
         """Use what has been found meanwhile. To be called between two requests."""
@@ -74,22 +81,32 @@ class HeadFinder:
         """Until the calibration that is under way has ended. progress: tokens done, and in all."""
         if self._thread is not None:
             self._progress = progress
-            while self._thread.is_alive():
-                self._thread.join(0.1)  # so that Ctrl-C is heard
+            try:
+                while self._thread.is_alive():
+                    self._thread.join(0.1)  # so that Ctrl-C is heard
+            finally:
+                self._progress = None
 
     def close(self) -> None:
         """Stop whatever is under way."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        interrupted = False
+        while self._thread is not None and self._thread.is_alive():
+            try:
+                self._thread.join(0.1)
+            except KeyboardInterrupt:  # what is closed next must not go while the thread computes with it
+                interrupted = True
+        atexit.unregister(self.close)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _take(self, calibration: Calibration) -> None:
+        heads = calibration.among(self._layers)
         self.calibration = calibration
-        heads = self.heads
         if heads is not None and self._session.reselector is not None:
             self._session.reselector.use(heads)
 
-    def _find(self) -> None:
+    def _find(self, limit: float | None) -> None:
         try:
             found = calibrate(
                 self._model,
@@ -97,7 +114,7 @@ class HeadFinder:
                 settings=self._settings,
                 progress=self._report,
                 stop=self._stop,
-                limit=PATIENCE,
+                limit=limit,
             )
         except Stopped:
             return
@@ -116,5 +133,6 @@ class HeadFinder:
         self._found = found
 
     def _report(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(done, total)
+        progress = self._progress
+        if progress is not None:
+            progress(done, total)

@@ -49,6 +49,8 @@ def calibrate(
 
     CalibrationError if the model cannot be calibrated, or not within `limit`. Stopped once `stop` is set.
     """
+    if stop is not None and stop.is_set():
+        raise Stopped
     try:
         side = Sidecar(model, n_ctx=TOKENS + ROOM, query_rows=QUESTION_ROWS, step=STEP, settings=settings)
     except Exception as err:  # llama.cpp's wrappers raise ValueError, ours KVFlashError

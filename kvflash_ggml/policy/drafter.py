@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ..config import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..prefix import common_prefix
-from ..saved import SavedBridge, SavedReader, SavedSession
-from .base import Floats, Keys, Look, Scorer, register
+from ..saved import Layout, SavedBridge, SavedReader, SavedSession
+from .base import Floats, Keys, Look, Rows, Scorer, register
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -218,12 +218,16 @@ class DrafterScorer:
         if n_chunks == 0:
             self._failed = False
 
-    def dump(self, n_chunks: int) -> npt.NDArray[np.uint8]:
-        rows: npt.NDArray[np.uint8] = self._scores[:n_chunks, None].copy().view(np.uint8)
-        return rows
+    @property
+    def layout(self) -> Layout:
+        return Layout("drafter float32", 4)
 
-    def load(self, rows: npt.NDArray[np.uint8]) -> None:
-        self._scores[: len(rows), None].view(np.uint8)[:] = rows
+    def dump(self, n_chunks: int) -> Rows:
+        return list(self._scores[:n_chunks, None].copy().view(np.uint8))
+
+    def load(self, rows: Rows) -> None:
+        for chunk, row in enumerate(rows):
+            self._scores[chunk : chunk + 1].view(np.uint8)[:] = row
 
     def score(self, look: Look) -> Floats | None:
         if self._failed or look.n_chunks == 0:

@@ -74,21 +74,12 @@ class QKScorer:
         self._given = heads
         if not self._rows:
             return  # not open yet
-        had = self._units
+        rows, had = self._rows, self._units
+        self._rows = [None] * len(rows)  # whatever fails here, no row of other units stays
         self._set_heads(heads)
-        if np.array_equal(had, self._units):
-            return
-        parts = self._parts(had)
-        for chunk, row in enumerate(self._rows):
-            if row is not None:
-                self._rows[chunk] = self._refit(chunk, row, parts)
-
-    def _refit(self, chunk: int, row: Row, parts: dict[tuple[int, ...], slice]) -> Row:
-        """The row of a chunk for the present units: cut from what is at hand, or made anew from the keys."""
-        units = [tuple(unit) for unit in self._units.tolist()]
+        parts, units = self._parts(had), [tuple(unit) for unit in self._units.tolist()]
         if all(unit in parts for unit in units):
-            return np.concatenate([row[parts[unit]] for unit in units])
-        return self._keys.index(chunk, self._units)
+            self._rows = [None if row is None else np.concatenate([row[parts[unit]] for unit in units]) for row in rows]
 
     def _parts(self, units: Heads) -> dict[tuple[int, ...], slice]:
         """Where each unit lies in a row."""

@@ -100,5 +100,6 @@ def test_loss_beside_the_full_cache(models: dict[str, Path], loaded: None) -> No
     for (_, pool), row in rows.items():
         assert row["more"] == pytest.approx(row["nats"] - full["nats"])
         whole = pool == 2048
-        assert (row["more"] == 0) == (row["agree"] == 1) == whole
+        assert (row["more"] == 0) == whole
+        assert row["agree"] == 1 or not whole
     assert rows["qk", 512]["page_ins"] > 0

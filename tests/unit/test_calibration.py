@@ -119,13 +119,13 @@ def test_the_head_that_finds_what_is_asked_for_is_chosen() -> None:
     assert result.control[1] > 0.02 > result.score[1] - 0.1
     found = choose(result, model=MODEL, layers=LAYERS, shapes=SHAPES)
     assert found.chosen == [(3, 0)]
-    assert found.among(LAYERS, SHAPES).tolist() == [[0, 0]]
+    assert found.among(LAYERS).tolist() == [[0, 0]]
 
 
 def test_of_a_model_that_cannot_recall_all_heads_count() -> None:
     found = choose(measured(found=0.0), model=MODEL, layers=LAYERS, shapes=SHAPES)
     assert found.chosen == []
-    assert found.among(LAYERS, SHAPES) is None
+    assert found.among(LAYERS) is None
     assert len(found.heads) == 8
 
 
@@ -206,7 +206,7 @@ def test_a_head_out_of_range_is_refused(head: int, found: Calibration, tmp_path:
         load(path, layers=LAYERS, shapes=SHAPES)
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"null", b"{" * 100_000])
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"null", b"{" * 100_000, b"[" * 100_000])
 def test_what_is_no_file_at_all_is_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text)
     with pytest.raises(ConfigError, match="no file of retrieval heads"):

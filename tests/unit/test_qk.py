@@ -189,6 +189,7 @@ def test_heads_that_are_named_later_score_as_if_they_had_been_known(rng):
     np.testing.assert_array_equal(scorer.score(look(queries, 40)), known.score(look(queries, 40)))
     assert scorer.layout == known.layout
     scorer.use(every_head(SHAPES))
+    np.testing.assert_array_equal(scorer.score(look(queries, 40)), made(Keys(chunks), 40).score(look(queries, 40)))
     assert len(keys.indexed) == 80, "more than was there is read anew"
 
 
