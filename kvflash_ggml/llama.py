@@ -230,7 +230,7 @@ class Llama(Keeping):
 
     # --- generation
 
-    sample = in_turn(llama_cpp.Llama.sample)
+    sample = in_turn(Keeping.sample)
     embed = changing(llama_cpp.Llama.embed)
 
     @writing
