@@ -594,7 +594,7 @@ def test_logits_that_are_not_there_are_not_sampled(pool: int | None, llama: Any,
     with pytest.raises(KVFlashError, match="position"):
         llm.sample()
     one, two = (llm.generate(tokens[:100].tolist(), temp=0.0) for _ in range(2))
-    with pytest.raises(KVFlashError, match="not evaluated last"):
+    with pytest.raises(KVFlashError, match="another call has used this model"):
         [next(each) for _ in range(3) for each in (one, two, two)]
     with pytest.raises(KVFlashError, match="position 5"):
         llm.sample(idx=5)
