@@ -59,8 +59,12 @@ class HeadFinder:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, *, limit: float | None = PATIENCE) -> None:
-        """Begin to find the heads on a thread of its own, once, unless they are known. limit: see `calibrate`."""
-        if self.calibration is not None or self._thread is not None or self._stop.is_set():
+        """Begin to find the heads on a thread of its own, unless they are known.
+
+        limit: see `calibrate`; with one only the first call does anything, without one a failure is tried again.
+        """
+        tried = self._thread is not None and (limit is not None or self.is_finding)
+        if self.calibration is not None or tried or self._stop.is_set():
             return
         thread = Thread(target=self._find, args=(limit,), name="kvflash-calibrate", daemon=True)
         try:

@@ -34,7 +34,7 @@ EXACT_WORK = 64 * 2**20
 
 
 class QKScorer:
-    """heads: the retrieval heads, None for all until `use` names them.
+    """heads: the retrieval heads, which `use` leaves alone then; None for all until `use` names them.
 
     query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
     for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
@@ -57,6 +57,7 @@ class QKScorer:
     ) -> None:
         self.query_rows = query_rows
         self._given = heads
+        self._fixed = heads is not None
         self._age = age
         self._share = share
         self._least = least
@@ -71,6 +72,8 @@ class QKScorer:
         self._set_heads(every_head(keys.shapes) if self._given is None else self._given)
 
     def use(self, heads: Heads) -> None:
+        if self._fixed:
+            return
         self._given = heads
         if not self._rows:
             return  # not open yet
