@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +59,28 @@ def key_shapes(engine: Engine) -> list[KeyShape]:
     return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
 
 
+class Images(Protocol):
+    """Where page images are: what is needed of pool.store.HostStore to read keys."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+    def ticket(self, chunk: int) -> int: ...
+
+    def fetch(self, chunk: int) -> int: ...
+
+    def fetch_some(self, chunks: Sequence[int]) -> list[int]: ...
+
+    def bytes_of(self, chunk: int) -> bytes: ...
+
+
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
 
-    def __init__(self, engine: Engine, store: HostStore) -> None:
+    def __init__(self, engine: Engine, store: Images, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
-        self._threads = min(4, os.cpu_count() or 1)
+        self._threads = threads or min(4, os.cpu_count() or 1)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
 
     def read(self, chunk: int) -> list[Floats]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
@@ -12,11 +13,10 @@ import numpy as np
 
 from ..config import CHUNK
 from ..native.engine import Engine
-from ..policy.base import Floats, KeyShape, Look
-from ..policy.heads import Heads, as_heads, every_head, queries_of
+from ..policy.base import Look
+from ..policy.heads import as_heads, every_head
 from ..policy.qk import QKScorer
-from ..reselect import key_shapes
-from ..saved import Row
+from ..reselect import HostKeys
 
 T = TypeVar("T")
 
@@ -39,42 +39,26 @@ class Cost:
 
 
 class MadeUp:
-    """Keys of a text that was never read (policy.base.Keys): every chunk has one of IMAGES page images."""
+    """The host's page images of a text that was never read (pool.store.HostStore): every chunk has one of IMAGES."""
 
-    def __init__(self, engine: Engine, threads: int) -> None:
-        self.shapes: Sequence[KeyShape] = key_shapes(engine)
+    def __init__(self, engine: Engine) -> None:
+        self.lock = nullcontext()
         self._engine = engine
-        self._threads = threads
-        size = engine.info.page_bytes
-        self._slab = engine.alloc(IMAGES * size)
-        engine.view(self._slab, IMAGES * size)[:] = bytes(IMAGES * size)
-        self._images = [self._slab + i * size for i in range(IMAGES)]
+        self._size = engine.info.page_bytes
+        self._slab = engine.alloc(IMAGES * self._size)
+        engine.view(self._slab, IMAGES * self._size)[:] = bytes(IMAGES * self._size)
 
-    def read(self, chunk: int) -> list[Floats]:
-        return [self.read_layer(chunk, layer) for layer in range(len(self.shapes))]
+    def ticket(self, chunk: int) -> int:
+        return 0
 
-    def read_layer(self, chunk: int, layer: int) -> Floats:
-        page = self._engine.view(self._images[chunk % IMAGES], self._engine.info.page_bytes)
-        return self._engine.layer_keys(np.frombuffer(page, np.uint8), layer)
+    def fetch(self, chunk: int) -> int:
+        return self._slab + chunk % IMAGES * self._size
 
-    def index_size(self, units: Heads) -> int:
-        return self._engine.index_size(units)
+    def fetch_some(self, chunks: Sequence[int]) -> list[int]:
+        return [self.fetch(chunk) for chunk in chunks]
 
-    def index(self, chunk: int, units: Heads) -> Row:
-        row = np.empty(self.index_size(units), np.uint8)
-        self._engine.build_index(units, self._images[chunk % IMAGES], row)
-        return row
-
-    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, look: Look) -> Floats:
-        addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
-        queries = queries_of(heads, look, self.shapes)
-        return self._engine.score_index(units, heads, addresses, look.rows, queries, self._threads)
-
-    def score_keys(self, chunks: Sequence[int], look: Look, heads: Heads | None = None) -> Floats:
-        heads = every_head(self.shapes) if heads is None else heads
-        images = [self._images[chunk % IMAGES] for chunk in chunks]
-        queries = queries_of(heads, look, self.shapes)
-        return self._engine.score_keys(heads, images, look.rows, queries, self._threads)
+    def bytes_of(self, chunk: int) -> bytes:
+        return bytes(self._engine.view(self.fetch(chunk), self._size))
 
     def close(self) -> None:
         self._engine.free(self._slab)
@@ -91,7 +75,8 @@ def measure(
 
 
 def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -> Cost:
-    keys = MadeUp(engine, threads)
+    store = MadeUp(engine)
+    keys = HostKeys(engine, store, threads=threads)
     try:
         every = every_head(keys.shapes)
         count = n_heads or len(every)
@@ -116,7 +101,7 @@ def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -
         index_mib = scorer.index_bytes / 2**20
         scorer.close()
     finally:
-        keys.close()
+        store.close()
     return Cost(
         context=context,
         rows=rows,

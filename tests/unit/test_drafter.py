@@ -19,7 +19,7 @@ from kvflash_ggml import policy
 from kvflash_ggml.cli.pool_options import pool_options
 from kvflash_ggml.config import CHUNK, KVFlashConfig
 from kvflash_ggml.errors import ConfigError, DecodeError
-from kvflash_ggml.policy.base import Look, Scorer
+from kvflash_ggml.policy.base import Look, Resumable, Scorer
 from kvflash_ggml.policy.drafter import QUERY_ROWS, DrafterScorer, TokenReader, common_prefix
 from kvflash_ggml.reselect import OVERHEAD
 
@@ -269,3 +269,19 @@ def test_the_command_line_names_a_drafter() -> None:
     assert CliRunner().invoke(show, line).output == "drafter None\n"
     assert CliRunner().invoke(show, [*line, "--kvflash-drafter", "a.gguf"]).output == "drafter a.gguf\n"
     assert CliRunner().invoke(show, line, env={"KVFLASH_DRAFTER": "b.gguf"}).output == "drafter b.gguf\n"
+
+
+def test_its_scores_are_saved_with_the_text() -> None:
+    def scorer() -> DrafterScorer:
+        made = DrafterScorer(lambda: None, source="small", idle=0)  # type: ignore[arg-type,return-value]
+        made.open(None, 6)  # type: ignore[arg-type]
+        return made
+
+    one, two = scorer(), scorer()
+    assert isinstance(one, Resumable)
+    one._scores[:4] = [1.5, -2, np.nan, 7]
+    rows = one.dump(4)
+    assert {len(row) for row in rows} == {one.layout.row_bytes}
+    two.load(rows)
+    np.testing.assert_array_equal(two._scores[:4], one._scores[:4])
+    assert np.isnan(two._scores[4:]).all()
