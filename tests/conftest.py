@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_known_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_known_heads(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the user's retrieval heads nor those that another test has found, in child processes either."""
-    monkeypatch.setenv("KVFLASH_HEADS", str(tmp_path))
+    monkeypatch.setenv("KVFLASH_HEADS", str(tmp_path_factory.mktemp("heads")))

@@ -24,7 +24,7 @@ SETTINGS = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test finds what another has left, or what the user has."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVFLASH_HEADS", str(tmp_path))
     return tmp_path
 
 

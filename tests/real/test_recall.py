@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from smollm import POOL
 
 from kvflash_ggml.bench.filler import read_text
 from kvflash_ggml.bench.outcomes import Outcome, Plan, Read
 from kvflash_ggml.config import KVFlashConfig
 
 TOKENS = 4608
+POOL = 1024
 PLAN = Plan(tasks=("forms",), depths=(), trials=1, fact_set="confirm")
 
 
