@@ -164,10 +164,14 @@ class Folder:
         self._unusable.discard(path)
 
     def evict(self) -> None:
-        """Delete what was used longest ago and nothing goes on from, until the folder fits its capacity."""
+        """Delete what was used longest ago and nothing goes on from, until the folder fits its capacity.
+
+        Files that are being written, or were when their process died, take room as well.
+        """
         with self.locked():
             files = {entry: stat for entry in self._everything() if (stat := file_stat(entry.path)) is not None}
-            total = sum(stat.st_size for stat in files.values())
+            unfinished = [stat for path in self._unfinished() if (stat := file_stat(path)) is not None]
+            total = sum(stat.st_size for stat in [*files.values(), *unfinished])
             if total <= self.capacity:
                 return
             owners = self._owners(files)
@@ -199,9 +203,12 @@ class Folder:
             if _ROOT.fullmatch(folder.name):
                 yield from self.entries(folder)
 
+    def _unfinished(self) -> Iterator[Path]:
+        return self.path.glob(f"*/.*{PART}")
+
     def _sweep(self) -> None:
         """Delete what processes that have died left unfinished."""
-        for path in self.path.glob(f"*/.*{PART}"):
+        for path in self._unfinished():
             stat = file_stat(path)
             if stat is not None and time.time() - stat.st_mtime > ABANDONED:
                 self.delete(path)

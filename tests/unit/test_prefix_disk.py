@@ -514,6 +514,16 @@ def test_unfinished_files_of_the_dead_are_swept(tier: DiskTier, tmp_path: Path, 
     assert [path.exists() for path in (old, new, elsewhere)] == [False, True, True]
 
 
+def test_unfinished_files_take_room(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
+    put(tier, heap, text((1, 300)))
+    full = size_of(tmp_path)
+    (tier._folder / ".x.run.1234.part").write_bytes(bytes(full // 2))
+    tight = make_tier(tmp_path, heap, capacity=full)
+    put(tight, heap, text((1, 64)))
+    assert size_of(tmp_path) <= full
+    assert 0 < load(tight, text((1, 300))) < 300
+
+
 def test_a_write_that_fails_leaves_nothing(
     tier: DiskTier, tmp_path: Path, heap: PageHeap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
