@@ -18,9 +18,9 @@ from .native import library
 from .native.library import build_info
 
 if TYPE_CHECKING:
-    from .installed import install
-    from .llama import Llama
-    from .snapshot.cache import PrefixCache
+    from .llama.install import install
+    from .llama.llama import Llama
+    from .prefix_cache.cache import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -32,8 +32,8 @@ library.announce()
 
 def __getattr__(name: str) -> Any:
     if name == "PrefixCache":
-        return import_module(".snapshot.cache", __name__).PrefixCache
-    rooms = {"Llama": ".llama", "install": ".installed"}
+        return import_module(".prefix_cache.cache", __name__).PrefixCache
+    rooms = {"Llama": ".llama.llama", "install": ".llama.install"}
     if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library.load()

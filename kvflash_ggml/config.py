@@ -7,19 +7,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .constants import CHUNK, POOL_STEP, round_up
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .policy.base import Scorer
-
-CHUNK = 64
-"""Tokens per chunk, and slots per block. The native code is built for this number."""
-
-POOL_STEP = 256
-"""Pool sizes are multiples of this, because llama.cpp widens its attention span in steps of 256 cells."""
-
-KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
-"""ggml's numbers of the types a KV cache can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +89,6 @@ class KVFlashConfig:
     def minimum_pool(self) -> int:
         """Slots below which no chunk could ever be evicted, rounded up to the pool step."""
         return round_up((self.sinks + self.tail + 2) * CHUNK, POOL_STEP)
-
-
-def round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 def _is_int(value: object) -> bool:

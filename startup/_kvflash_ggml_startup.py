@@ -24,7 +24,7 @@ class BeforeLlamaCpp:
         if not Path(spec.origin).with_name("lib").is_dir() and "LLAMA_CPP_LIB_PATH" not in os.environ:
             import kvflash_ggml  # noqa: F401  it tells llama_cpp where the library is
         if "KVFLASH_INSTALL" in os.environ:
-            from kvflash_ggml.replacing import replaced
+            from kvflash_ggml.llama.import_hook import replaced
 
             spec = replaced(spec)
         return spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..llama import Llama
+from ..llama.llama import Llama
 from .opening import opened
 
 

@@ -7,7 +7,7 @@ import llama_cpp
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from ..errors import ConfigError
-from ..llama import Llama
+from ..llama.llama import Llama
 from .asks import Frame
 
 _MARK = "KVFLASH DOCUMENT"

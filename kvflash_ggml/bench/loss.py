@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..llama import Llama
+from ..llama.llama import Llama
 from .opening import opened
 from .outcomes import Arm
 from .reading import losses_at

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import KVFlashConfig
-from ..llama import Llama
+from ..llama.llama import Llama
 
 ALL_HEADS = "qk-all"
 """The policy `qk` asking every head, as it does before its heads are known."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..config import KV_TYPES
+from ..constants import KV_TYPES
 from ..errors import KVFlashError
 from .forms import SETS
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import POOL_STEP, KVFlashConfig, round_up
+from ..config import KVFlashConfig
+from ..constants import POOL_STEP, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import CHUNK
+from ..constants import CHUNK
 from ..native.engine import Engine
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..llama import Llama
+from ..llama.llama import Llama
 from .asks import Setting
 from .opening import opened
 from .outcomes import Arm, Plan

@@ -13,8 +13,8 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from ..config import CHUNK
-from ..llama import Llama
+from ..constants import CHUNK
+from ..llama.llama import Llama
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
 from .opening import opened

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from ..llama import Llama
+    from ..llama.llama import Llama
 
 Tokens = npt.NDArray[np.int32]
 

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..config import CHUNK
+from ..constants import CHUNK
 from ..native.engine import Engine
 from ..policy.base import Look
 from ..policy.heads import as_heads, every_head
 from ..policy.qk import QKScorer
-from ..reselect import HostKeys
+from ..session.keys import HostKeys
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..config import KV_TYPES
+from ..constants import KV_TYPES
 from ..native import library
 from .options import Numbers, model_argument, model_options, user_errors
 
@@ -85,7 +85,7 @@ def paging(
 ) -> None:
     """Bandwidth of page-outs and page-ins against a plain copy of the same bytes."""
     library.load()
-    from ..llama import Llama
+    from ..llama.llama import Llama
     from . import report
     from .paging import measure
 
@@ -115,7 +115,7 @@ def scoring(
 ) -> None:  # fmt: skip
     """Time of one look of the qk policy: every key at four bits, then the real keys of the best chunks."""
     library.load()
-    from ..llama import Llama
+    from ..llama.llama import Llama
     from . import report
     from .scoring import measure
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Floats
 from ..calibration.run import calibrate
-from ..llama import Llama
-from ..policy.base import REGISTRY, Floats, Keys, KeyShape, Look, Scorer
+from ..llama.llama import Llama
+from ..policy.base import REGISTRY, Keys, KeyShape, Look, Scorer
 from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
-from ..saved import Row
 from ..snapshot.fingerprint import ModelFile
+from ..state.session import Row
 from .asks import Ask, Case
 from .outcomes import Plan
 from .recall import TAIL_ROOM, cases, gold_chunks, prompt_tokens, shift_of, tail_tokens

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Int32s
 from .facts import Fact, make_facts
 
-Int32s = npt.NDArray[np.int32]
 Tokenize = Callable[[str], Sequence[int]]
 
 EDGE = 0.03

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import CalibrationError, ConfigError
 from ..policy.heads import Heads
-from ..reselect import key_shapes
-from ..session import Session
+from ..session.keys import key_shapes
+from ..session.session import Session
 from .choice import Calibration, heads_file, load, save
 from .run import Progress, Stopped, calibrate
 
@@ -29,9 +29,7 @@ class HeadFinder:
     what concerns the machine. given: a file of heads (ConfigError if it does not fit), or None to find them.
     """
 
-    def __init__(
-        self, session: Session, *, model: Any, identity: str, settings: Any, given: Path | None
-    ) -> None:
+    def __init__(self, session: Session, *, model: Any, identity: str, settings: Any, given: Path | None) -> None:
         self._session = session
         self._model = model
         self._identity = identity

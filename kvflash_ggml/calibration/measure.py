@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from ..config import CHUNK
+from ..arrays import Floats, Int32s
+from ..constants import CHUNK
 from ..policy.combine import log_shares
 from .documents import Document, Tokenize, compose, question
-
-Floats = npt.NDArray[np.float32]
-Int32s = npt.NDArray[np.int32]
 
 DOCUMENTS = 2
 TOKENS = 2048

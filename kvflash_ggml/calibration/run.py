@@ -9,17 +9,15 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Floats, Int32s
 from ..errors import CalibrationError
-from ..sidecar import Sidecar
+from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
 
 logger = logging.getLogger("kvflash_ggml")
 
-Floats = npt.NDArray[np.float32]
-Int32s = npt.NDArray[np.int32]
 Progress = Callable[[int, int], None]
 
 STEP = 128

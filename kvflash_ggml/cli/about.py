@@ -17,7 +17,7 @@ def facts(path: str) -> dict[str, Any]:
     import llama_cpp
     from llama_cpp import _internals as internals
 
-    from .. import fitting
+    from ..llama import sizing
 
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
@@ -25,7 +25,7 @@ def facts(path: str) -> dict[str, Any]:
         metadata = model.metadata()
         refused, slot_bytes = None, 0
         try:
-            slot_bytes = fitting.slot_size(model, llama_cpp.llama_context_default_params())
+            slot_bytes = sizing.slot_size(model, llama_cpp.llama_context_default_params())
         except UnsupportedModelError as error:
             refused = str(error)
         return {

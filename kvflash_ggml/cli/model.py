@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from .. import logs
-from ..config import KV_TYPES
+from ..constants import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from ..native import library
 from .first_run import check_first_run

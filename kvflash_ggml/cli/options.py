@@ -7,7 +7,7 @@ from typing import Literal
 
 import click
 
-from ..config import KV_TYPES
+from ..constants import KV_TYPES
 from .sections import collected, option
 from .types import Layers, TokenLimit
 

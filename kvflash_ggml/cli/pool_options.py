@@ -10,7 +10,7 @@ import click
 from .. import notation
 from ..config import KVFlashConfig
 from ..policy import names
-from ..snapshot.cache import PrefixCache
+from ..prefix_cache.cache import PrefixCache
 from .sections import collected, option
 from .types import Calibrate, Pin, Pool, Size
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..config import CHUNK
+from ..constants import CHUNK
 from ..errors import UnsupportedModelError
 from ..native import library, trial
 from . import about

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LibraryError
 from ..native.library import build_info
-from ..trace_html import mass_warning
+from ..trace.html import mass_warning
 from .answer import Answer
 
 _COUNTERS = (

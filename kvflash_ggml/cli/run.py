@@ -14,14 +14,7 @@ from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
-from .options import (
-    ModelOptions,
-    OutputOptions,
-    SamplingOptions,
-    model_options,
-    output_options,
-    sampling_options,
-)
+from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
 from .prompt import model_and_words, read_prompt
 from .report import closing_line, document, recorded

@@ -9,11 +9,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..config import CHUNK
+from ..arrays import Int32s
+from ..constants import CHUNK
 from ..errors import DecodeError, SnapshotError, UnsupportedModelError
 from ._kvf import ffi, lib
 
-Int32s = npt.NDArray[np.int32]
 Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
 assert lib.KVF_BLOCK == CHUNK

@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..saved import Layout, Row, SavedReader
+from ..arrays import Floats
+from ..state.session import Layout, Row, SavedReader
 
-Floats = npt.NDArray[np.float32]
 Pairs = npt.NDArray[np.int32]
 Rows = Sequence[Row]
 

@@ -7,9 +7,8 @@ the best column decides; averaging over layers would bury it.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+from ..arrays import Floats
 
 BLOCK = 64
 """Columns that are worked on at once: at 256K tokens a megabyte, which stays in the cache."""

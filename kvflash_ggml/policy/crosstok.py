@@ -11,18 +11,16 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ..config import CHUNK
-from ..prefix import common_prefix
-from ..saved import SavedBridge, SavedReader
-from .base import Floats, Keys, Look
-from .drafter import LEAST, Drafter, Int32s, Window
+from ..arrays import Floats, Int32s, Int64s, common_prefix
+from ..constants import CHUNK
+from ..state.session import SavedBridge, SavedReader
+from .base import Keys, Look
+from .drafter import LEAST, Drafter, Window
 from .heads import split
 
 logger = logging.getLogger("kvflash_ggml")
 
-Int64s = npt.NDArray[np.int64]
 
 SETTLE = 256
 """Bytes at the end of the text that are encoded again when it grows: more text can merge what is there."""

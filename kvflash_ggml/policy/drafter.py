@@ -12,17 +12,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from ..config import CHUNK, round_up
+from ..arrays import Floats, Int32s, common_prefix
+from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
-from ..prefix import common_prefix
-from ..saved import Layout, SavedBridge, SavedReader, SavedSession
-from .base import Floats, Keys, Look, Rows, Scorer, register
+from ..state.session import Layout, SavedBridge, SavedReader, SavedSession
+from .base import Keys, Look, Rows, Scorer, register
 
 logger = logging.getLogger("kvflash_ggml")
 
-Int32s = npt.NDArray[np.int32]
 
 NAME = "drafter"
 

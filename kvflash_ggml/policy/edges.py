@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..config import CHUNK
-from .base import Floats, Keys, Look
+from ..arrays import Floats
+from ..constants import CHUNK
+from .base import Keys, Look
 from .combine import log_shares
 from .heads import Heads, split
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .base import Floats, KeyShape, Look
+from ..arrays import Floats
+from .base import KeyShape, Look
 
 Heads = npt.NDArray[np.int32]
 """Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it. Units name KV heads in the same way."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Floats, Keys, Look, register
+from ..arrays import Floats
+from .base import Keys, Look, register
 from .combine import softmax_max
 
 

@@ -12,9 +12,10 @@ from collections import deque
 
 import numpy as np
 
-from ..config import CHUNK
-from ..saved import Layout, Row
-from .base import Floats, Keys, Look, Rows, register
+from ..arrays import Floats
+from ..constants import CHUNK
+from ..state.session import Layout, Row
+from .base import Keys, Look, Rows, register
 from .combine import softmax_max
 from .edges import follow
 from .heads import Heads, every_head, newest, units_of

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Floats
 from .combine import BLOCK
-
-Floats = npt.NDArray[np.float32]
 
 MOST_COLUMNS = 1024
 """A mean over more columns (heads x query rows) is not worth its time: a sample of them is taken."""

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from ..saved import Layout
-from .base import Floats, Keys, KeyShape, Look, Rows, register
+from ..arrays import Floats
+from ..state.session import Layout
+from .base import Keys, KeyShape, Look, Rows, register
 from .heads import split
 
 MISSING = -2.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..config import CHUNK
+from ..constants import CHUNK
 
 FREE = -1
 

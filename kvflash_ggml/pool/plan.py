@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..config import CHUNK
+from ..constants import CHUNK
 
 ABSENT = -1
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config import CHUNK
+from ..constants import CHUNK
 from ..errors import SnapshotError
 from ..native.library import build_info
 

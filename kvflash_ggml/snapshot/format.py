@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoints import Blob
-from ..config import CHUNK
+from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError, SnapshotMismatch
-from ..pool.heap import Page, PageHeap
-from ..pool.pager import ANY, PageTable
+from ..host.heap import Page, PageHeap
+from ..pool.page_table import ANY, PageTable
 from ..pool.plan import ABSENT
-from ..saved import Limits, SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
+from ..state.blob import Blob
+from ..state.session import Limits, SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 

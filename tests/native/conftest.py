@@ -112,7 +112,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
     from llama_cpp import _internals as internals
 
     from kvflash_ggml.native import engine as native
-    from kvflash_ggml.session import Session
+    from kvflash_ggml.session.session import Session
 
     with ExitStack() as stack:
 

@@ -18,6 +18,7 @@ class Interrupter:
 
     def __init__(self, k: int, files: tuple[str, ...]) -> None:
         self.left = k
+        assert all((ROOT / file).is_file() for file in files)
         self.files = {str(ROOT / file) for file in files}
         self.stack: list[str] = []
 

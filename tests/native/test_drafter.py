@@ -13,8 +13,8 @@ import pytest
 from drafter_models import with_context, with_other_tokens
 from harness import CHUNK, MODELS, TEXT, check
 
-from kvflash_ggml import drafter
 from kvflash_ggml.bench.tasks import needle_task
+from kvflash_ggml.drafter import model as drafter
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.combine import softmax_max
 from kvflash_ggml.policy.crosstok import TextReader

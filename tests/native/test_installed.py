@@ -15,15 +15,16 @@ import pytest
 from harness import MODELS
 
 import kvflash_ggml
-from kvflash_ggml import KVFlashConfig, keywords
+from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.llama import keywords
 
 MODEL = str(MODELS / "recall-qwen3-q8_0.gguf")
 
 
 @pytest.fixture
 def parameters(loaded: None) -> Any:
-    from kvflash_ggml import parameters
+    from kvflash_ggml.llama import parameters
 
     parameters._warn_once.cache_clear()
     return parameters

@@ -9,9 +9,10 @@ import pytest
 from harness import CHUNK, check, row
 from interrupter import Interrupter
 
-MAPPING = ("session.py", "step.py", "unfinished.py", "paging.py", "checkpoints.py", "pool/pager.py", "pool/plan.py")
-BYTES = ("pool/heap.py", "pool/store.py", "native/engine.py")
-RESTORING = ("resume.py", "keeping.py", "session.py", "unfinished.py", "paging.py", "checkpoints.py")
+SESSION = tuple(f"session/{name}.py" for name in ("session", "unfinished", "paging", "checkpoints"))
+MAPPING = (*SESSION, "session/step.py", "pool/page_table.py", "pool/plan.py")
+BYTES = ("host/heap.py", "host/store.py", "native/engine.py")
+RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
 
 def loses_a_look(stack: list[str]) -> bool:
@@ -96,7 +97,7 @@ def test_a_cut(kind: str, llama: Any, tokens: Any) -> None:
         llm.n_tokens = 196
         llm._session.truncate(196)
 
-    files = MAPPING + BYTES if kind == "small" else ("session.py", "unfinished.py", "checkpoints.py", "paging.py")
+    files = MAPPING + BYTES if kind == "small" else SESSION
     assert interrupt_each_line(llm, text, cut, files) > 20
 
 

@@ -17,14 +17,7 @@ import pytest
 from harness import CHUNK, agreement, check, pages, row, same_bits, walk
 
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.errors import (
-    ConfigError,
-    ContextFull,
-    DecodeError,
-    KVFlashError,
-    SnapshotError,
-    SnapshotMismatch,
-)
+from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
 
 GREEDY = {"temp": 0.0}
 

@@ -14,7 +14,7 @@ from harness import MODELS, check, go_on, same_bits
 
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
-from kvflash_ggml.pool.heap import PageHeap
+from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.snapshot import codec
 
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_tau": 8}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 
 
 class FakeDrafter:

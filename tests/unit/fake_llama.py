@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from kvflash_ggml.cli import main, model
 from kvflash_ggml.snapshot.container import Container, Writer
 from kvflash_ggml.snapshot.source import FileSource
-from kvflash_ggml.trace import Trace
+from kvflash_ggml.trace.recorder import Trace
 
 REPLY = "an answer"
 BANNER = "kvflash: pool 1024 of 4096 tokens"

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from fake_engine import FakeHost
 
-from kvflash_ggml.checkpoints import Bytes
-from kvflash_ggml.config import CHUNK
-from kvflash_ggml.pool.heap import PageHeap
-from kvflash_ggml.pool.pager import PageTable
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.pool.page_table import PageTable
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.saved import Limits, SavedPolicy, SavedSession, Statistics
-from kvflash_ggml.snapshot.disk import DiskTier
+from kvflash_ggml.prefix_cache.disk import DiskTier
+from kvflash_ggml.state.blob import Bytes
+from kvflash_ggml.state.session import Limits, SavedPolicy, SavedSession, Statistics
 
 ROW = 8
 PAGE = CHUNK * ROW

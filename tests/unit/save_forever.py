@@ -17,7 +17,7 @@ from saving import N_VOCAB, save
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
 
 TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 700, dtype=np.int32)
 

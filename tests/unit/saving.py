@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.policy.base import Floats, Keys, Look, Rows
-from kvflash_ggml.saved import Layout
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot import fingerprint
-from kvflash_ggml.snapshot.keeper import Keeper
+from kvflash_ggml.snapshot.store import Keeper
+from kvflash_ggml.state.session import Layout
 
 N_VOCAB = 1000
 

@@ -16,7 +16,7 @@ from kvflash_ggml.calibration.choice import Calibration, choose, load, save
 from kvflash_ggml.calibration.documents import compose, question
 from kvflash_ggml.calibration.facts import FORMS, VALUES, make_facts
 from kvflash_ggml.calibration.measure import documents
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.base import KeyShape
 from kvflash_ggml.policy.heads import every_head

@@ -14,7 +14,7 @@ from fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, st
 from kvflash_ggml.cli import chat, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
-from kvflash_ggml.snapshot.cache import PrefixCache
+from kvflash_ggml.prefix_cache.cache import PrefixCache
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ CRASH = Child(said=CPU, doing="decode", failure="crashed with SIGSEGV", crashed=
         (CRASH, "crashed with SIGSEGV: it uses AMX", 'CXXFLAGS="-mno-amx-int8" pip install'),
         (dataclasses.replace(CRASH, said={"gpu": True}), "crashed with SIGSEGV", "-v -ngl 0"),
         (Child(said=CPU, doing="decode", failure="KeyError"), "m.gguf: KeyError", "kvflash-run m.gguf -v -n 4"),
-        (dataclasses.replace(CRASH, doing="library", said={}), "crashed with", "DGGML_NATIVE=OFF\" pip install"),
+        (dataclasses.replace(CRASH, doing="library", said={}), "crashed with", 'DGGML_NATIVE=OFF" pip install'),
     ],
 )
 def test_the_remedy_fits_the_crash(

@@ -89,7 +89,7 @@ import sys
 from kvflash_ggml.cli import main
 for line in (["info", sys.argv[1]], ["verify", sys.argv[1]], ["prune", sys.argv[2], "--dry-run"]):
     main(["snapshot", *line], standalone_mode=False)
-assert not {"llama_cpp", "kvflash_ggml.native._kvf", "kvflash_ggml.llama"} & set(sys.modules)
+assert not {"llama_cpp", "kvflash_ggml.native._kvf", "kvflash_ggml.llama.llama"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code, path, path.parent], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

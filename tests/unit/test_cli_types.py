@@ -6,7 +6,7 @@ import click
 import pytest
 
 from kvflash_ggml.cli.types import Layers, Pin, Pool, Size, TokenLimit
-from kvflash_ggml.config import KV_TYPES
+from kvflash_ggml.constants import KV_TYPES
 
 
 @pytest.mark.parametrize(

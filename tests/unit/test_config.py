@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvflash_ggml.config import KVFlashConfig, round_up
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
 WRONG = [

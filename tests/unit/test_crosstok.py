@@ -11,7 +11,7 @@ from fake_drafter import FakeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.base import KeyShape, Look
 from kvflash_ggml.policy.crosstok import (
     TextReader,

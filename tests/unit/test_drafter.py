@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from kvflash_ggml import policy
 from kvflash_ggml.cli.pool_options import pool_options
-from kvflash_ggml.config import CHUNK, KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.policy.base import Look, Resumable, Scorer
 from kvflash_ggml.policy.drafter import QUERY_ROWS, DrafterScorer, TokenReader, common_prefix
-from kvflash_ggml.reselect import OVERHEAD
+from kvflash_ggml.session.reselect import OVERHEAD
 
 
 def look(tokens: Any) -> Look:

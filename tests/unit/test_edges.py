@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.base import KeyShape, Look
 from kvflash_ggml.policy.edges import EDGE, FOLLOWED, follow
 from kvflash_ggml.policy.heads import every_head

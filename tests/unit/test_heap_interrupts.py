@@ -9,8 +9,8 @@ import numpy as np
 from fake_engine import PAGE_BYTES, FakeHost
 from interrupter import Interrupter
 
-from kvflash_ggml.pool import heap as heap_module
-from kvflash_ggml.pool.heap import NOWHERE, Page, PageHeap
+from kvflash_ggml.host import heap as heap_module
+from kvflash_ggml.host.heap import NOWHERE, Page, PageHeap
 
 
 def write(heap: PageHeap, page: Page, value: int) -> None:
@@ -42,7 +42,7 @@ def test_every_line(tmp_path: Path) -> None:
                 pages += heap.new(1)
                 write(heap, pages[-1], value)
             values = {page: value for value, page in enumerate(pages, 1)}
-            done = not Interrupter(k, ("pool/heap.py",)).run(lambda heap=heap, pages=pages: work(heap, pages))
+            done = not Interrupter(k, ("host/heap.py",)).run(lambda heap=heap, pages=pages: work(heap, pages))
             fresh = []
             for value in range(100, 103):
                 fresh += heap.new(1)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvflash_ggml.errors import HostMemoryError, SnapshotError
-from kvflash_ggml.pool.heap import Page, PageHeap
+from kvflash_ggml.host.heap import Page, PageHeap
 
 PAGE = 64
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
-from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import Pager, PageTable
+from kvflash_ggml.pool.allocator import Blocks
+from kvflash_ggml.pool.page_table import Pager, PageTable
 from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
-from kvflash_ggml.pool.blocks import Blocks
-from kvflash_ggml.pool.pager import Pager, PageTable
+from kvflash_ggml.pool.allocator import Blocks
+from kvflash_ggml.pool.page_table import Pager, PageTable
 from kvflash_ggml.pool.plan import ABSENT, Moves
 
 COUNT = 10

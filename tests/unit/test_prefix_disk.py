@@ -25,13 +25,13 @@ from prefix_texts import (
     text,
 )
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, SnapshotError
-from kvflash_ggml.pool.heap import PageHeap
-from kvflash_ggml.saved import Statistics
-from kvflash_ggml.snapshot import disk, folder
-from kvflash_ggml.snapshot.disk import DiskTier
-from kvflash_ggml.snapshot.folder import ABANDONED, Entry
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.prefix_cache import disk, folder
+from kvflash_ggml.prefix_cache.disk import DiskTier
+from kvflash_ggml.prefix_cache.folder import ABANDONED, Entry
+from kvflash_ggml.state.session import Statistics
 
 SYSTEM, A, B, C = (1, 640), (2, 200), (3, 300), (4, 150)
 

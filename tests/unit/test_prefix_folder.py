@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prefix_texts import make_heap, make_tier, put, text
 
-from kvflash_ggml.pool.heap import PageHeap
-from kvflash_ggml.snapshot.disk import DiskTier
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.prefix_cache.disk import DiskTier
 
 SYSTEM, A = (1, 640), (2, 200)
 

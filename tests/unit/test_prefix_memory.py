@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from prefix_texts import N_VOCAB, PAGE, ROW_BYTES, make_heap, session, text
 
-from kvflash_ggml.checkpoints import Bytes
 from kvflash_ggml.errors import HostMemoryError
-from kvflash_ggml.pool import heap
-from kvflash_ggml.pool.heap import Page, PageHeap
-from kvflash_ggml.snapshot import chain
-from kvflash_ggml.snapshot.memory import MemoryTier
+from kvflash_ggml.host import heap
+from kvflash_ggml.host.heap import Page, PageHeap
+from kvflash_ggml.prefix_cache import hashes as chain
+from kvflash_ggml.prefix_cache.memory import MemoryTier
+from kvflash_ggml.state.blob import Bytes
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from prefix_texts import Int32s, load, make_heap, make_tier, released, session, text
 
 from kvflash_ggml import files
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.drafter import common_prefix
-from kvflash_ggml.snapshot import disk
-from kvflash_ggml.snapshot.folder import RUN, TIP, Entry, Folder, file_stat
+from kvflash_ggml.prefix_cache import disk
+from kvflash_ggml.prefix_cache.folder import RUN, TIP, Entry, Folder, file_stat
 
 PARTS = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([30, 64, 70, 128, 200])), min_size=1, max_size=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, Look
 from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflash_ggml import trace_html
-from kvflash_ggml.config import CHUNK
-from kvflash_ggml.trace import Trace
-from kvflash_ggml.trace_html import Summary, levels, mass_warning, page
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.trace import html as trace_html
+from kvflash_ggml.trace.html import Summary, levels, mass_warning, page
+from kvflash_ggml.trace.recorder import Trace
 
 HOSTILE = """</title><script>alert("x")</script><img src=x onerror='y'> & ${data} $title"""
 VOID = {"meta", "link", "img", "br", "hr", "input"}

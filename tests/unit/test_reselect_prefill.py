@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
-from kvflash_ggml.config import CHUNK, KVFlashConfig
-from kvflash_ggml.session import Session
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.session.session import Session
 
 
 class First:

@@ -12,7 +12,7 @@ from saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
 
 
 class Foreign(Digest):

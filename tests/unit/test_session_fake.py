@@ -24,14 +24,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from saving import Digest, dump, keeper, load, seen, settle_scores
 
-from kvflash_ggml.config import CHUNK, KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
-from kvflash_ggml.pool import heap as heap_module
-from kvflash_ggml.pool.heap import NOWHERE
+from kvflash_ggml.host import heap as heap_module
+from kvflash_ggml.host.heap import NOWHERE
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.saved import SavedSession
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
+from kvflash_ggml.state.session import SavedSession
 
 ROOT = Path(__file__).parents[2]
 
@@ -568,7 +569,7 @@ TestScoringStatefulSession = ScoringStatefulMachine.TestCase
 
 def test_importing_the_session_loads_nothing_native() -> None:
     code = (
-        "import sys, kvflash_ggml.session, kvflash_ggml.snapshot.keeper\n"
+        "import sys, kvflash_ggml.session.session, kvflash_ggml.snapshot.store\n"
         "names = ['llama_cpp', 'kvflash_ggml.native._kvf', 'kvflash_ggml.native.engine']\n"
         "bad = [name for name in names if name in sys.modules]\n"
         "assert not bad, bad"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.config import CHUNK, POOL_STEP, KVFlashConfig
-from kvflash_ggml.pool import sizing
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK, POOL_STEP
+from kvflash_ggml.llama import sizing
 
 GIB = 1 << 30
 KIB = 1 << 10
@@ -82,7 +83,7 @@ def test_why_names_what_decided() -> None:
     assert "80.0 KiB a token" in why()
     assert "minimum" in why(free_bytes=0)
     assert "whole context" in why(n_ctx=512)
-    assert why(pool=4096) == "as asked"
+    assert why(pool=4096) == "4096 asked for"
 
 
 @given(

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saving import N_VOCAB, Digest, dump, keeper, load, save, seen
 
-from kvflash_ggml.config import CHUNK, KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, SnapshotMismatch
-from kvflash_ggml.saved import Layout
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot.source import BytesSource, FileSource
+from kvflash_ggml.state.session import Layout
 
 LENGTH = 700
 
@@ -45,7 +46,7 @@ def decode(session: Session, count: int) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_slabs() -> Iterator[None]:
-    with mock.patch("kvflash_ggml.pool.heap.SLAB_BYTES", 4 * PAGE_BYTES):
+    with mock.patch("kvflash_ggml.host.heap.SLAB_BYTES", 4 * PAGE_BYTES):
         yield
 
 

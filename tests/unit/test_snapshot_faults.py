@@ -24,9 +24,9 @@ from fake_engine import PAGE_BYTES, ROW_BYTES
 from saving import dump, keeper, load, save, seen
 from test_snapshot import EXTREMES, NONSENSE, decode, make, text
 
-from kvflash_ggml.config import CHUNK
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
-from kvflash_ggml.session import Session
+from kvflash_ggml.session.session import Session
 
 HERE = Path(__file__).parent
 LENGTH = 460
@@ -36,7 +36,7 @@ REFUSALS = (SnapshotError, ConfigError, ContextFull)
 
 @pytest.fixture(autouse=True)
 def small_slabs() -> Iterator[None]:
-    with mock.patch("kvflash_ggml.pool.heap.SLAB_BYTES", 4 * PAGE_BYTES):
+    with mock.patch("kvflash_ggml.host.heap.SLAB_BYTES", 4 * PAGE_BYTES):
         yield
 
 
@@ -73,7 +73,7 @@ warnings.simplefilter("ignore")
 from saving import dump, keeper
 from test_session_fake import make, some
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.snapshot.cache import PrefixCache, Prefixes
+from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
 session = make()
 session.extend(some(700))
 each = keeper(session)

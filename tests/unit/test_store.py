@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
-from kvflash_ggml.pool import heap as heap_module
-from kvflash_ggml.pool.heap import NOWHERE, Page, PageHeap
-from kvflash_ggml.pool.store import HostStore
+from kvflash_ggml.host import heap as heap_module
+from kvflash_ggml.host.heap import NOWHERE, Page, PageHeap
+from kvflash_ggml.host.store import HostStore
 
 PAGE = 100
 SLAB = 3

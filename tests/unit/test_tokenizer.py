@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.tokenizer import SHORT, IncrementalTokenizer
+from kvflash_ggml.llama.tokenizer import SHORT, IncrementalTokenizer
 
 BOS = 1
 SPECIAL = 2

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
-from kvflash_ggml import trace as trace_module
-from kvflash_ggml.config import CHUNK, KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.files import check_writable, write_atomically
 from kvflash_ggml.policy import share
 from kvflash_ggml.policy.share import attention_shares
-from kvflash_ggml.session import Session
-from kvflash_ggml.trace import Trace, thinned
-from kvflash_ggml.watch import Watch, evicted_share
+from kvflash_ggml.session.session import Session
+from kvflash_ggml.trace import recorder as trace_module
+from kvflash_ggml.trace.events import Watch, evicted_share
+from kvflash_ggml.trace.recorder import Trace, thinned
 
 
 def fill(trace: Trace, count: int, *, chunks: int = 4, scored: bool = True) -> None:

@@ -1,0 +1,20 @@
+"""Arrays by what they hold, and what two texts have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.signedinteger[Any]]
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens two texts share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n

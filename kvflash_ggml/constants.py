@@ -1,0 +1,16 @@
+"""Numbers that everything is laid out by."""
+
+from __future__ import annotations
+
+CHUNK = 64
+"""Tokens per chunk, and slots per block. The native code is built for this number."""
+
+POOL_STEP = 256
+"""Pool sizes are multiples of this, because llama.cpp widens its attention span in steps of 256 cells."""
+
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
+"""ggml's numbers of the types a KV cache can have."""
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,209 @@
+"""A small model beside the target: found, loaded, and kept at the end of its text for the policy 'drafter'."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import _internals as internals
+
+from .. import modelfile
+from ..arrays import Floats, Int32s
+from ..errors import ConfigError
+from ..policy.combine import softmax_max
+from ..policy.crosstok import TextReader, token_scores
+from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
+from ..policy.edges import follow
+from ..policy.heads import every_head
+from ..session.sidecar import Sidecar
+from ..snapshot.fingerprint import ModelFile
+from ..state.session import SavedReader, SavedSession
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+BOUND = {"dflash", "eagle3", "gemma4-assistant"}
+"""Architectures of drafts that read their target's memory, and so no text by themselves."""
+
+WORDS = ("scorer", "drafter", "draft")
+FOLDERS = (".", "drafter", "draft")
+
+STEP = 512
+"""Tokens the small model reads at once."""
+
+COMPUTE_BYTES = 512 << 20
+"""What a small model takes on the device beside its weights, roughly."""
+
+
+def find(model: str | Path, asked: Path | None) -> Path:
+    """The drafter's file: the one asked for, or one found by its name near the target.
+
+    Looked at are the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in
+    .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. Drafts that
+    cannot read a text by themselves, as DFlash's, are passed over. ConfigError if there is none.
+    """
+    if asked is not None:
+        if not asked.is_file():
+            raise ConfigError(f"there is no drafter {asked}: give the path of a GGUF file")
+        return asked
+    target = Path(model)
+    for folder in FOLDERS:
+        files = [file for file in sorted((target.parent / folder).glob("*")) if _is_candidate(file, target)]
+        for word in WORDS:
+            for file in files:
+                if word in file.name.lower():
+                    return file
+    raise ConfigError(
+        f"the policy '{NAME}' needs a small model, and none was found beside {target.name}: give its path as "
+        f"kvflash_drafter (--kvflash-drafter), or put a GGUF file with 'drafter', 'draft' or 'scorer' in its name there"
+    )
+
+
+def _is_candidate(file: Path, target: Path) -> bool:
+    if file.suffix.lower() != ".gguf" or not file.is_file() or (target.exists() and file.samefile(target)):
+        return False
+    return modelfile.architecture(file) not in BOUND
+
+
+def reserve_bytes(path: Path) -> int:
+    """Device memory to leave free for a drafter that will be loaded later."""
+    return path.stat().st_size + COMPUTE_BYTES
+
+
+def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
+    """The policy of that name for a Llama; the drafter is loaded when it is first asked. idle: see DrafterScorer."""
+    read = partial(
+        load,
+        path,
+        beside=llm._model,
+        n_ctx=llm.n_ctx(),
+        offload=llm.model_params.n_gpu_layers != 0,
+        settings=llm.context_params,
+    )
+    return DrafterScorer(read, source=str(path), idle=idle)
+
+
+def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, settings: Any) -> Reader:
+    """Load a drafter for the text of a target.
+
+    beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: to
+    the device. settings: the target's llama_context_params, for what concerns the machine (threads).
+
+    Raises what llama.cpp's wrappers and the engine raise if the model cannot be loaded or cannot run in a pool.
+    """
+    drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, settings=settings)
+    try:
+        same = same_vocabulary(beside, drafter.model)
+        tokenizer = "the same tokenizer" if same else "a tokenizer of its own"
+        logger.info("the drafter %s reads along: %s, up to %d tokens at a time", path.name, tokenizer, drafter.n_ctx)
+        return TokenReader(drafter) if same else _text_reader(drafter, beside)
+    except BaseException:
+        drafter.close()
+        raise
+
+
+class SmallModel:
+    """A model with a pool that holds its whole context (policy.drafter.Drafter).
+
+    Sealed chunks are copied to the host, where their keys can be scored beside whatever the device computes.
+    """
+
+    def __init__(self, path: Path, *, n_ctx: int, offload: bool, settings: Any) -> None:
+        self._file = ModelFile(path)
+        with ExitStack() as stack:
+            params = llama_cpp.llama_model_default_params()
+            params.n_gpu_layers = -1 if offload else 0
+            params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
+            # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
+            self.model = internals.LlamaModel(path_model=str(path), params=params, verbose=True)
+            stack.callback(self.model.close)
+            self._side = Sidecar(self.model, n_ctx=n_ctx, query_rows=QUERY_ROWS, step=STEP, settings=settings)
+            stack.callback(self._side.close)
+            self.n_ctx = self._side.n_ctx
+            self._session = self._side.session
+            self._keys = self._side.keys
+            self._stack = stack.pop_all()
+
+    @property
+    def length(self) -> int:
+        return self._session.length
+
+    def push(self, tokens: Int32s) -> None:
+        self._side.read(tokens)
+
+    @property
+    def identity(self) -> str:
+        return self._file.identity()
+
+    def freeze(self) -> SavedSession:
+        return self._session.freeze()
+
+    def adopt(self, saved: SavedReader) -> None:
+        session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
+        try:
+            self._session.restore(session)
+        finally:
+            session.release()
+
+    def cut(self, length: int) -> int:
+        return self._side.truncate(length)
+
+    def score_chunks(self) -> Floats:
+        look = self._side.look(QUERY_ROWS)
+        if look.n_chunks == 0:
+            return np.empty(0, np.float32)
+        chunks = range(look.n_chunks)
+        masses = self._keys.score_keys(chunks, look)
+        scores = softmax_max(masses)
+        follow(self._keys, look, every_head(self._keys.shapes), masses, chunks, scores)
+        return scores
+
+    def score_tokens(self) -> Floats:
+        look = self._side.look(QUERY_ROWS)
+        return token_scores(self._keys, look) if look.n_chunks else np.empty(0, np.float32)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def same_vocabulary(target: Any, drafter: Any) -> bool:
+    """Does every token of the target mean the same to the drafter?"""
+    count = target.n_vocab()
+    if target.vocab_type() != drafter.vocab_type() or count > drafter.n_vocab():
+        return False
+    text = llama_cpp.llama_vocab_get_text
+    return all(text(target.vocab, token) == text(drafter.vocab, token) for token in range(count))
+
+
+def _text_reader(drafter: SmallModel, target: Any) -> TextReader:
+    model = drafter.model
+
+    @cache
+    def decode(token: int) -> bytes:
+        return piece(target, token)
+
+    @cache
+    def spell(token: int) -> bytes:
+        return piece(model, token)
+
+    def encode(text: bytes) -> list[int]:
+        return list(model.tokenize(text, add_bos=False, special=False))
+
+    opening = [model.token_bos()] if model.add_bos_token() else []
+    return TextReader(drafter, decode=decode, encode=encode, spell=spell, opening=opening)
+
+
+def piece(model: Any, token: int) -> bytes:
+    """The bytes of a token alone; none for a special token."""
+    buffer = ctypes.create_string_buffer(32)
+    size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
+    if size < 0:
+        buffer = ctypes.create_string_buffer(-size)
+        size = llama_cpp.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, False)
+    return buffer.raw[:size]

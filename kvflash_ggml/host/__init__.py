@@ -1,0 +1,1 @@
+"""Page images off the device: memory, spill files, and which chunk has which."""

@@ -1,0 +1,69 @@
+"""The seam to llama-cpp-python: a context whose memory belongs to a session."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, NoReturn
+
+import llama_cpp
+from llama_cpp import _internals as internals
+
+from ..errors import KVFlashError
+from ..session.session import Session
+
+_paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
+"""The contexts that live, by address."""
+
+
+class PagedContext(internals.LlamaContext):
+    """Takes over an upstream context. What changes the memory goes to the session; the rest is inherited."""
+
+    def __init__(self, base: internals.LlamaContext, session: Session) -> None:
+        # not upstream's __init__, which would make a second native context: share the one that exists
+        self.__dict__.update(base.__dict__)
+        self.session = session
+        address = ctypes.cast(self.ctx, ctypes.c_void_p).value or 0
+        _paged[address] = self
+        self._exit_stack.callback(_paged.pop, address, None)
+
+    def decode(self, batch: internals.LlamaBatch) -> NoReturn:
+        raise KVFlashError(
+            "this context is paged, so a batch cannot be decoded behind the session's back: use Llama.eval, or "
+            "kvflash=None for code that decodes on its own (multimodal handlers, parallel sequences)"
+        )
+
+    def kv_cache_clear(self) -> None:
+        self.session.reset()
+
+    def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
+        """Remove positions [p0, p1). True if exactly that was done; only the end of the text can be removed."""
+        length = self.session.length
+        p0 = max(p0, 0)
+        if p0 >= length:
+            return True
+        if 0 <= p1 < length or not self.session.can_truncate(p0):
+            return False
+        return self.session.truncate(p0) == p0
+
+    def kv_cache_seq_cp(self, seq_id_src: int, seq_id_dst: int, p0: int, p1: int) -> NoReturn:
+        raise KVFlashError("a pool holds one sequence: copying sequences needs kvflash=None")
+
+    def kv_cache_seq_keep(self, seq_id: int) -> None:
+        """The pool holds one sequence, so there is nothing else to drop."""
+
+    def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> NoReturn:
+        raise KVFlashError("paged positions are fixed: context shift needs kvflash=None")
+
+
+def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """Say why llama.cpp refuses a program that decodes on a paged context by itself, as guidance does."""
+    if result != 0 and ctypes.cast(arguments[0], ctypes.c_void_p).value in _paged:
+        raise KVFlashError(
+            "llama_decode was called on a paged context: only Llama.eval and what is built on it can evaluate "
+            "there. A program that calls llama.cpp's functions by itself needs kvflash=None"
+        )
+    return result
+
+
+llama_cpp.llama_decode.errcheck = _explain

@@ -1,0 +1,46 @@
+"""`install`: our class in place of `llama_cpp.Llama`, for programs that know nothing of a pool."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+
+from .. import env
+from ..prefix_cache.cache import PrefixCache
+from . import parameters
+from .llama import Llama
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .keywords import Keywords
+
+
+def install(**defaults: Unpack[Keywords]) -> None:
+    """Make `llama_cpp.Llama` this class, for programs whose import cannot be changed.
+
+    defaults: keywords of the constructor for every Llama made from now on, where its maker does not give them. Whoever
+    gives `kvflash` itself, as a keyword, gets none of the defaults that begin with kvflash. What is not said here, the
+    variables of the command line's pool options say: KVFLASH_POOL, KVFLASH_POLICY, KVFLASH_CACHE, ...
+
+    A later call replaces the defaults. Names that a program imported from llama_cpp before stay what they were.
+    TypeError for an unknown keyword, ConfigError for a value that cannot work.
+    """
+    asked = parameters.over(dict(defaults), _environment())
+    parameters.read(asked, {})
+    parameters.defaults.clear()
+    parameters.defaults.update(asked)
+    llama_cpp.Llama = Llama  # type: ignore[assignment,misc]
+
+
+def _environment() -> dict[str, Any]:
+    """Keywords that the variables ask for."""
+    keywords = env.pool_options()
+    size = keywords.pop("kvflash_cache_size", None)
+    if "kvflash_cache" in keywords and size is not None:
+        keywords["kvflash_cache"] = PrefixCache(folder=keywords["kvflash_cache"], disk_bytes=size)
+    if keywords:
+        keywords["kvflash"] = os.environ["KVFLASH_POOL"]
+    return keywords

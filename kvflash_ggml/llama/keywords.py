@@ -1,0 +1,85 @@
+"""The keywords of `Llama`, for type checkers and editors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from llama_cpp.llama_speculative import LlamaDraftModel
+    from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
+
+    from ..config import KVFlashConfig
+    from ..policy.base import Scorer
+    from ..prefix_cache.cache import PrefixCache
+    from ..session.session import Progress
+
+
+class PoolKeywords(TypedDict, total=False):
+    """What this package adds. `Llama` says what each of them means."""
+
+    kvflash: KVFlashConfig | int | str | None
+    kvflash_policy: str | Scorer | None
+    kvflash_drafter: str | Path | None
+    kvflash_tau: int | None
+    kvflash_calibrate: bool | str | Path | None
+    kvflash_deterministic: bool | None
+    kvflash_pins: Sequence[tuple[int, int]] | None
+    kvflash_spill: str | Path | None
+    kvflash_host_limit: int | None
+    kvflash_cache: PrefixCache | str | Path | None
+    kvflash_progress: Progress | None
+
+
+class UpstreamKeywords(TypedDict, total=False):
+    """What llama_cpp.Llama takes. A test compares the names with its signature."""
+
+    n_gpu_layers: int
+    split_mode: int
+    main_gpu: int
+    tensor_split: list[float] | None
+    vocab_only: bool
+    use_mmap: bool
+    use_mlock: bool
+    kv_overrides: dict[str, bool | int | float | str] | None
+    seed: int
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    n_threads_batch: int | None
+    rope_scaling_type: int | None
+    pooling_type: int
+    attention_type: int
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_orig_ctx: int
+    logits_all: bool
+    embedding: bool
+    offload_kqv: bool
+    flash_attn: bool
+    op_offload: bool | None
+    swa_full: bool | None
+    no_perf: bool
+    last_n_tokens_size: int
+    lora_base: str | None
+    lora_scale: float
+    lora_path: str | None
+    numa: bool | int
+    chat_format: str | None
+    chat_handler: Any
+    draft_model: LlamaDraftModel | None
+    tokenizer: BaseLlamaTokenizer | None
+    type_k: int | None
+    type_v: int | None
+    spm_infill: bool
+    verbose: bool
+
+
+class Keywords(PoolKeywords, UpstreamKeywords, total=False):
+    """Everything the constructor takes by keyword."""

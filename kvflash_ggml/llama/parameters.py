@@ -1,0 +1,153 @@
+"""What the constructor of `Llama` is asked for: keywords, defaults of `install`, and which combinations can work."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+from .. import notation
+from ..config import KVFlashConfig
+from ..errors import ConfigError
+from ..prefix_cache.cache import PrefixCache
+from ..session.session import Progress
+from .keywords import PoolKeywords
+
+logger = logging.getLogger("kvflash_ggml")
+
+# keywords that upstream's server passes although upstream's constructor does nothing with them
+STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
+UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
+POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
+
+_PREFIX = "kvflash"
+_PATHS = ("drafter", "spill", "calibrate")
+
+defaults: dict[str, Any] = {}
+"""Keywords for every Llama that is made, where its maker does not give them. Set by `install`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The keywords of one constructor call, sorted. config: None without a pool."""
+
+    config: KVFlashConfig | None
+    cache: PrefixCache | None
+    progress: Progress | None
+    upstream: dict[str, Any]
+
+
+def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
+    """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
+    given = over(keywords, below)
+    check_names(given)
+    upstream = {name: value for name, value in given.items() if not name.startswith(_PREFIX)}
+    fields = {
+        name.removeprefix(f"{_PREFIX}_"): value
+        for name, value in given.items()
+        if name.startswith(_PREFIX) and value is not None
+    }
+    kvflash, store, progress = (fields.pop(name, None) for name in (_PREFIX, "cache", "progress"))
+    config = merge(kvflash, fields)
+    if config is not None:
+        config = _check_features(config, upstream, by_default=_PREFIX not in keywords)
+    if config is not None:
+        upstream.setdefault("n_ctx", 0)
+        upstream.setdefault("swa_full", False)
+    if config is not None and config.deterministic and store is not None:
+        raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
+    if isinstance(store, (str, Path)):
+        store = PrefixCache(folder=Path(store))
+    return Request(config=config, cache=store, progress=progress, upstream=upstream)
+
+
+def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
+    """Keywords, and those `below` that they do not give. Who gives `kvflash` has said all about the pool."""
+    if "kvflash" in keywords:
+        below = {name: value for name, value in below.items() if not name.startswith(_PREFIX)}
+    return {**below, **keywords}
+
+
+def check_names(keywords: dict[str, Any]) -> None:
+    """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
+    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - STRAY_KEYWORDS
+    for name in sorted(unknown):
+        if name.startswith(_PREFIX):
+            known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
+            close = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1)
+            hint = f": is it {known[close[0]]}?" if close else f"; there are {', '.join(POOL_KEYWORDS)}"
+            raise TypeError(f"Llama() has no keyword {name}{hint}")
+    if unknown:
+        _warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
+
+
+def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> KVFlashConfig | None:
+    """One configuration from `kvflash=` and the single fields given by keyword; None without a pool."""
+    asked = _asked(kvflash)
+    if asked is None:
+        if fields:
+            raise ConfigError(f"kvflash_{next(iter(fields))} needs kvflash: give a pool size or 'auto'")
+        return None
+    if isinstance(asked, KVFlashConfig):
+        if fields:
+            raise ConfigError(f"give {', '.join(fields)} either in the KVFlashConfig or by keyword, not both")
+        return asked
+    for name in _PATHS:
+        if isinstance(fields.get(name), str):
+            fields[name] = Path(fields[name])
+    if "pins" in fields:
+        fields["pins"] = tuple(fields["pins"])
+    return KVFlashConfig(**asked, **fields)
+
+
+def _asked(kvflash: KVFlashConfig | int | str | None) -> KVFlashConfig | dict[str, Any] | None:
+    """A configuration, the fields of one, or None without a pool."""
+    if not isinstance(kvflash, str):
+        return kvflash if kvflash is None or isinstance(kvflash, KVFlashConfig) else {"pool": kvflash}
+    try:
+        return notation.pool(kvflash)
+    except ValueError as err:
+        raise ConfigError(f"the pool {err}") from err
+
+
+def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_default: bool) -> KVFlashConfig | None:
+    """The config, or None where upstream's contract has no cache to bound. Raises for what a pool cannot do.
+
+    by_default: the pool comes from `install`, so the program that gives the other keywords knows nothing of it.
+    """
+    if upstream.get("vocab_only"):
+        return None
+    if upstream.get("embedding"):
+        logger.warning("kvflash is off: an embedding context evaluates many short texts and keeps nothing")
+        return None
+    if upstream.get("flash_attn", True) is False:
+        if not by_default:
+            raise ConfigError("flash_attn=False: a pool needs flash attention, since V is stored transposed without it")
+        _warn_once("flash_attn=False of the program is raised to True: a pool needs flash attention")
+    upstream["flash_attn"] = True
+    if isinstance(upstream.get("chat_handler"), Llava15ChatHandler):
+        raise ConfigError("multimodal chat handlers decode behind the pool's back: use kvflash=None with them")
+    return config
+
+
+def signature() -> inspect.Signature:
+    """Of the constructor: upstream's parameters and ours, for `help()` and whoever asks what can be given."""
+    names = inspect.signature(llama_cpp.Llama.__init__).parameters
+    ours = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
+        for name, annotation in PoolKeywords.__annotations__.items()
+    ]
+    *upstream, rest = names.values()
+    return inspect.Signature([*upstream, *ours, rest])
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

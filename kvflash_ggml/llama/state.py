@@ -1,0 +1,250 @@
+"""What a `Llama` keeps of the texts it has read: states, snapshots, and the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from ..arrays import common_prefix
+from ..errors import ConfigError, ContextFull, KVFlashError
+from ..prefix_cache.cache import PrefixCache, Prefixes
+from ..session.session import Session
+from ..snapshot import fingerprint
+from ..snapshot.store import Keeper
+from ..state.session import SavedSession
+from . import stock_state
+from .turns import Turns, changing, in_turn
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+class Keeping(llama_cpp.Llama):
+    """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_keeper` follows."""
+
+    _turns: Turns
+    _session: Session | None = None
+    _keeper: Keeper | None = None
+    _prefixes: Prefixes | None = None
+    _logits_all: bool = False
+    _requires_eval: bool
+
+    def _open_keeper(self, session: Session) -> None:
+        read = fingerprint.of_llama(self, session.engine)
+        self._keeper = Keeper(session, fingerprint=read, n_vocab=self.n_vocab())
+        self._ctx._exit_stack.callback(self._keeper.close)
+
+    def _catch_up(self, session: Session) -> None:
+        """Bring the session to `n_tokens`, which inherited methods and users may have set."""
+        if not 0 <= self.n_tokens <= self._n_ctx:
+            raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
+        session.settle()
+        if self.n_tokens < session.length:
+            session.rewind(self.n_tokens)
+        elif self.n_tokens > session.length:
+            session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
+
+    def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
+        """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
+        row = self._ctx.get_logits_ith(pos - self.n_tokens)
+        if not row:
+            raise KVFlashError(
+                f"no logits are kept of position {pos} of {self.n_tokens}: it was not evaluated last (by another "
+                f"generator of the same model, perhaps), or logits_all=True is needed"
+            )
+        return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process."""
+        idx = kwargs.get("idx")
+        self._logits_row(self.n_tokens - 1 if idx is None else idx)
+        return int(super().sample(*args, **kwargs))
+
+    def _grow_scores(self, rows: int) -> None:
+        if rows > len(self.scores):
+            grown = np.empty((min(self._n_ctx, max(rows, 2 * len(self.scores))), self._n_vocab), np.single)
+            grown[: len(self.scores)] = self.scores
+            self.scores = grown
+
+    # --- states
+
+    @in_turn
+    def save_snapshot(
+        self, path: str | Path, *, length: int | None = None, compress: bool = False, wait: bool = True
+    ) -> Future[int]:
+        """Write the text and its memory to a file, from which this or another process goes on bit for bit.
+
+        length: only the first tokens, None for all. With recurrent state or a sliding window it must be a position that
+        has a checkpoint. compress: with Zstandard. wait: False returns as soon as what only the device holds has been
+        copied; the file is written behind the decode, and is there when the future is done. Its result is the size in
+        bytes.
+
+        A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
+        """
+        keeper = self._snapshots()
+        done = keeper.save(self._freeze(length), Path(path), compress=compress)
+        if wait:
+            done.result()
+        else:
+            done.add_done_callback(_report_failure)
+        return done
+
+    @changing
+    def load_snapshot(self, path: str | Path) -> int:
+        """Go on from a file that `save_snapshot` has written; how many tokens it holds.
+
+        Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
+        Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
+        changed then. With `logits_all` the rows of all tokens but the last are NaN: a file does not have them.
+        """
+        saved = self._snapshots().load(Path(path))
+        self._thaw(saved)
+        return self.n_tokens
+
+    @in_turn
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
+        if self._session is None:
+            data = stock_state.read(self._ctx.ctx)
+        else:
+            keeper = self._snapshots()
+            data = keeper.dump(self._freeze(None))
+        rows = self.n_tokens if self._logits_all else 0
+        return llama_cpp.LlamaState(
+            scores=self.scores[:rows].copy(),
+            input_ids=self._input_ids.copy(),
+            n_tokens=self.n_tokens,
+            llama_state=data,
+            llama_state_size=len(data),
+            seed=self._seed,
+        )
+
+    @changing
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
+        if state.n_tokens > self._n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
+            )
+        if self._session is None:
+            stock_state.write(self._ctx.ctx, state.llama_state)
+            self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+            self.n_tokens = state.n_tokens
+            self._requires_eval = True
+        else:
+            self._thaw(self._snapshots().load(state.llama_state))
+        self._seed = state.seed
+        if self._logits_all:
+            self._grow_scores(self.n_tokens)
+            self.scores[: len(state.scores)] = state.scores
+
+    def _snapshots(self) -> Keeper:
+        if self._keeper is None or self._session is None:
+            raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
+        if self._session.engine.closed:
+            raise KVFlashError("this model is closed: make a new Llama")
+        return self._keeper
+
+    def _freeze(self, length: int | None) -> SavedSession:
+        assert self._session is not None
+        self._catch_up(self._session)
+        saved = self._session.freeze(length)
+        saved.seed = self._seed
+        if length in (None, self.n_tokens) and not self._requires_eval and self._session.has_logits:
+            saved.logits = self._logits_row(self.n_tokens - 1).copy()
+        return saved
+
+    def _thaw(self, saved: SavedSession) -> None:
+        """Go on from a saved session, and release it."""
+        assert self._session is not None
+        try:
+            self._session.restore(saved, self._take_over)
+        finally:
+            saved.release()
+        self._seed = saved.seed
+
+    def _take_over(self, saved: SavedSession) -> None:
+        """The session has been restored: follow it."""
+        assert self._session is not None
+        self.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
+        self.input_ids[: saved.length] = saved.tokens
+        self.n_tokens = saved.length
+        self._requires_eval = saved.logits is None
+        if saved.logits is not None:
+            self._session.engine.set_logits(saved.logits)
+            self._session.has_logits = True
+        if self._logits_all:
+            self._grow_scores(self.n_tokens)
+            self.scores[: self.n_tokens] = np.nan
+            if saved.logits is not None:
+                self.scores[self.n_tokens - 1] = saved.logits
+
+    # --- prefix cache
+
+    @in_turn
+    def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
+        """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
+        self._drop_prefixes()
+        if isinstance(cache, PrefixCache):
+            if self._session is None:
+                raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")
+            if self._session.config.deterministic:
+                raise KVFlashError("kvflash_deterministic reads each prompt from its beginning: it uses no PrefixCache")
+            super().set_cache(None)
+            self._prefixes = Prefixes(cache, self._session, self._snapshots(), n_vocab=self.n_vocab())
+            self._ctx._exit_stack.callback(self._prefixes.close)
+        else:
+            super().set_cache(cache)
+
+    def _drop_prefixes(self) -> None:
+        prefixes, self._prefixes = self._prefixes, None
+        if prefixes is not None:
+            prefixes.close()
+
+    def _restore_prefix(self, prefixes: Prefixes, tokens: npt.NDArray[np.int32]) -> None:
+        """Bring the session to the text that shares most with `tokens`, if that is not the one at hand."""
+        assert self._session is not None
+        if self._logits_all:
+            return  # the logits of what is restored would be missing
+        self._catch_up(self._session)
+        shared = common_prefix(self._session.tokens, tokens)
+        if shared == len(tokens) == self._session.length and not self._requires_eval:
+            return
+        mine = self._session.left_after(self._session.reusable(min(shared, len(tokens) - 1), len(tokens)))
+        self._keep_prefix()
+        prefixes.restore(tokens, mine, self._take_over)
+
+    def _forget_lost(self) -> None:
+        """A page of the text cannot be read: do not restore it again."""
+        if self._prefixes is not None:
+            self._prefixes.forget_lost()
+
+    def _keep_prefix(self) -> None:
+        """Keep the text for later, if there is a cache."""
+        session, prefixes = self._session, self._prefixes
+        if session is None or prefixes is None or session.engine.closed or prefixes.has(session.tokens):
+            return
+        try:
+            prefixes.put(self._freeze(None))
+        except KVFlashError as err:
+            logger.warning("the text is not kept for later: %s", err)
+
+    def _branch(self, tokens: Sequence[int]) -> int | None:
+        """Where to keep a checkpoint in a prompt, because other texts are known to go on differently from there."""
+        if self._prefixes is None:
+            return None
+        return self._prefixes.branch(np.asarray(tokens, np.int32), self.n_tokens)
+
+
+def _report_failure(done: Future[int]) -> None:
+    """A file that is written behind the decode: perhaps nobody asks how it went."""
+    error = done.exception()
+    if error is not None:
+        logger.warning("a snapshot was not saved: %s", error)

@@ -1,0 +1,216 @@
+"""`llm.kvflash`: what a running pool looks like from outside."""
+
+from __future__ import annotations
+
+from ..calibration.finder import HeadFinder
+from ..constants import CHUNK
+from ..session.session import Progress, Session
+from ..trace.html import Summary
+from ..trace.recorder import Trace
+from .sizing import PoolSize
+
+
+class PoolView:
+    """Live, read-only counters of one pool, and the calls that change what it keeps."""
+
+    def __init__(self, session: Session, size: PoolSize, finder: HeadFinder | None, *, swa_full: bool) -> None:
+        self._session = session
+        self._size = size
+        self._finder = finder
+        self._swa_full = swa_full
+
+    def __repr__(self) -> str:
+        return f"<{self.banner()}>"
+
+    @property
+    def pool(self) -> int:
+        """Slots on the device."""
+        return self._session.engine.info.n_slots
+
+    @property
+    def n_ctx(self) -> int:
+        """Logical context in tokens."""
+        return self._session.n_ctx
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self._session.length
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the text read so far."""
+        return len(self._session.pager.chunks)
+
+    @property
+    def resident(self) -> int:
+        """Chunks that are on the device now."""
+        return self._session.pager.resident
+
+    @property
+    def resident_chunks(self) -> tuple[int, ...]:
+        """Their numbers, ascending."""
+        return self._session.pager.resident_chunks
+
+    @property
+    def page_ins(self) -> int:
+        """Chunks that came back from the host."""
+        return self._session.page_ins
+
+    @property
+    def page_outs(self) -> int:
+        """Chunks that were copied to the host: each once, when it is full. Leaving the device moves nothing then."""
+        return self._session.page_outs
+
+    @property
+    def bytes_in(self) -> int:
+        return self.page_ins * self.page_bytes
+
+    @property
+    def bytes_out(self) -> int:
+        return self.page_outs * self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one chunk's keys and values over all pooled layers."""
+        return self._session.engine.info.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of page images in host memory."""
+        return self._session.paging.heap.host_bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of page images in the spill file."""
+        return self._session.paging.heap.spilled_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the pool on the device; constant."""
+        return self._session.engine.info.device_bytes
+
+    @property
+    def policy(self) -> str:
+        """Who stays resident; "none needed" if the pool holds the whole context."""
+        return self._session.policy
+
+    @property
+    def retrieval_heads(self) -> tuple[tuple[int, int], ...] | None:
+        """(layer, head) of those that the policy asks; None if it asks all, or none."""
+        if self._finder is None or self._finder.calibration is None:
+            return None
+        return tuple(self._finder.calibration.chosen) or None
+
+    def calibrate(self, progress: Progress | None = None) -> None:
+        """Find the retrieval heads of the model now, unless they are known, and use them. As `calibrated` otherwise.
+
+        Nothing happens where the policy has no use for them. If they cannot be found, the log says why.
+        """
+        if self._finder is not None:
+            self._finder.start(limit=None)
+            self._finder.wait(progress)
+            self._finder.settle()
+
+    def calibrated(self, progress: Progress) -> bool:
+        """Wait for the calibration that runs behind the first answer. False if none does.
+
+        progress(done, total) is called meanwhile with tokens. What it finds is used from the next request on.
+        """
+        if self._finder is None or not self._finder.is_finding:
+            return False
+        self._finder.wait(progress)
+        return True
+
+    @property
+    def evicted_mass(self) -> float | None:
+        """Estimated share, 0 to 1, of the attention that text outside the pool would get; None if nothing tells.
+
+        Of the heads that the policy asks: see `retrieval_heads`.
+
+        Mean over the looks of the newest answer, from its prompt's end on, where heads that look at something in
+        particular count most. Estimated by the default policy, from whole chunks: what is being written is left out.
+        """
+        return self._session.watch.evicted_mass
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever a block changes its chunk."""
+        return self._session.pager.epoch
+
+    @property
+    def type_k(self) -> str:
+        return self._session.engine.info.type_k
+
+    @property
+    def type_v(self) -> str:
+        return self._session.engine.info.type_v
+
+    @property
+    def pinned(self) -> bool:
+        """Are page images in page-locked memory?"""
+        return self._session.engine.info.pinned
+
+    def pin(self, lo: int, hi: int) -> None:
+        """Keep tokens [lo, hi) on the device from the next step on, bringing them back if need be."""
+        self._session.pin_range(lo, hi)
+
+    def record(self) -> Trace:
+        """Begin to record what is resident when. The trace fills while the model runs, until the next call.
+
+        One recording at a time. `trace.write_html(path)` draws it.
+        """
+        trace = Trace(self._summary)
+        self._session.watch.observer = trace
+        if self.length:
+            self._session.watch.cut(self.length, self.resident_chunks)
+        return trace
+
+    def _summary(self) -> Summary:
+        mass = self.evicted_mass
+        facts = [
+            ("pool", f"{self.pool:,} tokens on the device, {_mib(self.device_bytes)}"),
+            ("context", f"{self.n_ctx:,} tokens"),
+            ("read", f"{self.length:,} tokens in {self.chunks:,} chunks, {self.resident:,} of them resident"),
+            ("policy", self.policy),
+            ("recalled", f"{self.page_ins:,} chunks, {_mib(self.bytes_in)}"),
+            ("copied to the host", f"{self.page_outs:,} chunks, {_mib(self.bytes_out)}"),
+            ("host memory", f"{_mib(self.host_bytes)} of page images, and {_mib(self.spilled_bytes)} spilled"),
+            ("attention on paged-out text", "not estimated" if mass is None else f"about {mass * 100:.0f} %"),
+            ("banner", self.banner()),
+        ]
+        return Summary(facts=facts, evicted_mass=mass)
+
+    def unpin(self) -> None:
+        """Let every pinned token go again, those of the configuration too."""
+        self._session.pager.unpin_all()
+
+    def banner(self) -> str:
+        """One line that says what runs."""
+        info = self._session.engine.info
+        most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._session.bounded else 0
+        types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
+        return (
+            f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
+            f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
+            f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}{self._index()}, "
+            f"{info.n_layers} layers pooled{self._windows()}"
+        )
+
+    def _windows(self) -> str:
+        window = self._session.engine.info.n_swa
+        if window == 0:
+            return ""
+        kept = f"all {self.n_ctx}" if self._swa_full else f"the last {window}"
+        return f", sliding-window layers keep {kept} tokens (swa_full={self._swa_full})"
+
+    def _index(self) -> str:
+        size = self._session.index_bytes
+        if not size:
+            return ""
+        heads = self.retrieval_heads
+        return f" ({f'{len(heads)} retrieval heads, ' if heads else ''}{size / 2**20:.1f} MiB of index)"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

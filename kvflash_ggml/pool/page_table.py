@@ -1,0 +1,324 @@
+"""The page table of one sequence: which chunk is in which block, and who has to leave.
+
+Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
+`commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..constants import CHUNK
+from ..errors import ConfigError, PoolExhausted
+from .allocator import Blocks
+from .plan import ABSENT, NO_MOVES, Chunk, Layout, Moves, Plan
+
+ANY = -2
+Scores = npt.NDArray[np.floating]
+
+SPARE = 0.25
+"""Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PageTable:
+    """A page table that can be put back: per chunk its block (or ABSENT) and its last use; see `Pager` for the rest."""
+
+    blocks: list[int]
+    last_use: list[int]
+    clock: int
+    settled: bool
+    pins: frozenset[int]
+    scores: Scores | None
+
+
+def known_scores(scores: Scores | None, count: int) -> npt.NDArray[np.float64]:
+    """The scores of `count` chunks; those newer than the look, or all without one, count as best."""
+    known = np.full(count, np.inf)
+    if scores is not None:
+        known[: len(scores)] = scores[:count]
+    return known
+
+
+class Pager:
+    """Page table with sinks, a tail window, pins and least-recently-used eviction.
+
+    bounded: the text can outgrow the blocks; if not, nothing is ever evicted and every setting fits. layout: the table
+    itself, replaced as a whole.
+    """
+
+    def __init__(self, blocks: Blocks, *, sinks: int, tail: int, bounded: bool = True) -> None:
+        if bounded and sinks + tail + 2 > blocks.count:
+            raise ConfigError(
+                f"a pool of {blocks.count * CHUNK} tokens leaves nothing to evict beside {sinks} sink chunks and "
+                f"a tail of {tail}: use at least {(sinks + tail + 2) * CHUNK} tokens"
+            )
+        self.blocks = blocks
+        self.sinks = sinks
+        self.tail = tail
+        self.bounded = bounded
+        self.pins: set[int] = set()
+        self.scores: Scores | None = None  # per chunk, of the running request; newer chunks count as best
+        self.layout = Layout()
+
+    # --- queries
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.layout.chunks
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self.layout.length
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever a block changes its chunk."""
+        return self.layout.epoch
+
+    @property
+    def resident(self) -> int:
+        return len(self.resident_chunks)
+
+    @property
+    def resident_chunks(self) -> tuple[int, ...]:
+        return self.layout.resident_chunks
+
+    @property
+    def unsaved(self) -> range:
+        """Sealed chunks whose bytes are on the device only: the newest."""
+        first = end = self.length // CHUNK
+        while first and not self.chunks[first - 1].on_host:
+            first -= 1
+        return range(first, end)
+
+    def protected(self, first: int, last: int) -> set[int]:
+        """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
+
+        A span within two chunks, such as the end of a prompt, has the window of the last: a block more to choose with.
+        The chunk before the span always stays: llama.cpp goes on only from a position that is in memory.
+        """
+        anchor = first if last - first > 1 else last
+        window = range(max(0, min(first - 1, anchor - self.tail)), last + 1)
+        return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
+
+    def unprotected(self) -> tuple[list[int], list[int]]:
+        """Sealed chunks that reselection may move: (resident, evicted)."""
+        head = max(0, self.length - 1) // CHUNK
+        kept = self.protected(head, head)
+        able = [c for c in range(self.length // CHUNK) if c not in kept]
+        resident = [c for c in able if self.chunks[c].block != ABSENT]
+        return resident, [c for c in able if self.chunks[c].block == ABSENT]
+
+    def would_recall(self, start: int) -> bool:
+        """Would reselection bring anything back, for the tokens from `start` on?"""
+        kept = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
+        return any(self.chunks[c].block == ABSENT for c in self._best(kept))
+
+    def room(self, start: int, *, spare: bool = False) -> int:
+        """How many tokens can be appended at `start` in one span without evicting the span itself.
+
+        spare: leave some blocks to what a reselection would have resident beside the span.
+        """
+        if not self.bounded:
+            return self.blocks.count * CHUNK - start
+        first = start // CHUNK
+        able = self.blocks.count - len(self.protected(first, first)) + 1
+        if spare:
+            able -= min(able - 1, max(1, int(SPARE * able)))
+        return able * CHUNK - start % CHUNK
+
+    # --- changes
+
+    def pin_range(self, lo: int, hi: int) -> None:
+        """Never evict the chunks of [lo, hi). Refused as a whole if no victim would be left."""
+        if not 0 <= lo < hi:
+            raise ConfigError(f"a pin is [lo, hi) with 0 <= lo < hi, not [{lo}, {hi})")
+        first, end = lo // CHUNK, (hi - 1) // CHUNK + 1
+        if not self.bounded:
+            end = min(end, self.blocks.count)  # there are no later chunks
+        self._check_pins(end - first, f"pinning [{lo}, {hi})")  # before a set of any size is made
+        pins = self.pins.union(range(first, end))
+        self._check_pins(len(pins), f"pinning [{lo}, {hi})")
+        self.layout = replace(self.layout, settled=False)
+        self.pins = pins
+
+    def _check_pins(self, count: int, what: str) -> None:
+        most = self.blocks.count - self.sinks - self.tail - 2
+        if self.bounded and count > most:
+            raise ConfigError(
+                f"{what} would hold {count} chunks, but a pool of {self.blocks.count} blocks can "
+                f"hold {most} pins: use a larger pool or pin less"
+            )
+
+    def unpin_all(self) -> None:
+        self.pins = set()
+
+    def reserve(self, start: int, count: int, *, reselect: bool = False) -> Plan:
+        """The text with positions [start, start + count), and with whatever must be resident beside them.
+
+        reselect: also rebuild the rest of the resident set, so that it holds the chunks with the best scores.
+        """
+        old = self.layout
+        assert start == old.length
+        assert count > 0
+        first, last = start // CHUNK, (start + count - 1) // CHUNK
+        if old.settled and not reselect and first == last and start % CHUNK:
+            return Plan(replace(old, length=start + count), NO_MOVES)
+        kept = self.protected(first, last)
+        if reselect and self.scores is not None:
+            kept |= self._best(kept)
+        missing = sorted(c for c in kept if c >= len(old.chunks) or old.chunks[c].block == ABSENT)
+        victims = self._victims(len(missing) - len(self._free(old.chunks)), kept)
+
+        moves, clock = Moves(), old.clock + 1
+        chunks = old.chunks + [Chunk() for _ in range(len(old.chunks), last + 1)]
+        for c in victims:
+            moves.evict.append((c, chunks[c].block))
+            chunks[c] = replace(chunks[c], block=ABSENT)
+        free = self._free(chunks)
+        assert len(free) >= len(missing), "a text longer than the pool that holds it"
+        for c, block in zip(missing, free, strict=False):
+            (moves.recall if chunks[c].on_host else moves.fresh).append((c, block))
+            chunks[c] = Chunk(block, chunks[c].on_host, clock)
+        for c in range(first, last + 1):
+            chunks[c] = Chunk(chunks[c].block, False, clock)  # its bytes are about to change
+        layout = Layout(chunks=chunks, length=start + count, clock=clock, epoch=old.epoch + bool(moves))
+        return Plan(layout, moves)
+
+    def truncate(self, length: int) -> Plan:
+        """The text without positions >= `length`, on both tiers."""
+        old = self.layout
+        assert 0 <= length <= old.length
+        keep = -(-length // CHUNK)
+        chunks, moves = old.chunks[:keep], Moves()
+        for c, chunk in enumerate(old.chunks[keep:], keep):
+            moves.drop.append(c)
+            if chunk.block != ABSENT:
+                moves.evict.append((c, chunk.block))
+        if length % CHUNK and chunks[-1].block != ABSENT:
+            chunks[-1] = replace(chunks[-1], on_host=False)  # open again: the block is the only true copy
+        return Plan(Layout(chunks=chunks, length=length, clock=old.clock, epoch=old.epoch + 1, settled=False), moves)
+
+    def commit(self, plan: Plan) -> None:
+        """What was planned has been done."""
+        self.layout = plan.layout
+
+    def saved(self, c: int) -> None:
+        """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""
+        assert c < self.length // CHUNK
+        self.chunks[c] = replace(self.chunks[c], on_host=True)
+
+    def strand(self, c: int) -> None:
+        """The block of a chunk has lost its bytes, and they cannot be brought back: it is on the host only."""
+        old = self.layout
+        chunks = [*old.chunks]
+        chunks[c] = replace(chunks[c], block=ABSENT, on_host=True)
+        self.layout = replace(old, chunks=chunks, epoch=old.epoch + 1, settled=False)
+
+    def freeze(self) -> PageTable:
+        """The table as it is, to be adopted later."""
+        return PageTable(
+            blocks=[chunk.block for chunk in self.chunks],
+            last_use=[chunk.last_use for chunk in self.chunks],
+            clock=self.layout.clock,
+            settled=self.layout.settled,
+            pins=frozenset(self.pins),
+            scores=self.scores,
+        )
+
+    def place(self, length: int, table: PageTable) -> list[int]:
+        """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
+
+        length: tokens of the text. Of more resident chunks than this pool can hold, those with the best scores come
+        first. ConfigError if it cannot hold the pins of the table beside those that are here.
+        """
+        pins = self.pins | table.pins
+        self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
+        able = [c for c, block in enumerate(table.blocks) if block != ABSENT or not self.bounded]
+        if len(able) > self.blocks.count:
+            head = max(0, length - 1) // CHUNK
+            kept = self.protected(head, head) | pins
+            scores = known_scores(table.scores, len(table.blocks)).tolist()
+            able.sort(key=lambda c: (c not in kept, -scores[c], -table.last_use[c], -c))
+        resident = set(able[: self.blocks.count])
+        return [
+            ABSENT if c not in resident else block if 0 <= block < self.blocks.count else ANY
+            for c, block in enumerate(table.blocks)
+        ]
+
+    def adopt(self, length: int, table: PageTable, *, images: bool = True) -> None:
+        """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells.
+
+        images: sealed chunks that are resident have an image too, so that they can leave again.
+        """
+        assert not self.chunks
+        assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
+        places = self.place(length, table)
+        free = iter(self.blocks.free(places))
+        assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
+        chunks = []
+        for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
+            place = next(free) if block == ANY else block
+            chunks.append(Chunk(place, on_host=place == ABSENT or (images and c < length // CHUNK), last_use=use))
+        self.pins |= table.pins
+        self.scores = table.scores
+        head = max(0, length - 1) // CHUNK
+        there = all(chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(chunks))
+        self.layout = Layout(
+            chunks=chunks,
+            length=length,
+            clock=table.clock,
+            epoch=self.epoch + 1,
+            settled=table.settled and there and places == table.blocks,
+        )
+
+    def reset(self) -> None:
+        """Forget the text. Pins stay, as positions of the next one."""
+        self.scores = None
+        self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
+
+    def _free(self, chunks: list[Chunk]) -> list[int]:
+        return self.blocks.free([chunk.block for chunk in chunks])
+
+    def _score(self, c: int) -> float:
+        return float(self.scores[c]) if self.scores is not None and c < len(self.scores) else math.inf
+
+    def _best(self, kept: set[int]) -> set[int]:
+        """The chunks with the best scores, as many as fit beside `kept`; of equals, the newest text stays."""
+        room = self.blocks.count - len(kept)
+        able = np.array([c for c in range(self.length // CHUNK) if c not in kept], np.intp)
+        can_leave = [self.chunks[c].block == ABSENT or self.chunks[c].on_host for c in able]
+        order = np.lexsort((-able, -known_scores(self.scores, len(self.chunks))[able], can_leave))
+        return set(able[order[: max(0, room)]].tolist())
+
+    def _victims(self, count: int, kept: set[int]) -> list[int]:
+        """The `count` chunks outside `kept` with the lowest scores, or least recently used without scores or of equals.
+
+        Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
+        """
+        if count <= 0:
+            return []
+        able = [c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and chunk.on_host and c not in kept]
+        if len(able) < count:
+            raise PoolExhausted(
+                f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.blocks.count}: "
+                f"append fewer tokens at once, pin less, or use a larger pool"
+            )
+        return sorted(able, key=lambda c: (self._score(c), self.chunks[c].last_use, c))[:count]
+
+    # --- for tests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
+        taken = [chunk.block for chunk in self.chunks if chunk.block != ABSENT]
+        assert len(taken) == len(set(taken)), "two chunks share a block"
+        assert len(taken) + len(self._free(self.chunks)) == self.blocks.count, "there is no such block"
+        assert len(self.chunks) == -(-self.length // CHUNK), "a committed chunk has no entry"
+        for c, chunk in enumerate(self.chunks):
+            assert chunk.block != ABSENT or chunk.on_host, f"chunk {c} is neither resident nor on the host"

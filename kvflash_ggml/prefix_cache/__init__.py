@@ -1,0 +1,1 @@
+"""Texts kept for later, in memory and in a folder, found by their beginning."""

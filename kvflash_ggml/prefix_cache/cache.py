@@ -1,0 +1,209 @@
+"""The prefix cache: texts that were read before are not read again, whether this process read them or another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import Int32s
+from ..constants import CHUNK
+from ..errors import ConfigError, KVFlashError, SnapshotError
+from ..session.session import Session
+from ..snapshot.container import StoredPage
+from ..snapshot.store import Keeper
+from ..state.session import SavedSession
+from .disk import DiskTier, Found
+from .memory import MemoryTier
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+MOST_TRIES = 8
+"""Prefixes that cannot be used before a text is read as a whole."""
+
+MOST_WAITING = 8
+"""Texts that wait to be written, while generation goes on. What comes then is not stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCache:
+    """Settings of a prefix cache, to be given to `Llama.set_cache`. One can serve several models.
+
+    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of
+    the folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
+    worth keeping, in tokens.
+    """
+
+    folder: Path | None = None
+    disk_bytes: int = 16 << 30
+    memory_bytes: int = 8 << 30
+    least: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("disk_bytes", "memory_bytes", "least"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} must be a whole number of at least 0, not {value!r}")
+        if self.folder is not None:
+            object.__setattr__(self, "folder", Path(self.folder).absolute())  # wherever the process goes
+
+
+class Prefixes:
+    """A prefix cache at work for one model. Everything but the writing of files is done on the caller's thread."""
+
+    def __init__(self, cache: PrefixCache, session: Session, keeper: Keeper, *, n_vocab: int) -> None:
+        info, heap = session.engine.info, session.paging.heap
+        self.cache = cache
+        self._session = session
+        self._keeper = keeper
+        self._stateful = info.recurrent or info.n_swa > 0
+        self._memory = MemoryTier(heap, cache.memory_bytes, session.store.pages)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
+        self._writing: list[Future[None]] = []
+        self._newest = np.empty(0, np.int32)  # the text that was kept last, wherever it is now
+        self._failed = ""
+        self._disk: DiskTier | None = None
+        if cache.folder is not None:
+            self._disk = DiskTier(
+                cache.folder,
+                capacity=cache.disk_bytes,
+                fingerprint=keeper.fingerprint,
+                settings={**keeper.settings, "pins": session.config.pins},
+                heap=heap,
+                blank=session.engine.blank,
+                stateful=self._stateful,
+                limits=session.limits(n_vocab),
+            )
+        session.paging.keep_images = True
+        heap.reclaim = self._memory.evict
+
+    def restore(self, tokens: Int32s, mine: int, then: Callable[[SavedSession], None]) -> None:
+        """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
+
+        then: called with what is restored. It may go on beyond what is shared: cut it then.
+        """
+        if self._session.paging.heap.limit is not None:
+            self.flush()  # what waits to be written has pages, and the next text may need their room
+        for _ in range(MOST_TRIES):
+            kept, length = self._memory.find(tokens, stateful=self._stateful)
+            found = None if self._disk is None else self._disk.find(tokens)
+            best = length if found is None else max(length, found.length)
+            # less than a chunk is read sooner than restored, but the end of the text comes with its logits
+            worth = best >= max(mine + CHUNK, self.cache.least) or best == len(tokens)
+            if best <= mine or not worth:
+                return
+            try:
+                if found is not None and found.length > length:
+                    self._restore_found(found, tokens, then)
+                else:
+                    assert kept is not None
+                    self._restore_kept(kept, then)
+                return
+            except SnapshotError as err:
+                # a file is damaged, or another process has just deleted it: something shorter may be left
+                logger.warning("a prefix of %d tokens cannot be used: %s", best, err)
+            except KVFlashError as err:
+                logger.warning("a prefix of %d tokens is read again: %s", best, err)
+                return
+
+    def _restore_kept(self, kept: SavedSession, then: Callable[[SavedSession], None]) -> None:
+        saved = self._memory.take(kept)
+        if saved is None:
+            raise SnapshotError("it had to go for want of memory")
+        try:
+            self._session.restore(saved, then)
+        except SnapshotError:
+            self._memory.drop(kept)
+            raise
+        finally:
+            saved.release()
+
+    def _restore_found(self, found: Found, tokens: Int32s, then: Callable[[SavedSession], None]) -> None:
+        assert self._disk is not None
+        try:
+            saved = self._disk.load(found, tokens, self._session.fresh_policy)
+            try:
+                self._session.restore(saved, then)
+            finally:
+                saved.release()
+        except SnapshotError:
+            self._disk.forget(found)
+            raise
+
+    def forget_lost(self) -> None:
+        """A page of the text could not be read: forget everything that needs it, and the file it was in."""
+        lost = {page for page in self._session.store.pages() if not self._session.paging.heap.readable(page)}
+        self._newest = self._newest[:0]
+        self._memory.drop_holders(lost)
+        if self._disk is not None:
+            stored = [page.source for page in lost if isinstance(page.source, StoredPage)]
+            self._disk.forget_damaged({Path(page.source.name) for page in stored})
+
+    def branch(self, tokens: Int32s, known: int) -> int | None:
+        """Where a text leaves those that are known, if it cannot be continued from there: worth a checkpoint.
+
+        known: how much of it the session has. None if there is no such place.
+        """
+        if not self._stateful:
+            return None
+        length = self._memory.known(tokens)
+        if self._disk is not None:
+            length = max(length, self._disk.known(tokens))
+        length = min(length, len(tokens) - 1)
+        return length if length - known >= self.cache.least else None
+
+    def has(self, tokens: Int32s) -> bool:
+        """Is this very text kept, or too short to be?"""
+        if len(tokens) < self.cache.least or np.array_equal(tokens, self._newest):
+            return True
+        return self._memory.known(tokens) == len(tokens)
+
+    def put(self, saved: SavedSession) -> None:
+        """Keep a session, here and in the folder, and release it in the end.
+
+        Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
+        pins that were set at run time, which are not part of what others share.
+        """
+        kept = saved.share()
+        saved.release()
+        saved = kept
+        saved.table.pins = frozenset()
+        self._newest = saved.tokens
+        if self._disk is not None and not self._keeper.forked:
+            self._writing = [future for future in self._writing if not future.done()]
+            if len(self._writing) < MOST_WAITING:
+                self._writing.append(self._writer.submit(self._write, saved.share()))
+            else:
+                self._complain(f"{MOST_WAITING} texts wait to be written")
+        self._memory.put(saved)
+
+    def flush(self) -> None:
+        """Wait until the folder has everything. A process that was forked has given nothing to be written."""
+        if not self._keeper.forked:
+            wait(self._writing)
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.shutdown()
+        self._memory.clear()
+        self._session.paging.heap.reclaim = None
+
+    def _write(self, saved: SavedSession) -> None:
+        assert self._disk is not None
+        try:
+            self._disk.put(saved)
+        except Exception as err:  # nobody asks this thread how it went
+            self._complain(str(err))
+        finally:
+            saved.release()
+
+    def _complain(self, why: str) -> None:
+        """A full disk stays full: say so once."""
+        if why != self._failed:
+            self._failed = why
+            logger.warning("the prefix cache could not be written: %s", why)

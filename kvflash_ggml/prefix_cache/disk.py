@@ -1,0 +1,347 @@
+"""Prefixes of one model in a folder that processes share: what was read once need not be read again.
+
+Runs of chunks form a tree, so a shared beginning is stored once; a run can be gone on from at any of its chunks.
+Nothing is believed because of its name: a file that is not what it should be is deleted, and its text is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import Int32s
+from ..constants import CHUNK
+from ..errors import SnapshotError
+from ..files import replacing
+from ..host.heap import Page, PageHeap
+from ..pool.page_table import ANY, PageTable
+from ..snapshot import format
+from ..snapshot.container import VERSION, Container, StoredPage, Writer
+from ..snapshot.fingerprint import Fingerprint
+from ..snapshot.source import FileSource
+from ..state.blob import Bytes
+from ..state.session import Limits, SavedPolicy, SavedSession, Statistics, done
+from . import hashes
+from .folder import RUN, TIP, Entry, Folder
+
+MOST_CHUNKS = 256
+"""Chunks of one run: what is evicted at once."""
+
+
+@dataclass(slots=True)
+class Found:
+    """The longest known beginning of a text. runs: per chunk the run that holds it and the place in it."""
+
+    length: int
+    runs: list[tuple[Entry, int]]
+    tip: Entry | None
+
+    @property
+    def files(self) -> list[Path]:
+        """The one that was written last comes last."""
+        runs = dict.fromkeys(entry.path for entry, _ in self.runs)
+        return [*runs, *([self.tip.path] if self.tip else [])]
+
+
+class DiskTier:
+    """Prefixes of one model under one set of settings.
+
+    folder: of the whole cache; those of other models lie beside. capacity: bytes of the whole folder. stateful: a text
+    can only be continued where a tip is. blank: zeroes the rows of a page image from one on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity: int,
+        fingerprint: Fingerprint,
+        settings: dict[str, object],
+        heap: PageHeap,
+        blank: Callable[[memoryview, int], None],
+        stateful: bool,
+        limits: Limits,
+    ) -> None:
+        self._root = hashes.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
+        self._all = Folder(folder, capacity=capacity)
+        self._folder = folder / self._root
+        self._all.make(self._folder)
+        self._fingerprint = fingerprint
+        self._settings = settings
+        self._heap = heap
+        self._blank = blank
+        self._stateful = stateful
+        self._limits = limits
+
+    # --- find
+
+    def find(self, tokens: Int32s) -> Found:
+        """The longest beginning of the text that can be continued from here. Opens nothing but small parts."""
+        names = hashes.names(self._root, tokens)
+        by_parent = self._by_parent()
+        runs = self._cover(names, by_parent)
+        tip, length = self._best_tip(tokens, names[: len(runs) + 1], by_parent)
+        if tip is not None and self._stateful and length == len(tokens) and not self._has_logits(tip):
+            # its last token would have to be evaluated again, which cannot be done from there
+            tip, length = self._best_tip(tokens[:-1], names[: len(runs) + 1], by_parent)
+        if not self._stateful and len(runs) * CHUNK > length:
+            return Found(len(runs) * CHUNK, runs, None)
+        return Found(length, runs[: length // CHUNK], tip)
+
+    def known(self, tokens: Int32s) -> int:
+        """How long a beginning of the text has been stored, whether or not it can be continued."""
+        return CHUNK * len(self._cover(hashes.names(self._root, tokens), self._by_parent()))
+
+    def load(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
+        """What was found, to be restored and released. SnapshotError if it cannot be read.
+
+        fresh: the clock of a policy that has not looked yet.
+        """
+        saved = self._read(found, np.asarray(tokens[: found.length], np.int32), fresh)
+        for path in found.files:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        return saved
+
+    def forget(self, found: Found) -> None:
+        """What was found could not be restored: do not find it again."""
+        if all(map(self._all.has, found.files)):
+            self.forget_damaged(found.files)
+        if all(map(self._all.has, found.files)):
+            self._all.ignore(found.files[-1])
+
+    def forget_damaged(self, paths: Iterable[Path]) -> None:
+        """Delete those of our files that cannot be read as a whole, so that they are written anew."""
+        image = memoryview(bytearray(self._heap.page_bytes))
+        for path in paths:
+            if path.parent == self._folder:
+                with contextlib.suppress(SnapshotError), self._judged(path):
+                    container = Container(FileSource(path))
+                    for section in container.sections:
+                        section.read()
+                    for page in container.pages("pages", self._heap.page_bytes):
+                        page.read_into(image)
+
+    def _read(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
+        pages, statistics = self._read_runs(found, hashes.names(self._root, tokens))
+        if found.tip is None:
+            saved = SavedSession(
+                tokens=tokens,
+                table=newest_table(len(pages)),
+                heap=self._heap,
+                pages=[],
+                state=Bytes(b""),
+                checkpoints={},
+                queries=np.empty(0, np.float32),
+                queries_from=found.length,
+                policy=None,
+            )
+        else:
+            with self._judged(found.tip.path):
+                container = self._open(found.tip)
+                saved = format.read_sections(container, self._heap, replace(self._limits, n_ctx=len(tokens)))
+                if not np.array_equal(saved.tokens, tokens):
+                    raise SnapshotError(f"{found.tip.path} holds another text than its name says")
+                pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
+        saved.pages = [Page(source=page) for page in pages]
+        saved.policy = saved.policy or fresh
+        if saved.policy is not None:
+            saved.policy = replace(saved.policy, statistics=done(statistics))
+        return saved
+
+    def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
+        """The images of the chunks, and their statistics if there are any."""
+        pages: list[StoredPage] = []
+        parts: list[Statistics] = []
+        while len(pages) < len(found.runs):
+            at = len(pages)
+            entry, first = found.runs[at]
+            last = first
+            while at + last - first < len(found.runs) and found.runs[at + last - first][0] == entry:
+                last += 1
+            with self._judged(entry.path):
+                container = self._open(entry)
+                held = container.section("names").read()[first * hashes.SIZE : last * hashes.SIZE]
+                if held.hex() != "".join(names[at + 1 : at + 1 + last - first]):
+                    raise SnapshotError(f"{entry.path} holds another text than its name says")
+                pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
+                if "statistics" in container:
+                    part = format.read_statistics(container, entry.count, self._heap.page_bytes)
+                    parts.append(Statistics(part.name, part.rows[first:last]))
+        rows = [row for part in parts for row in part.rows]
+        whole = len(rows) == len(pages) and len({part.layout for part in parts}) == 1
+        return pages, Statistics(parts[0].name, rows) if whole else None
+
+    def _cover(self, names: list[str], by_parent: dict[str, list[Entry]]) -> list[tuple[Entry, int]]:
+        """For each chunk from the first on, a run that holds it, as far as there are any."""
+        covered: list[tuple[Entry, int]] = []
+        at = 0
+        while at <= len(covered) and at < len(names):
+            for entry in by_parent.get(names[at], ()):
+                if entry.kind == RUN and at + entry.count > len(covered):
+                    shared = self._shared(entry, names, at)
+                    covered += [(entry, i) for i in range(len(covered) - at, shared)]
+            at += 1
+        return covered
+
+    def _shared(self, entry: Entry, names: list[str], at: int) -> int:
+        """How many chunks of a run that goes on from names[at] belong to the text of these names."""
+        if names[at + entry.count : at + entry.count + 1] == [entry.end]:
+            return entry.count
+        try:
+            with self._judged(entry.path):
+                ours = self._all.names(entry)
+        except SnapshotError:
+            return 0
+        pairs = zip(ours, names[at + 1 : at + 1 + entry.count], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(entry.count, len(names) - at - 1))
+
+    def _best_tip(
+        self, tokens: Int32s, names: list[str], by_parent: dict[str, list[Entry]]
+    ) -> tuple[Entry | None, int]:
+        """The tip that lies furthest into the text, and where that is."""
+        for c in range(len(names) - 1, -1, -1):
+            rest = tokens[c * CHUNK : (c + 1) * CHUNK]
+            fitting = [
+                entry
+                for entry in by_parent.get(names[c], ())
+                if entry.kind == TIP
+                and c * CHUNK + entry.count <= len(tokens)
+                and entry.count < CHUNK
+                and entry.end == hashes.extend(names[c], rest[: entry.count])
+            ]
+            if fitting:
+                best = max(fitting, key=lambda entry: entry.count)
+                return best, c * CHUNK + best.count
+        return None, 0
+
+    def _has_logits(self, tip: Entry) -> bool:
+        with contextlib.suppress(SnapshotError), self._judged(tip.path):
+            return "logits" in self._open(tip)
+        return False
+
+    def _by_parent(self) -> dict[str, list[Entry]]:
+        found: dict[str, list[Entry]] = {}
+        for entry in self._all.usable(self._folder):
+            found.setdefault(entry.parent, []).append(entry)
+        return found
+
+    def _open(self, entry: Entry) -> Container:
+        container = Container(FileSource(entry.path))
+        if container.kind != entry.kind:
+            raise SnapshotError(f"{entry.path} is no {entry.kind} but a {container.kind!r}")
+        format.compare(container, self._fingerprint)
+        return container
+
+    @contextlib.contextmanager
+    def _judged(self, path: Path) -> Iterator[None]:
+        """What fails here is the fault of this file."""
+        try:
+            yield
+        except SnapshotError as err:
+            self._all.reject(path, err)
+            raise
+
+    # --- put
+
+    def put(self, saved: SavedSession) -> None:
+        """Store what is not there yet, and delete what is over the capacity. Raises OSError and SnapshotError."""
+        if saved.size > self._all.capacity:
+            raise SnapshotError(
+                f"a text is larger than the {self._all.capacity >> 20} MiB that the folder may take: allow it more"
+            )
+        self._all.make(self._folder)
+        names = hashes.names(self._root, saved.tokens)
+        if self._put_runs(saved, names):
+            self._put_tip(saved, names)
+            for pos in saved.checkpoints:
+                self._put_tip(_at_checkpoint(saved, pos), names)
+        self._all.evict()
+
+    def _put_runs(self, saved: SavedSession, names: list[str]) -> bool:
+        """Store the chunks that are missing. False if other processes delete them as fast."""
+        full = len(names) - 1
+        for _ in range(2 * (full // MOST_CHUNKS + 2)):
+            by_parent = self._by_parent()
+            covered = self._cover(names, by_parent)
+            known = len(covered)
+            if known == full:
+                return True
+            last = min(known + MOST_CHUNKS, full)
+            first, short = known, list[Entry]()
+            # runs that are not larger than what follows are written again with it, so that a text that grows by a few
+            # chunks at a time does not end in thousands of files; not those that other texts go on from
+            while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(
+                last - first, MOST_CHUNKS - (last - first)
+            ):
+                if any(entry.kind == RUN for entry in by_parent.get(names[first], ()) if entry not in short):
+                    break
+                short.append(covered[first - 1][0])
+                first -= short[-1].count
+            self._put_run(saved, names, first, last)
+            with self._all.locked():
+                for entry in short:
+                    self._all.delete(entry.path)
+        return False
+
+    def _put_run(self, saved: SavedSession, names: list[str], first: int, last: int) -> None:
+        path = Entry.named(self._folder, names[first], last - first, names[last], RUN).path
+        with replacing(path, guard=self._all.locked) as file:
+            writer = Writer(file)
+            writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
+            writer.pages("pages", (self._heap.bytes_of(page) for page in saved.pages[first:last]))
+            format.write_statistics(writer, saved, slice(first, last))
+            writer.close(RUN, {"fingerprint": self._fingerprint, "settings": self._settings})
+        self._all.written(path)
+
+    def _put_tip(self, saved: SavedSession, names: list[str]) -> None:
+        full, rest = divmod(saved.length, CHUNK)
+        end = hashes.extend(names[full], saved.tokens[full * CHUNK :])
+        tip = Entry.named(self._folder, names[full], rest, end, TIP)
+        if self._all.has(tip.path) and (saved.logits is None or self._has_logits(tip)):
+            with contextlib.suppress(OSError):
+                os.utime(tip.path)
+            return
+        images = [bytearray(self._heap.bytes_of(page)) for page in saved.pages[full:]]
+        for image in images:
+            self._blank(memoryview(image), rest)
+        with replacing(tip.path, guard=self._all.locked) as file:
+            writer = Writer(file)
+            facts = format.write_sections(writer, replace(saved, checkpoints={}))
+            writer.pages("pages", images)
+            writer.close(TIP, {**facts, "fingerprint": self._fingerprint, "settings": self._settings})
+        self._all.written(tip.path)
+
+
+def newest_table(chunks: int) -> PageTable:
+    """A page table that has read its text by recency alone: any blocks, newest chunks first."""
+    return PageTable(
+        blocks=[ANY] * chunks,
+        last_use=list(range(chunks)),
+        clock=chunks,
+        settled=False,
+        pins=frozenset(),
+        scores=None,
+    )
+
+
+def _at_checkpoint(saved: SavedSession, pos: int) -> SavedSession:
+    """What is known of the session at a position where recurrent state was kept."""
+    chunks = -(-pos // CHUNK)
+    return replace(
+        saved,
+        tokens=saved.tokens[:pos],
+        table=newest_table(chunks),
+        pages=saved.pages[:chunks],
+        state=saved.checkpoints[pos],
+        checkpoints={},
+        queries=np.empty(0, np.float32),
+        queries_from=pos,
+        policy=None,
+        logits=None,
+    )

@@ -1,0 +1,233 @@
+"""The folder of a prefix cache: which files it has, and which of them go when they are too many.
+
+    ROOT/PARENT-COUNT-END.run   images and statistics of COUNT chunks that go on from the text named PARENT
+    ROOT/PARENT-COUNT-END.tip   what a session needs beside its chunks to go on COUNT tokens after PARENT
+
+ROOT is the name of the empty text, of one model under one set of settings. Files appear by renaming and go by deleting,
+both under one lock for all processes, and what has been opened stays readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from ..errors import ConfigError, SnapshotError
+from ..files import PART
+from ..snapshot.container import Container
+from ..snapshot.source import FileSource
+from . import hashes
+
+logger = logging.getLogger("kvflash_ggml")
+
+RUN, TIP = "run", "tip"
+
+PATIENCE = 30
+"""Seconds to wait for other processes."""
+
+ABANDONED = 3600
+"""Seconds after which a file that was never finished belongs to a process that has died."""
+
+AHEAD = 60
+"""Seconds that the clocks of two machines may differ."""
+
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,5})-([0-9a-f]{32})\.(run|tip)")
+_ROOT = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """A file of the cache, known by its name. Whether its name is true is seen when it is read."""
+
+    path: Path
+    parent: str
+    count: int
+    end: str
+    kind: str
+
+    @classmethod
+    def of(cls, path: Path) -> Entry | None:
+        match = _NAME.fullmatch(path.name)
+        return None if match is None else cls(path, match[1], int(match[2]), match[3], match[4])
+
+    @classmethod
+    def named(cls, folder: Path, parent: str, count: int, end: str, kind: str) -> Entry:
+        return cls(folder / f"{parent}-{count}-{end}.{kind}", parent, count, end, kind)
+
+
+class Folder:
+    """capacity: bytes of all models together."""
+
+    def __init__(self, path: Path, *, capacity: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self._names: dict[Path, bytes] = {}  # of runs that have been opened: they never change
+        self._unusable: set[Path] = set()
+        self.make(path)
+        self._sweep()
+
+    def make(self, path: Path) -> None:
+        """Make a folder, if it is not there. ConfigError if it cannot be."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise ConfigError(
+                f"cannot keep prefixes in {self.path}: {err.strerror or err}: name a folder that can be written"
+            ) from err
+
+    def entries(self, folder: Path) -> list[Entry]:
+        """The files of one model, in the order of their names."""
+        try:
+            with os.scandir(folder) as files:
+                # the name first: there may be many files of others. A link or a pipe of that name is not ours
+                ours = (file for file in files if _NAME.fullmatch(file.name))
+                paths = sorted(folder / file.name for file in ours if file.is_file(follow_symlinks=False))
+        except OSError:
+            return []
+        return [entry for path in paths if (entry := Entry.of(path)) is not None]
+
+    def usable(self, folder: Path) -> list[Entry]:
+        """Those that have not failed yet."""
+        return [entry for entry in self.entries(folder) if entry.path not in self._unusable]
+
+    def has(self, path: Path) -> bool:
+        """Is it there, and has it not failed yet?"""
+        return path not in self._unusable and path.is_file()
+
+    def names(self, entry: Entry) -> list[str]:
+        """The names at the ends of a run's chunks. SnapshotError if it cannot be read."""
+        data = self._names.get(entry.path)
+        if data is None:
+            data = bytes(Container(FileSource(entry.path)).section("names").read())
+            if len(data) != entry.count * hashes.SIZE or data[-hashes.SIZE :].hex() != entry.end:
+                raise SnapshotError(f"{entry.path} holds another text than its name says")
+            self._names[entry.path] = data
+        return [data[at : at + hashes.SIZE].hex() for at in range(0, len(data), hashes.SIZE)]
+
+    # --- changes
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other thread or process adds or evicts files meanwhile. Ends with the process, however that ends.
+
+        TimeoutError if somebody keeps it for long, OSError if there is something else of that name.
+        """
+        path = self.path / ".lock"
+        # others may be able to write to the folder: a link is not followed, a pipe not waited for
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        try:
+            if not S_ISREG(os.fstat(file).st_mode):
+                raise OSError(f"{path} is no file: delete it")
+            deadline = time.monotonic() + PATIENCE
+            while not _try_lock(file):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self.path} has been locked by somebody else for {PATIENCE} s")
+                time.sleep(0.02)
+            yield
+        finally:
+            os.close(file)
+
+    def reject(self, path: Path, why: SnapshotError) -> None:
+        """A file is not what it should be: delete it, so that it is written anew.
+
+        One that could not be read for lack of rights or of open files may be sound: it is only not used any more.
+        """
+        if isinstance(why.__cause__, OSError):
+            if path.exists():
+                self._unusable.add(path)
+            return
+        self.delete(path)
+        logger.warning("a file of the prefix cache is deleted: %s", why)
+
+    def ignore(self, path: Path) -> None:
+        """Do not use a file any more, though it is sound."""
+        self._unusable.add(path)
+
+    def delete(self, path: Path) -> None:
+        self._names.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def written(self, path: Path) -> None:
+        """A file has been written anew."""
+        self._names.pop(path, None)
+        self._unusable.discard(path)
+
+    def evict(self) -> None:
+        """Delete what was used longest ago and nothing goes on from, until the folder fits its capacity.
+
+        Files that are being written, or were when their process died, take room as well.
+        """
+        with self.locked():
+            files = {entry: stat for entry in self._everything() if (stat := file_stat(entry.path)) is not None}
+            unfinished = [stat for path in self._unfinished() if (stat := file_stat(path)) is not None]
+            total = sum(stat.st_size for stat in [*files.values(), *unfinished])
+            if total <= self.capacity:
+                return
+            owners = self._owners(files)
+            children = Counter(run for entry in files for run in owners.get(entry.parent, ()))
+            leaves = [(_last_use(stat), entry) for entry, stat in files.items() if not children[entry]]
+            heapq.heapify(leaves)
+            while leaves and total > self.capacity:
+                _, entry = heapq.heappop(leaves)
+                self.delete(entry.path)
+                total -= files[entry].st_size
+                for run in owners.get(entry.parent, ()):
+                    children[run] -= 1
+                    if not children[run]:
+                        heapq.heappush(leaves, (_last_use(files[run]), run))
+
+    def _owners(self, files: Iterable[Entry]) -> dict[str, list[Entry]]:
+        """The runs that hold the chunk before a file, by that chunk's name."""
+        owners: dict[str, list[Entry]] = {entry.parent: [] for entry in files}
+        for entry in files:
+            if entry.kind == RUN:
+                with contextlib.suppress(SnapshotError):  # nobody can go on from it
+                    for name in owners.keys() & set(self.names(entry)):
+                        owners[name].append(entry)
+        return owners
+
+    def _everything(self) -> Iterator[Entry]:
+        """The files of all models."""
+        for folder in sorted(self.path.iterdir()):
+            if _ROOT.fullmatch(folder.name):
+                yield from self.entries(folder)
+
+    def _unfinished(self) -> Iterator[Path]:
+        return self.path.glob(f"*/.*{PART}")
+
+    def _sweep(self) -> None:
+        """Delete what processes that have died left unfinished."""
+        for path in self._unfinished():
+            stat = file_stat(path)
+            if stat is not None and time.time() - stat.st_mtime > ABANDONED:
+                self.delete(path)
+
+
+def _try_lock(file: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _last_use(stat: os.stat_result) -> int:
+    """When a file was used last. One from the future says nothing, and must not outlive those of today."""
+    return 0 if stat.st_mtime > time.time() + AHEAD else stat.st_mtime_ns
+
+
+def file_stat(path: Path) -> os.stat_result | None:
+    """None if it is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat()
+    return None

@@ -1,0 +1,77 @@
+"""Copies of what is not pooled (recurrent state, sliding windows): a text can be cut where they cannot go back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import SnapshotError
+from ..state.blob import Blob, Bytes
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+class Checkpoints:
+    """At most `most` states by position. Taken between steps only: splitting a step would change its rounding."""
+
+    def __init__(self, engine: Engine, *, most: int, n_ctx: int) -> None:
+        self._engine = engine
+        self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
+        self._step = max(8192, n_ctx // max(1, most))
+        self._states: dict[int, Blob] = {}
+
+    def before_step(self, pos: int, *, wanted: bool) -> None:
+        """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""
+        newest = max(self._states, default=0)
+        if self._most == 0 or pos == newest:
+            return
+        if wanted or pos - newest >= self._step:
+            if len(self._states) >= self._most:
+                del self._states[self._densest()]
+            self._states[pos] = Bytes(self._engine.get_state())
+
+    def freeze(self) -> dict[int, Blob]:
+        """All states by position, to be adopted later."""
+        return dict(self._states)
+
+    def adopt(self, states: Mapping[int, Blob]) -> None:
+        """Take over the states of a text that has been put back, or the newest of them."""
+        kept = sorted(states)[-self._most :] if self._most else []
+        self._states = {pos: states[pos] for pos in kept}
+
+    def _densest(self) -> int:
+        """The state that leaves the smallest gap when it goes."""
+        known = [0, *sorted(self._states)]
+        gaps = {b: c - a for a, b, c in zip(known, known[1:], known[2:], strict=False)}
+        return min(gaps, key=gaps.__getitem__, default=known[-1])
+
+    def forget(self, *, after: int) -> None:
+        """The text has been cut: states of what came later are void."""
+        self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= after}
+
+    def nearest(self, pos: int) -> int:
+        """The newest state at or before `pos`, or the beginning."""
+        return max((at for at in self._states if at <= pos), default=0)
+
+    def restore(self, pos: int) -> int:
+        """Go back to the newest state at or before `pos`, or to the beginning. Returns where that is."""
+        self.forget(after=pos)
+        at = max(self._states, default=0)
+        if at == 0:
+            self._engine.clear()
+            return 0
+        try:
+            self._engine.set_state(self._states[at].read(), at)
+            if self._engine.truncate(at):
+                return at
+        except SnapshotError as err:
+            logger.warning("the checkpoint at %d cannot be restored: %s", at, err)
+        # what is half restored may not be continued
+        self._states.clear()
+        self._engine.clear()
+        return 0

@@ -1,0 +1,87 @@
+"""The keys of sealed chunks, for a policy to score."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Floats
+from ..policy.base import KeyShape, Look, Pairs, Rows
+from ..policy.heads import every_head, queries_of
+from ..state.session import Row
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+def key_shapes(engine: Engine) -> list[KeyShape]:
+    """The pooled layers as a policy sees them."""
+    return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
+
+
+class Images(Protocol):
+    """Where page images are: what is needed of pool.store.HostStore to read keys."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+    def ticket(self, chunk: int) -> int: ...
+
+    def fetch(self, chunk: int) -> int: ...
+
+    def fetch_some(self, chunks: Sequence[int]) -> list[int]: ...
+
+    def bytes_of(self, chunk: int) -> bytes: ...
+
+
+class HostKeys:
+    """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
+
+    def __init__(self, engine: Engine, store: Images, *, threads: int | None = None) -> None:
+        self._engine = engine
+        self._store = store
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self.shapes: Sequence[KeyShape] = key_shapes(engine)
+
+    def read(self, chunk: int) -> list[Floats]:
+        return self._engine.keys(self._page(chunk))
+
+    def read_layer(self, chunk: int, layer: int) -> Floats:
+        return self._engine.layer_keys(self._page(chunk), layer)
+
+    def _page(self, chunk: int) -> npt.NDArray[np.uint8]:
+        with self._store.lock:
+            return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
+
+    def index_size(self, units: Pairs) -> int:
+        return self._engine.index_size(units)
+
+    def index(self, chunk: int, units: Pairs) -> Row:
+        out = np.empty(self.index_size(units), np.uint8)
+        # waiting for the transfer with the lock in hand would hold up the thread that feeds the device
+        self._engine.wait(self._store.ticket(chunk))
+        with self._store.lock:
+            self._engine.wait(self._store.ticket(chunk))
+            self._engine.build_index(units, self._store.fetch(chunk), out)
+        return out
+
+    def score_index(self, units: Pairs, rows: Rows, heads: Pairs, look: Look) -> Floats:
+        queries = queries_of(heads, look, self.shapes)
+        addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
+        return self._engine.score_index(units, heads, addresses, look.rows, queries, self._threads)
+
+    def score_keys(self, chunks: Sequence[int], look: Look, heads: Pairs | None = None) -> Floats:
+        heads = every_head(self.shapes) if heads is None else heads
+        queries = queries_of(heads, look, self.shapes)
+        parts = []
+        with self._store.lock:
+            while len(chunks):
+                images = self._store.fetch_some(chunks)
+                chunks = chunks[len(images) :]
+                parts.append(self._engine.score_keys(heads, images, look.rows, queries, self._threads))
+        return np.concatenate(parts, axis=1)

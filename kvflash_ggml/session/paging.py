@@ -1,0 +1,184 @@
+"""Moves page images between the pool and the host, as the page table says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..arrays import Int32s
+from ..constants import CHUNK
+from ..host.heap import Page, PageHeap
+from ..host.store import HostStore
+from ..pool.masks import SlotMask
+from ..pool.page_table import Pager
+from ..pool.plan import Moves
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+class Paging:
+    """Between a page table and the engine.
+
+    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now, again if that was
+    interrupted. keep_images: also of resident chunks, once made: a bounded pool evicts them, another need not copy them
+    anew for the next snapshot.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pager: Pager,
+        mask: SlotMask,
+        heap: PageHeap,
+        ids: Int32s,
+        sealed: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.keep_images = pager.bounded
+        self.heap = heap
+        self.store = HostStore(heap)
+        self.page_ins = 0
+        self.page_outs = 0
+        self._engine = engine
+        self._pager = pager
+        self._mask = mask
+        self._ids = ids
+        self._sealed = sealed
+        self.wait = 0  # the transfer that frees the blocks the next step writes to
+
+    def apply(self, moves: Moves, length: int) -> None:
+        """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone."""
+        for chunk, block in moves.evict:
+            self._hide(block)
+            self.wait = max(self.wait, self.store.ticket(chunk))
+        for chunk in moves.drop:
+            self.store.drop(chunk)
+        if moves.recall:
+            self._fill(moves.recall, length)
+            self.page_ins += len(moves.recall)
+        for chunk, block in moves.fresh:
+            self._mask.place(block, chunk)
+
+    def undo(self, moves: Moves) -> None:
+        """Bring the blocks that a step's moves have touched, or may have, back to what the page table says.
+
+        A chunk whose bytes cannot be had any more stays on the host only.
+        """
+        self._engine.synchronize()  # the ticket of a transfer may be lost
+        touched = moves.blocks
+        for block in touched:
+            self._hide(block)
+        for c, chunk in enumerate(self._pager.chunks):
+            if chunk.block in touched:
+                try:
+                    self._fill([(c, chunk.block)], self._pager.length)
+                except Exception as err:
+                    logger.warning("chunk %d stays on the host: %s", c, err)
+                    self._hide(chunk.block)
+                    self._pager.strand(c)
+
+    def _hide(self, block: int) -> None:
+        """Nobody sees the block."""
+        self._engine.clear_cells(block * CHUNK, CHUNK)
+        self._mask.clear(block)
+
+    # --- out
+
+    def save(self) -> None:
+        """Copy chunks that have been sealed to the host, behind the compute."""
+        try:
+            for chunks in self.heap.fitting(self._pager.unsaved):
+                self._save(chunks)
+        except BaseException:
+            self._engine.synchronize()  # the ticket of a transfer may be lost, and its images are given back
+            raise
+
+    def _save(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self.store.drop(chunk)  # an image from before a truncation
+        with self.store.lock:  # or the scoring thread could spill an image that is not written yet
+            images = self.store.allocate(chunks)
+            ticket = self._engine.page_out([self._pager.chunks[chunk].block for chunk in chunks], images)
+            for chunk in chunks:
+                self.store.written(chunk, ticket)
+        self._sealed(chunks)
+        self.page_outs += len(chunks)
+        for chunk in chunks:
+            self._pager.saved(chunk)
+
+    def hold(self, length: int) -> list[Page]:
+        """One image per chunk of the first `length` tokens, each held for the caller.
+
+        Images that the host has are shared. The rest are copied, which waits for the compute. HostMemoryError, and
+        nothing held, if there is no memory for them.
+        """
+        pages: list[Page] = []
+        try:
+            for c in range(-(-length // CHUNK)):
+                pages.append(self._hold(c, min(CHUNK, length - c * CHUNK)))
+        except BaseException:
+            self._engine.synchronize()
+            for page in pages:
+                self.heap.release(page)
+            raise
+        return pages
+
+    def _hold(self, chunk: int, rows: int) -> Page:
+        """The image of the first rows of a chunk."""
+        entry = self._pager.chunks[chunk]
+        with self.heap.lock:
+            if rows == CHUNK and entry.on_host:
+                return self.heap.hold(self.store.page(chunk))
+            (page,) = self.heap.new(1)
+            try:
+                if entry.block >= 0:
+                    page.ticket = self._engine.page_out([entry.block], [page.address])
+                else:
+                    self.heap.view(page)[:] = self.store.bytes_of(chunk)
+                if rows < CHUNK:
+                    self._engine.wait(page.ticket)
+                    self._engine.blank(self.heap.view(page), rows)
+            except BaseException:
+                self._engine.synchronize()
+                self.heap.release(page)
+                raise
+        if self.keep_images and chunk < self._pager.length // CHUNK and rows == CHUNK:
+            self.store.drop(chunk)
+            self.store.adopt(chunk, page)
+            self._pager.saved(chunk)
+        return page
+
+    # --- in
+
+    def adopt(self, pages: Sequence[Page], length: int) -> None:
+        """Fill the blocks of a table that has been adopted from images; keep those that are the only true copy."""
+        for c, page in enumerate(pages):
+            self.store.adopt(c, page)
+        self._fill([(c, chunk.block) for c, chunk in enumerate(self._pager.chunks) if chunk.block >= 0], length)
+        for c, chunk in enumerate(self._pager.chunks):
+            if not chunk.on_host:
+                self.store.drop(c)
+
+    def clear(self) -> None:
+        self.store.clear()
+
+    def close(self) -> None:
+        self.store.clear()
+        self.heap.close()
+
+    def _fill(self, pages: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy page images into their blocks, ahead of the next compute."""
+        while pages:
+            with self.store.lock:  # or the scoring thread could spill an image that is being read
+                images = self.store.fetch_some([chunk for chunk, _ in pages])
+                group, pages = pages[: len(images)], pages[len(images) :]
+                ticket = self._engine.page_in([block for _, block in group], images)
+                for chunk, _ in group:
+                    self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
+            for chunk, block in group:
+                lo = chunk * CHUNK
+                self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
+                self._mask.place(block, chunk)

@@ -1,0 +1,24 @@
+"""What comes back from a policy, which may be anybody's, before anything is decided by it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Floats
+from ..errors import ConfigError
+from ..policy.base import Scorer
+
+
+def check_scores(scorer: Scorer, scores: object, n_chunks: int) -> Floats | None:
+    """The scores as they are. ConfigError that names the policy unless they are what `Scorer.score` has to return."""
+    if scores is None:
+        return None
+    if not isinstance(scores, np.ndarray) or scores.shape != (n_chunks,) or scores.dtype.kind != "f":
+        what = f"{scores.dtype} of shape {scores.shape}" if isinstance(scores, np.ndarray) else type(scores).__name__
+        raise ConfigError(
+            f"policy '{scorer.name}' returned {what} for {n_chunks} chunks: score() must return an array of floats, "
+            f"one for each chunk, or None"
+        )
+    if np.isnan(scores).any():
+        raise ConfigError(f"policy '{scorer.name}' returned NaN: a score must be a number, or infinite to be the first")
+    return scores

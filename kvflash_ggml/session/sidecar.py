@@ -1,0 +1,117 @@
+"""A second context on a loaded model, whose keys and queries can be read: for a drafter, and to calibrate a model."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import _internals as internals
+
+from ..arrays import Int32s
+from ..config import KVFlashConfig
+from ..constants import CHUNK, POOL_STEP, round_up
+from ..native import engine as native
+from ..policy.base import Look
+from .keys import HostKeys
+from .session import Progress, Session
+
+
+class Sidecar:
+    """A session that holds its whole context, and has the page images of its sealed chunks on the host.
+
+    model: a llama_cpp LlamaModel, which must outlive this. query_rows: newest queries that are kept. step: tokens that
+    are read at once. settings: llama_context_params to take from what concerns the machine (threads). Raises what
+    llama.cpp's wrappers and the engine raise if the model cannot run in a pool, or there is no memory.
+    """
+
+    def __init__(self, model: Any, *, n_ctx: int, query_rows: int, step: int, settings: Any) -> None:
+        with ExitStack() as stack:
+            native.probe(
+                ctypes.cast(model.model, ctypes.c_void_p).value or 0,
+                type_k=llama_cpp.GGML_TYPE_F16,
+                type_v=llama_cpp.GGML_TYPE_F16,
+                offload=settings.offload_kqv,
+                arch=model.metadata().get("general.architecture", "unknown"),
+            )
+            context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings)
+            stack.callback(context.close)
+            self.n_ctx = context.n_ctx() // CHUNK * CHUNK
+            engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, step)
+            stack.callback(engine.close)
+            config = KVFlashConfig(pool=engine.info.n_slots)
+            self.session = Session(engine, config, n_ctx=context.n_ctx(), n_batch=step, n_ubatch=step)
+            self.session.paging.keep_images = True  # their keys are scored, and they may be saved
+            stack.callback(self.session.close)
+            self.keys = HostKeys(engine, self.session.store)
+            self._query_rows = query_rows
+            self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
+            self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
+            self._stack = stack.pop_all()
+
+    def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
+        """Read on, and copy the chunks that this has sealed to the host."""
+        session, before = self.session, self.session.length // CHUNK
+        session.extend(np.asarray(tokens, np.int32), progress=progress)
+        for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
+            images = session.store.allocate(chunks)
+            ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
+            for chunk in chunks:
+                session.store.written(chunk, ticket)
+                session.pager.saved(chunk)
+
+    def truncate(self, length: int) -> int:
+        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
+        before = self.session.length // CHUNK
+        left = self.session.truncate(length)
+        for chunk in range(left // CHUNK, before):
+            self.session.store.drop(chunk)
+        return left
+
+    def look(self, rows: int) -> Look:
+        """The sealed chunks, and the queries of at most so many of the newest tokens."""
+        session = self.session
+        rows = min(rows, self._query_rows, session.length)
+        session.engine.wait(session.engine.read_queries(self._flat))
+        newest = np.arange(session.length - rows, session.length) % self._query_rows
+        parts, at = [], 0
+        for ring in self._ring:
+            parts.append(self._flat[at : at + ring.size].reshape(ring.shape)[newest].reshape(-1))
+            at += ring.size
+        return Look(
+            tokens=session.tokens,
+            n_chunks=session.length // CHUNK,
+            rows=rows,
+            queries=np.concatenate(parts),
+            kept=frozenset(),
+        )
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _context(model: Any, n_ctx: int, query_rows: int, step: int, settings: Any) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = round_up(n_ctx, POOL_STEP)
+    params.n_batch = params.n_ubatch = step
+    params.n_threads = settings.n_threads
+    params.n_threads_batch = settings.n_threads_batch
+    params.offload_kqv = settings.offload_kqv
+    params.swa_full = False
+    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    with _pool(params.n_ctx, query_rows):
+        # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
+        return internals.LlamaContext(model=model, params=params, verbose=True)
+
+
+@contextlib.contextmanager
+def _pool(cells: int, query_rows: int) -> Iterator[None]:
+    native.set_pool(cells, query_rows)
+    try:
+        yield
+    finally:
+        native.set_pool(0)

@@ -1,0 +1,123 @@
+"""Saves the session of one model, as a file or as bytes, and puts it back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ..errors import SnapshotError
+from ..files import replacing
+from ..session.session import Session
+from ..state.session import SavedSession
+from . import codec, format
+from .container import Container
+from .fingerprint import Fingerprint
+from .source import BytesSource, FileSource, Source
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+class Keeper:
+    """fingerprint: reads that of the model, called when it is first needed. n_vocab: bounds the tokens of a file."""
+
+    def __init__(self, session: Session, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
+        self._session = session
+        self._read_fingerprint = fingerprint
+        self._n_vocab = n_vocab
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-save")
+        self._process = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Is this the child of the process that made it? Its threads have stayed behind."""
+        return os.getpid() != self._process
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return self._read_fingerprint()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may differ between saving and restoring, for whoever reads the file."""
+        session, config = self._session, self._session.config
+        return {
+            "pool": session.engine.info.n_slots,
+            "n_ctx": session.n_ctx,
+            "policy": session.policy,
+            "tau": config.tau,
+            "sinks": config.sinks,
+            "tail": config.tail,
+        }
+
+    def save(self, saved: SavedSession, path: Path, *, compress: bool) -> Future[int]:
+        """Write a file behind the decode, and release `saved`. The result is its size in bytes."""
+        try:
+            if self.forked:
+                raise SnapshotError(
+                    f"cannot write {path}: this process was forked after the model was made, and the thread that "
+                    f"writes is in the other one: make the Llama here, or write what save_state returns"
+                )
+            if compress:
+                codec.require()
+            place = _place(path)
+            return self._writer.submit(self._write, saved, place, self.fingerprint, self.settings, compress)
+        except BaseException:
+            saved.release()
+            raise
+
+    def _write(
+        self, saved: SavedSession, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool
+    ) -> int:
+        try:
+            with replacing(path) as file:
+                format.write(saved, file, fingerprint, settings, compress=compress)
+                return file.tell()
+        except OSError as err:
+            raise SnapshotError(
+                f"cannot write {path}: {err.strerror or err}: name a file in a folder that exists, can be written and "
+                f"has room for {saved.size >> 20} MiB"
+            ) from err
+        finally:
+            saved.release()
+
+    def dump(self, saved: SavedSession) -> bytes:
+        """The same as bytes."""
+        stream = BytesIO()
+        try:
+            format.write(saved, stream, self.fingerprint, self.settings)
+        finally:
+            saved.release()
+        return stream.getvalue()
+
+    def load(self, source: Path | bytes) -> SavedSession:
+        """Open what was saved. Its page images stay in the file until they are needed. To be released."""
+        opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
+        container = Container(opened)
+        saved = format.read(container, self.fingerprint, self._session.paging.heap, self._session.limits(self._n_vocab))
+        theirs = container.facts.get("settings")
+        policy = theirs.get("policy") if isinstance(theirs, dict) else None
+        if self._session.bounded and saved.policy is None and policy != self._session.policy:
+            logger.warning("%s was saved with policy %s: statistics are made anew", opened.name, policy)
+        return saved
+
+    def close(self) -> None:
+        """Wait for files that are being written."""
+        self._writer.shutdown()
+
+
+def _place(path: Path) -> Path:
+    """Where a file goes, wherever the process is by then: behind links, and never in place of a device or a folder."""
+    try:
+        place = path.resolve()
+        usable = place.is_file() or not place.exists()
+    except (OSError, ValueError) as err:
+        raise SnapshotError(f"cannot write {path}: {err}") from err
+    if not usable:
+        raise SnapshotError(f"cannot write {path}: it is there and no regular file: name a file in a folder")
+    return place

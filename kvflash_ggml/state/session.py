@@ -1,0 +1,178 @@
+"""A session that has been put aside: everything it needs to go on bit for bit, and nothing that is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Floats, Int32s, Int64s
+from ..errors import SnapshotError
+from ..host.heap import Page, PageHeap
+from ..pool.page_table import PageTable
+from .blob import Blob
+
+Row = npt.NDArray[np.uint8]
+
+
+T = TypeVar("T")
+
+
+def done(value: T) -> Future[T]:
+    """A future whose result is known."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a saved session can be at most, for a model and a context: nothing larger is read from a file.
+
+    queries: floats of the captured ring.
+    """
+
+    n_ctx: int
+    n_vocab: int
+    queries: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedBridge:
+    """Where the target's tokens and the drafter's end in the text's bytes; the drafter's first `settled` are final."""
+
+    ends: Int64s
+    drafted_ends: Int64s
+    settled: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedReader:
+    """A drafter that reads along: its text in its own tokens, and its memory from token `base` on.
+
+    source: which model it is. bridge: None where it has the target's tokenizer. session: that memory, or a function
+    that opens it for the heap of such a model.
+    """
+
+    source: str
+    text: Int32s
+    base: int
+    bridge: SavedBridge | None
+    session: SavedSession | Callable[[PageHeap, Limits], SavedSession]
+
+    def open(self, heap: PageHeap, limits: Limits) -> SavedSession:
+        """The session, to be released. SnapshotError if it is not to be had any more."""
+        return self.session.share() if isinstance(self.session, SavedSession) else self.session(heap, limits)
+
+    def release(self) -> None:
+        """Let go of the page images."""
+        if isinstance(self.session, SavedSession):
+            self.session.release()
+
+
+class Layout(NamedTuple):
+    """What a row of a policy's statistics means, and its bytes. Rows of another layout are made anew from the keys."""
+
+    name: str
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """What a policy keeps of each sealed chunk, a row of bytes each. Nobody writes to them: texts share their rows."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.name, len(self.rows[0]) if self.rows else 0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedPolicy:
+    """A policy and its clock, between two looks.
+
+    looks: scores that have been asked for and not used yet, the oldest first. statistics: of the sealed chunks, as soon
+    as they are at hand; None if the policy keeps them to itself. reader: the model of its own, if the policy has one.
+    """
+
+    name: str
+    tau: int
+    since_look: int
+    since_reselect: int
+    due: int
+    looks: list[Floats | None]
+    statistics: Future[Statistics | None]
+    reader: SavedReader | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SavedSession:
+    """tokens: all that were read. pages: an image per chunk, held until `release`. state, checkpoints: what is not
+    pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
+    of the last token, if it was just evaluated. seed: of the next random numbers.
+    """
+
+    tokens: Int32s
+    table: PageTable
+    heap: PageHeap
+    pages: list[Page]
+    state: Blob
+    checkpoints: dict[int, Blob]
+    queries: Floats
+    queries_from: int
+    policy: SavedPolicy | None
+    logits: Floats | None = None
+    seed: int = 0
+    _released: bool = field(default=False, init=False)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def size(self) -> int:
+        """Bytes of everything, wherever they are."""
+        shared = sum(blob.size for blob in self.blobs) + sum(row.nbytes for row in self.rows)
+        return len(self.pages) * self.heap.page_bytes + shared + self.own_size
+
+    @property
+    def blobs(self) -> list[Blob]:
+        """Copies of state, which later texts may have too."""
+        return [self.state, *self.checkpoints.values()]
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The policy's statistics, if they are at hand."""
+        if self.policy is None or not self.policy.statistics.done():
+            return ()
+        statistics = self.policy.statistics.result()
+        return () if statistics is None else statistics.rows
+
+    @property
+    def own_size(self) -> int:
+        """Bytes that no other text has: all but page images, copies of state and statistics."""
+        arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def share(self) -> SavedSession:
+        """The same for another holder, who releases it too. Without the drafter's part."""
+        if self._released:
+            raise SnapshotError("this session has been released")
+        for page in self.pages:
+            self.heap.hold(page)
+        return replace(self, policy=self.policy and replace(self.policy, reader=None))
+
+    def release(self) -> None:
+        """Let go of the page images."""
+        if not self._released:
+            self._released = True
+            for page in self.pages:
+                self.heap.release(page)
+            if self.policy is not None and self.policy.reader is not None:
+                self.policy.reader.release()

@@ -1,0 +1,1 @@
+"""What happens to a text, for those who want to watch."""

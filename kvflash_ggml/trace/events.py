@@ -1,0 +1,107 @@
+"""What is told about a page table that changes: to an observer, and as the share of attention that misses the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays import Floats
+
+
+class Observer(Protocol):
+    """Hears of every change of the page table, and of every look at the text."""
+
+    def changed(
+        self,
+        *,
+        length: int,
+        resident: Sequence[int],
+        recalled: Sequence[int],
+        scores: Floats | None,
+        evicted_mass: float | None,
+        generating: bool,
+    ) -> None:
+        """length: tokens read once the step is done. recalled: chunks paged in. scores: of a look just used.
+
+        evicted_mass: estimated share of attention on chunks that are not in `resident`, after a look of a policy that
+        can tell. generating: the step writes one token of an answer.
+        """
+        ...
+
+
+class Watch:
+    """Between a session and whoever looks on. scorer: may have `shares_of(scores)`, as the default policy has."""
+
+    def __init__(self, scorer: object) -> None:
+        self.observer: Observer | None = None
+        self._shares_of: Callable[[Floats], Floats | None] | None = getattr(scorer, "shares_of", None)
+        self._scores: Floats | None = None
+        self._total = 0.0
+        self._count = 0
+
+    @property
+    def evicted_mass(self) -> float | None:
+        """Mean over the looks of the newest answer, from its prompt's end on; None if there is nothing to tell by."""
+        return self._total / self._count if self._count else None
+
+    @property
+    def looked(self) -> bool:
+        """Has a look been used that `changed` has not been told of?"""
+        return self._scores is not None
+
+    def look(self, scores: Floats) -> None:
+        """The scores of a look have been taken over; the page table may follow."""
+        self._scores = scores
+
+    def changed(self, length: int, resident: Sequence[int], recalled: Sequence[int] = (), *, generating: bool) -> None:
+        """The page table has changed, or has stayed after a look."""
+        scores, self._scores = self._scores, None
+        mass = None if scores is None else self._weigh(scores, resident, generating=generating)
+        self._tell(length, resident, recalled, scores, mass, generating)
+
+    def cut(self, length: int, resident: Sequence[int]) -> None:
+        """The text has been cut or replaced. A look that has been taken over may still be followed."""
+        self._tell(length, resident, (), None, None, False)
+
+    def forget(self) -> None:
+        """The text is gone."""
+        self._scores = None
+        self._total, self._count = 0.0, 0
+
+    def _tell(
+        self,
+        length: int,
+        resident: Sequence[int],
+        recalled: Sequence[int],
+        scores: Floats | None,
+        mass: float | None,
+        generating: bool,
+    ) -> None:
+        if self.observer is not None:
+            self.observer.changed(
+                length=length,
+                resident=resident,
+                recalled=recalled,
+                scores=scores,
+                evicted_mass=mass,
+                generating=generating,
+            )
+
+    def _weigh(self, scores: Floats, resident: Sequence[int], *, generating: bool) -> float | None:
+        shares = self._shares_of(scores) if self._shares_of is not None else None
+        if shares is None:
+            return None
+        mass = evicted_share(shares, resident)
+        if not generating:  # of a prompt only its last look counts
+            self._total, self._count = 0.0, 0
+        self._total += mass
+        self._count += 1
+        return mass
+
+
+def evicted_share(shares: Floats, resident: Sequence[int]) -> float:
+    """The sum of the shares of the chunks that are not resident. Chunks newer than the shares count as nothing."""
+    inside = [c for c in resident if c < len(shares)]
+    return min(1.0, max(0.0, float(1.0 - shares[inside].sum(dtype=np.float64))))

@@ -1,0 +1,92 @@
+"""Imports run one way, from the top floor to the ground. Those for types count as well."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
+
+FLOORS = [
+    {"__main__"},
+    {"cli", "bench"},
+    {"__init__"},
+    {"llama"},
+    {"calibration", "prefix_cache", "drafter"},
+    {"snapshot"},
+    {"session"},
+    {"config"},
+    {"policy"},
+    {"state"},
+    {"native", "pool", "trace"},
+    {"host"},
+    {"arrays", "constants", "env", "errors", "files", "logs", "modelfile", "notation"},
+]
+"""From the top down. A room imports itself and the floors below; on the ground the files are in no order."""
+
+ORDER = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+MOST_LINES = 400
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name in the package, "" for the package itself."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a module names in its imports."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("kvflash_ggml"))
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            parts = package.split(".") if package else []
+            base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+        elif node.module is not None and node.module.partition(".")[0] == "kvflash_ggml":
+            base = node.module.partition(".")[2]
+        else:
+            continue
+        for alias in node.names:
+            below = f"{base}.{alias.name}".lstrip(".")
+            yield below if below in known else base
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0] or "__init__"
+
+
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    known = modules()
+    return {name: {target for target in imported(name, path, known) if target != name} for name, path in known.items()}
+
+
+def test_every_room_has_a_floor(arrows: dict[str, set[str]]) -> None:
+    assert {room(name) for name in arrows} == set(ORDER)
+
+
+def test_imports_run_down(arrows: dict[str, set[str]]) -> None:
+    up = [
+        f"{name} -> {target}"
+        for name, targets in arrows.items()
+        for target in targets
+        if room(name) != room(target) and ORDER[room(target)] <= ORDER[room(name)]
+    ]
+    ground = FLOORS[-1]
+    assert [arrow for arrow in up if not {room(x) for x in arrow.split(" -> ")} <= ground] == []
+
+
+def test_no_file_is_long() -> None:
+    paths = [path for kind in ("*.py", "*.cpp", "*.h") for path in PACKAGE.rglob(kind)]
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
