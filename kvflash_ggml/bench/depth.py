@@ -67,7 +67,7 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
         llm.eval([token])
     _finish(llm)
     session = llm._session
-    chooser = session.reselector if session else None
+    chooser = session.scoring if session else None
     looks, looked = (chooser.looks, chooser.seconds) if chooser else (0, 0.0)
     page_ins = session.page_ins if session else 0
     began = time.perf_counter()

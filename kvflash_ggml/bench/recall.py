@@ -151,5 +151,5 @@ def _counters(llm: Llama) -> tuple[int, int, float]:
     session = llm._session
     if session is None:
         return 0, 0, 0.0
-    chooser = session.reselector
+    chooser = session.scoring
     return session.page_ins, chooser.looks if chooser else 0, chooser.seconds if chooser else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..constants import CHUNK
 from ..native.engine import Engine
-from ..policy.base import Look
+from ..policy.base import ScoreRequest
 from ..policy.heads import as_heads, every_head
 from ..policy.qk import QKScorer
 from ..session.keys import HostKeys
@@ -87,17 +87,17 @@ def _cost(engine: Engine, context: int, rows: int, threads: int, n_heads: int) -
         for chunk in range(chunks):
             scorer.seal(chunk)
         size = rows * sum(h * d for _, h, d in engine.query_shapes)
-        look = Look(
+        request = ScoreRequest(
             tokens=np.zeros(context, np.int32),
             n_chunks=chunks,
             rows=rows,
             queries=np.random.default_rng(0).standard_normal(size, np.float32),
-            kept=frozenset({0, *range(chunks - 5, chunks)}),
+            protected=frozenset({0, *range(chunks - 5, chunks)}),
         )
         units, index, best = scorer.units, scorer.dump(chunks), range(scorer.rescored(chunks))
-        index_ms, _ = _best(lambda: keys.score_index(units, index, heads, look))
-        keys_ms, _ = _best(lambda: keys.score_keys(best, look, heads))
-        look_ms, _ = _best(lambda: scorer.score(look))
+        index_ms, _ = _best(lambda: keys.score_index(units, index, heads, request))
+        keys_ms, _ = _best(lambda: keys.score_keys(best, request, heads))
+        look_ms, _ = _best(lambda: scorer.score(request))
         index_mib = scorer.index_bytes / 2**20
         scorer.close()
     finally:

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Floats
 from ..calibration.run import calibrate
 from ..llama.llama import Llama
-from ..policy.base import REGISTRY, Keys, KeyShape, Look, Scorer
+from ..policy.base import REGISTRY, Keys, KeyShape, Scorer, ScoreRequest
 from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
 from ..snapshot.fingerprint import ModelFile
@@ -43,7 +43,7 @@ class Capture:
 
     def __init__(self, rows: int = ROWS) -> None:
         self.query_rows = rows
-        self.look: Look | None = None
+        self.look: ScoreRequest | None = None
         self.keys: Keys | None = None
 
     def open(self, keys: Keys, n_chunks: int) -> None:
@@ -51,10 +51,10 @@ class Capture:
 
     def seal(self, chunk: int) -> None: ...
 
-    def cut(self, n_chunks: int) -> None: ...
+    def truncate(self, n_chunks: int) -> None: ...
 
-    def score(self, look: Look) -> Floats | None:
-        self.look = look
+    def score(self, request: ScoreRequest) -> Floats | None:
+        self.request = request
         return None
 
     def close(self) -> None: ...
@@ -63,13 +63,13 @@ class Capture:
 class Columns:
     """The keys of one text, with what all scorers ask for computed once. Implements `policy.base.Keys`.
 
-    look: with the most rows that any scorer asks for.
+    request: with the most rows that any scorer asks for.
     """
 
-    def __init__(self, keys: Keys, look: Look) -> None:
+    def __init__(self, keys: Keys, request: ScoreRequest) -> None:
         self.shapes: Sequence[KeyShape] = keys.shapes
         self._keys = keys
-        self._look = look
+        self._request = request
         self._all = every_head(keys.shapes)
         self._exact: Floats | None = None
         self._read: dict[int, list[Floats]] = {}
@@ -88,17 +88,17 @@ class Columns:
     def index(self, chunk: int, units: Heads) -> Row:
         return self._keys.index(chunk, units)
 
-    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, look: Look) -> Floats:
-        return self._keys.score_index(units, rows, heads, look)
+    def score_index(self, units: Heads, rows: Sequence[Row], heads: Heads, request: ScoreRequest) -> Floats:
+        return self._keys.score_index(units, rows, heads, request)
 
-    def score_keys(self, chunks: Sequence[int], look: Look, heads: Heads | None = None) -> Floats:
+    def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Heads | None = None) -> Floats:
         if self._exact is None:
-            self._exact = self._keys.score_keys(range(self._look.n_chunks), self._look)
-        columns = self._exact.reshape(len(self._all), self._look.rows, -1)
+            self._exact = self._keys.score_keys(range(self._request.n_chunks), self._request)
+        columns = self._exact.reshape(len(self._all), self._request.rows, -1)
         if heads is not None:
             places = {tuple(head): i for i, head in enumerate(self._all.tolist())}
             columns = columns[[places[tuple(head)] for head in heads.tolist()]]
-        columns = columns[:, self._look.rows - look.rows :]
+        columns = columns[:, self._request.rows - request.rows :]
         return columns.reshape(-1, columns.shape[2])[:, list(chunks)]
 
 
@@ -186,26 +186,33 @@ def _asked(llm: Llama, case: Case) -> Iterator[Ask]:
 
 
 def _ranks(
-    keys: Keys, look: Look, made: dict[str, Callable[[], Scorer]], *, ask: Ask, shift: int, task: str, seed: int
+    keys: Keys,
+    request: ScoreRequest,
+    made: dict[str, Callable[[], Scorer]],
+    *,
+    ask: Ask,
+    shift: int,
+    task: str,
+    seed: int,
 ) -> Iterator[Rank]:
-    columns = Columns(keys, look)
-    gold = [c for c in gold_chunks(ask, shift) if c not in look.kept and c < look.n_chunks]
+    columns = Columns(keys, request)
+    gold = [c for c in gold_chunks(ask, shift) if c not in request.protected and c < request.n_chunks]
     if not gold:
         return
-    free = np.array([c for c in range(look.n_chunks) if c not in look.kept])
+    free = np.array([c for c in range(request.n_chunks) if c not in request.protected])
     for variant, factory in made.items():
         scorer = factory()
-        scorer.open(columns, look.n_chunks)
-        for chunk in range(look.n_chunks):
+        scorer.open(columns, request.n_chunks)
+        for chunk in range(request.n_chunks):
             scorer.seal(chunk)
-        scores = scorer.score(newest(look, scorer.query_rows, keys.shapes))
+        scores = scorer.score(newest(request, scorer.query_rows, keys.shapes))
         scorer.close()
         assert scores is not None
         order = free[np.argsort(-scores[free], kind="stable")].tolist()
         ranks = [order.index(c) for c in gold]
         yield Rank(
             variant=variant, task=task, label=ask.label, seed=seed, rank=min(ranks), last=max(ranks),
-            n_chunks=look.n_chunks,
+            n_chunks=request.n_chunks,
         )  # fmt: skip
 
 

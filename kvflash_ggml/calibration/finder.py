@@ -9,10 +9,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from ..errors import CalibrationError, ConfigError
+from ..errors import CalibrationError, ConfigError, SnapshotError
+from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
+from ..snapshot.fingerprint import ModelFile
 from .choice import Calibration, heads_file, load, save
 from .run import Progress, Stopped, calibrate
 
@@ -105,8 +107,8 @@ class HeadFinder:
     def _take(self, calibration: Calibration) -> None:
         heads = calibration.among(self._layers)
         self.calibration = calibration
-        if heads is not None and self._session.reselector is not None:
-            self._session.reselector.use(heads)
+        if heads is not None and self._session.scoring is not None:
+            self._session.scoring.use(heads)
 
     def _find(self, limit: float | None) -> None:
         try:
@@ -138,3 +140,21 @@ class HeadFinder:
         progress = self._progress
         if progress is not None:
             progress(done, total)
+
+
+def open_finder(session: Session, *, scorer: Scorer | None, model: Any, path: str, settings: Any) -> HeadFinder | None:
+    """Where the policy can ask some heads only: those that are known, or that are found behind the first answer.
+
+    path: of the model's file. See HeadFinder for the rest.
+    """
+    given = session.config.calibrate
+    if given is False or session.scoring is None or not isinstance(scorer, Selective):
+        return None
+    try:
+        identity = ModelFile(path).identity()
+    except (OSError, SnapshotError) as err:
+        logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
+        return None
+    return HeadFinder(
+        session, model=model, identity=identity, settings=settings, given=None if given is True else given
+    )

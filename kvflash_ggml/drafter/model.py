@@ -141,17 +141,17 @@ class SmallModel:
     def identity(self) -> str:
         return self._file.identity()
 
-    def freeze(self) -> SavedSession:
-        return self._session.freeze()
+    def state(self) -> SavedSession:
+        return self._session.state()
 
-    def adopt(self, saved: SavedReader) -> None:
+    def load(self, saved: SavedReader) -> None:
         session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
         try:
-            self._session.restore(session)
+            self._session.load(session)
         finally:
             session.release()
 
-    def cut(self, length: int) -> int:
+    def truncate(self, length: int) -> int:
         return self._side.truncate(length)
 
     def score_chunks(self) -> Floats:

@@ -46,7 +46,7 @@ class HostStore:
             self._pages.update(zip(chunks, pages, strict=True))
             return [page.address for page in pages]
 
-    def adopt(self, chunk: int, page: Page) -> None:
+    def put(self, chunk: int, page: Page) -> None:
         """Hold an image that others hold too."""
         assert chunk not in self, "a chunk has an image"
         self._pages[chunk] = self.heap.hold(page)

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 from llama_cpp import _internals as internals
 from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from .. import modelfile, policy
 from ..arrays import common_prefix
-from ..calibration.finder import HeadFinder
+from ..calibration.finder import HeadFinder, open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
 from ..errors import ContextFull, KVFlashError, SnapshotError
 from ..native import engine as native
 from ..native import library
-from ..policy.base import Scorer, Selective
+from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
+from ..session.pool import Pool
 from ..session.session import Session
-from ..snapshot.fingerprint import ModelFile
 from . import parameters, sizing
+from .bias import with_bias
 from .context import PagedContext
 from .sizing import PoolSize
 from .state import Keeping
@@ -86,7 +86,9 @@ class Llama(Keeping):
         settings = request.upstream
         library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
 
-        logits_all = settings.pop("logits_all", False) or settings.get("draft_model") is not None
+        logits_all = settings.pop("logits_all", False)
+        if self._config is None:
+            logits_all = logits_all or settings.get("draft_model") is not None
         self._pickled_tokenizer = settings.get("tokenizer")
         try:
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
@@ -130,37 +132,23 @@ class Llama(Keeping):
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
-        self._session = Session(
-            engine, self._config, n_ctx=self._n_ctx, n_batch=self.n_batch, n_ubatch=n_ubatch, scorer=self._scorer
-        )
+        config = self._config
+        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
+        self._session = Session(pool, config, n_ctx=self._n_ctx, n_batch=self.n_batch, scorer=self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
         self._open_keeper(self._session)
-        self._find_heads(self._session, self._config)
+        self._finder = open_finder(
+            self._session, scorer=self._scorer, model=self._model, path=self.model_path, settings=self.context_params
+        )
+        if self._finder is not None:
+            self._ctx._exit_stack.callback(self._finder.close)
         self._ctx = PagedContext(self._ctx, self._session)
         assert self.kvflash is not None
         if self.verbose:
             logger.warning(self.kvflash.banner())
         else:
             logger.info(self.kvflash.banner())
-
-    def _find_heads(self, session: Session, config: KVFlashConfig) -> None:
-        """Where the policy can ask some heads only: those that are known, or that are found behind the first answer."""
-        if config.calibrate is False or session.reselector is None or not isinstance(self._scorer, Selective):
-            return
-        try:
-            identity = ModelFile(self.model_path).identity()
-        except (OSError, SnapshotError) as err:
-            logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
-            return
-        self._finder = HeadFinder(
-            session,
-            model=self._model,
-            identity=identity,
-            settings=self.context_params,
-            given=None if config.calibrate is True else config.calibrate,
-        )
-        self._ctx._exit_stack.callback(self._finder.close)
 
     def _replace_batch(self) -> None:
         """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""
@@ -180,9 +168,9 @@ class Llama(Keeping):
     @changing
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
-        self._evaluate(tokens, generated=False)
+        self._evaluate(tokens)
 
-    def _evaluate(self, tokens: Sequence[int], *, generated: bool, checkpoint: int | None = None) -> None:
+    def _evaluate(self, tokens: Sequence[int], *, checkpoint: int | None = None) -> None:
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
@@ -199,7 +187,7 @@ class Llama(Keeping):
         start = self._session.length
         try:
             try:
-                extend(data, generated=generated, checkpoint=checkpoint)
+                extend(data, checkpoint=checkpoint)
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
@@ -210,6 +198,19 @@ class Llama(Keeping):
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
+
+    def _verify(self, tokens: Sequence[int]) -> None:
+        """Evaluate a token and what is drafted after it. With a pool, drafts are of the text once they are accepted."""
+        if self._session is None:
+            self._evaluate(tokens)
+            return
+        self._catch_up(self._session)
+        if self._logits_all:
+            self._grow_scores(self.n_tokens + len(tokens))
+        try:
+            self._session.verify(np.asarray(tokens, np.int32), after=self._after_step)
+        except SnapshotError:
+            self._evaluate(tokens[:1])  # which reads again what is lost
 
     def _after_step(self, start: int, count: int) -> None:
         assert self._session is not None
@@ -281,28 +282,34 @@ class Llama(Keeping):
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
         sample_idx = self.n_tokens + len(pending) - 1
-        self._evaluate(pending, generated=False, checkpoint=self._branch(tokens) if reset else None)
+        self._evaluate(pending, checkpoint=self._branch(tokens) if reset else None)
         try:
             self._keep_prefix()
             while True:
                 while sample_idx < self.n_tokens:
                     token = self.sample(idx=sample_idx)
                     sample_idx += 1
+                    self._accepted = sample_idx
                     if stopping_criteria is not None and stopping_criteria(
                         self._input_ids[:sample_idx], self._logits_row(sample_idx - 1)
                     ):
                         return
                     sent = yield token
-                    generated = not sent
                     pending = [token, *(sent or ())]
-                    if sent and not self._logits_all:
-                        sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
+                    if sent:
+                        self._accept_drafts(sample_idx)  # what is sent follows the token, in place of the drafts
+                        if not self._logits_all:
+                            sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
                     if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
                         self._reject_drafts(sample_idx)
                         break
-                pending += self._draft(pending)
-                self._evaluate(pending, generated=generated)
+                drafts = self._draft(pending) if len(pending) == 1 else []
+                if drafts:
+                    self._verify([*pending, *drafts])
+                else:
+                    self._evaluate(pending)
         finally:
+            self._accept_drafts(self._accepted)
             self._keep_prefix()
             if self._finder is not None and self._session is not None and self._session.outgrown:
                 self._finder.start()
@@ -313,17 +320,18 @@ class Llama(Keeping):
 
     def _reuse_prefix(self, tokens: Sequence[int]) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        self._accept_drafts(self._accepted)
         if self._deterministic:
             self.reset()
         if self._prefixes is not None:
             self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
         shared = common_prefix(self._input_ids, np.asarray(tokens, np.intc))
-        if shared == len(tokens) == self.n_tokens and not self._requires_eval:
+        if shared == len(tokens) == self.n_tokens and self._logits_at_hand:
             return shared  # the logits of the last token are at hand
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if self._session is not None:
-            shared = self._session.reusable(shared, len(tokens))
+            shared = self._session.prefix_to_keep(shared, len(tokens))
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()
@@ -340,6 +348,9 @@ class Llama(Keeping):
         return length if self._ctx.kv_cache_seq_rm(-1, length, -1) else 0
 
     def _reject_drafts(self, length: int) -> None:
+        if self._session is not None and self._session.ahead:
+            self._accept_drafts(length)
+            return
         left = self._cut(length)
         self.n_tokens = length
         self._requires_eval = True
@@ -355,7 +366,7 @@ class Llama(Keeping):
         start = self.n_tokens + len(pending)
         room = min(self._n_ctx - start, (self.context_params.n_ubatch or self.n_batch) - len(pending))
         if self._session is not None:
-            room = min(room, self._session.pager.room(self._session.length) - len(pending))
+            room = min(room, self._session.table.room(self._session.length) - len(pending))
         if room <= 0:
             return []
         self.input_ids[self.n_tokens : start] = pending
@@ -371,26 +382,14 @@ class Llama(Keeping):
     ) -> Iterator[Any]:
         if self._model.model is None:
             raise KVFlashError("this model is closed: make a new Llama")
-        # upstream loses both when given both
         if logit_bias:
-            bias = {int(token): float(value) for token, value in logit_bias.items()}
-            logits_processor = llama_cpp.LogitsProcessorList([*(logits_processor or ()), _bias_processor(bias)])
+            logits_processor = with_bias(logits_processor, logit_bias)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
         return self._turns.pieces(completion) if kwargs.get("stream") else self._turns.whole(completion)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state["logits_all"] = self._logits_all and self.draft_model is None
+        state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
         return state
-
-
-def _bias_processor(bias: dict[int, float]) -> Any:
-    def add_bias(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
-        biased: npt.NDArray[np.single] = scores.copy()
-        for token, value in bias.items():
-            biased[token] += value
-        return biased
-
-    return add_bias

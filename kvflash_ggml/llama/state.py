@@ -34,7 +34,8 @@ class Keeping(llama_cpp.Llama):
     _keeper: Keeper | None = None
     _prefixes: Prefixes | None = None
     _logits_all: bool = False
-    _requires_eval: bool
+    _requires_eval: bool  # without a pool
+    _accepted: int = 0  # tokens of the text while drafts are verified
 
     def _open_keeper(self, session: Session) -> None:
         read = fingerprint.of_llama(self, session.engine)
@@ -45,11 +46,27 @@ class Keeping(llama_cpp.Llama):
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
         if not 0 <= self.n_tokens <= self._n_ctx:
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
+        if session.ahead:
+            self._accept_drafts(self._accepted)
         session.settle()
         if self.n_tokens < session.length:
             session.rewind(self.n_tokens)
         elif self.n_tokens > session.length:
             session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
+
+    def _accept_drafts(self, length: int) -> None:
+        """Of the drafts that are being verified those before `length` are of the text, the others are not."""
+        session = self._session
+        if session is not None and session.ahead:
+            session.accept(length - session.length)
+            self.n_tokens = session.length
+
+    @property
+    def _logits_at_hand(self) -> bool:
+        """Can a token that follows the text be sampled?"""
+        if self._session is None:
+            return not self._requires_eval
+        return self._session.ahead == 0 and self._session.logits_at == self.n_tokens - 1
 
     def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
         """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
@@ -89,7 +106,7 @@ class Keeping(llama_cpp.Llama):
         A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
         """
         keeper = self._snapshots()
-        done = keeper.save(self._freeze(length), Path(path), compress=compress)
+        done = keeper.save(self._saved(length), Path(path), compress=compress)
         if wait:
             done.result()
         else:
@@ -105,7 +122,7 @@ class Keeping(llama_cpp.Llama):
         changed then. With `logits_all` the rows of all tokens but the last are NaN: a file does not have them.
         """
         saved = self._snapshots().load(Path(path))
-        self._thaw(saved)
+        self._go_on_from(saved)
         return self.n_tokens
 
     @in_turn
@@ -115,7 +132,7 @@ class Keeping(llama_cpp.Llama):
             data = stock_state.read(self._ctx.ctx)
         else:
             keeper = self._snapshots()
-            data = keeper.dump(self._freeze(None))
+            data = keeper.dump(self._saved(None))
         rows = self.n_tokens if self._logits_all else 0
         return llama_cpp.LlamaState(
             scores=self.scores[:rows].copy(),
@@ -139,7 +156,7 @@ class Keeping(llama_cpp.Llama):
             self.n_tokens = state.n_tokens
             self._requires_eval = True
         else:
-            self._thaw(self._snapshots().load(state.llama_state))
+            self._go_on_from(self._snapshots().load(state.llama_state))
         self._seed = state.seed
         if self._logits_all:
             self._grow_scores(self.n_tokens)
@@ -152,34 +169,33 @@ class Keeping(llama_cpp.Llama):
             raise KVFlashError("this model is closed: make a new Llama")
         return self._keeper
 
-    def _freeze(self, length: int | None) -> SavedSession:
+    def _saved(self, length: int | None) -> SavedSession:
         assert self._session is not None
         self._catch_up(self._session)
-        saved = self._session.freeze(length)
+        saved = self._session.state(length)
         saved.seed = self._seed
-        if length in (None, self.n_tokens) and not self._requires_eval and self._session.has_logits:
+        if length in (None, self.n_tokens) and self._logits_at_hand:
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
         return saved
 
-    def _thaw(self, saved: SavedSession) -> None:
+    def _go_on_from(self, saved: SavedSession) -> None:
         """Go on from a saved session, and release it."""
         assert self._session is not None
         try:
-            self._session.restore(saved, self._take_over)
+            self._session.load(saved, self._follow)
         finally:
             saved.release()
         self._seed = saved.seed
 
-    def _take_over(self, saved: SavedSession) -> None:
+    def _follow(self, saved: SavedSession) -> None:
         """The session has been restored: follow it."""
         assert self._session is not None
         self.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
         self.input_ids[: saved.length] = saved.tokens
         self.n_tokens = saved.length
-        self._requires_eval = saved.logits is None
         if saved.logits is not None:
             self._session.engine.set_logits(saved.logits)
-            self._session.has_logits = True
+            self._session.logits_at = self.n_tokens - 1
         if self._logits_all:
             self._grow_scores(self.n_tokens)
             self.scores[: self.n_tokens] = np.nan
@@ -215,11 +231,11 @@ class Keeping(llama_cpp.Llama):
             return  # the logits of what is restored would be missing
         self._catch_up(self._session)
         shared = common_prefix(self._session.tokens, tokens)
-        if shared == len(tokens) == self._session.length and not self._requires_eval:
+        if shared == len(tokens) == self._session.length and self._logits_at_hand:
             return
-        mine = self._session.left_after(self._session.reusable(min(shared, len(tokens) - 1), len(tokens)))
+        mine = self._session.truncates_to(self._session.prefix_to_keep(min(shared, len(tokens) - 1), len(tokens)))
         self._keep_prefix()
-        prefixes.restore(tokens, mine, self._take_over)
+        prefixes.restore(tokens, mine, self._follow)
 
     def _forget_lost(self) -> None:
         """A page of the text cannot be read: do not restore it again."""
@@ -232,7 +248,7 @@ class Keeping(llama_cpp.Llama):
         if session is None or prefixes is None or session.engine.closed or prefixes.has(session.tokens):
             return
         try:
-            prefixes.put(self._freeze(None))
+            prefixes.put(self._saved(None))
         except KVFlashError as err:
             logger.warning("the text is not kept for later: %s", err)
 

@@ -40,17 +40,17 @@ class PoolView:
     @property
     def chunks(self) -> int:
         """Chunks of the text read so far."""
-        return len(self._session.pager.chunks)
+        return len(self._session.table.chunks)
 
     @property
     def resident(self) -> int:
         """Chunks that are on the device now."""
-        return self._session.pager.resident
+        return self._session.table.resident
 
     @property
     def resident_chunks(self) -> tuple[int, ...]:
         """Their numbers, ascending."""
-        return self._session.pager.resident_chunks
+        return self._session.table.resident_chunks
 
     @property
     def page_ins(self) -> int:
@@ -131,12 +131,12 @@ class PoolView:
         Mean over the looks of the newest answer, from its prompt's end on, where heads that look at something in
         particular count most. Estimated by the default policy, from whole chunks: what is being written is left out.
         """
-        return self._session.watch.evicted_mass
+        return self._session.events.evicted_mass
 
     @property
     def epoch(self) -> int:
         """Changes whenever a block changes its chunk."""
-        return self._session.pager.epoch
+        return self._session.table.epoch
 
     @property
     def type_k(self) -> str:
@@ -161,9 +161,9 @@ class PoolView:
         One recording at a time. `trace.write_html(path)` draws it.
         """
         trace = Trace(self._summary)
-        self._session.watch.observer = trace
+        self._session.events.observer = trace
         if self.length:
-            self._session.watch.cut(self.length, self.resident_chunks)
+            self._session.events.truncated(self.length, self.resident_chunks)
         return trace
 
     def _summary(self) -> Summary:
@@ -183,7 +183,7 @@ class PoolView:
 
     def unpin(self) -> None:
         """Let every pinned token go again, those of the configuration too."""
-        self._session.pager.unpin_all()
+        self._session.table.unpin_all()
 
     def banner(self) -> str:
         """One line that says what runs."""

@@ -56,27 +56,27 @@ class Keys(Protocol):
         """Those keys: every one of the chunk, [index_size]."""
         ...
 
-    def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, look: Look) -> Floats:
+    def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, request: ScoreRequest) -> Floats:
         """As `score_keys`, from what `index` gave for some chunks."""
         ...
 
-    def score_keys(self, chunks: Sequence[int], look: Look, heads: Pairs | None = None) -> Floats:
+    def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         """Log of the attention mass of each chunk, not normalised, [columns, len(chunks)]; by default of all heads."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ScoreRequest:
     """One look at the text.
 
-    tokens: all of them. queries: flat, per layer [rows, n_head, head]. kept: chunks that stay anyway.
+    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway.
     """
 
     tokens: npt.NDArray[np.int32]
     n_chunks: int
     rows: int
     queries: Floats
-    kept: frozenset[int]
+    protected: frozenset[int]
 
 
 @runtime_checkable
@@ -97,11 +97,11 @@ class Scorer(Protocol):
         """The keys of a chunk are final and can be read."""
         ...
 
-    def cut(self, n_chunks: int) -> None:
+    def truncate(self, n_chunks: int) -> None:
         """Chunks from `n_chunks` on are gone."""
         ...
 
-    def score(self, look: Look) -> Floats | None:
+    def score(self, request: ScoreRequest) -> Floats | None:
         """One score per chunk [n_chunks], higher is more relevant; None to leave the resident set as it is."""
         ...
 
@@ -146,11 +146,11 @@ class Selective(Protocol):
 class Reading(Protocol):
     """A scorer with a model of its own that reads along, and goes on reading where it was after a restore."""
 
-    def freeze(self) -> SavedReader | None:
+    def reader_state(self) -> SavedReader | None:
         """Where it is; None if it has not begun. To be released."""
         ...
 
-    def adopt(self, saved: SavedReader, tokens: npt.NDArray[np.int32]) -> None:
+    def load_reader(self, saved: SavedReader, tokens: npt.NDArray[np.int32]) -> None:
         """Go on from there, for a text of these tokens. What does not fit it reads again."""
         ...
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Floats, Int32s, Int64s, common_prefix
 from ..constants import CHUNK
 from ..state.session import SavedBridge, SavedReader
-from .base import Keys, Look
+from .base import Keys, ScoreRequest
 from .drafter import LEAST, Drafter, Window
 from .heads import split
 
@@ -63,8 +63,8 @@ class TextReader:
         self.window.follow(np.array(self.drafted, np.int32))
         return 0, self._map(len(tokens) // CHUNK)
 
-    def freeze(self) -> SavedReader:
-        return self.window.freeze(
+    def state(self) -> SavedReader:
+        return self.window.state(
             SavedBridge(
                 ends=np.array(self._ends, np.int64),
                 drafted_ends=np.array(self.drafted_ends, np.int64),
@@ -72,7 +72,7 @@ class TextReader:
             )
         )
 
-    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load(self, saved: SavedReader, tokens: Int32s) -> None:
         bridge, text = saved.bridge, bytearray()
         if bridge is None or len(bridge.ends) > len(tokens) or len(bridge.drafted_ends) != len(saved.text):
             logger.warning("the drafter reads the text again: it was saved with another tokenizer")
@@ -83,7 +83,7 @@ class TextReader:
             text += self._decode(token)
             ends.append(len(text))
         final = self._opening <= bridge.settled <= len(saved.text)
-        if not final or ends != bridge.ends.tolist() or not self.window.adopt(saved):
+        if not final or ends != bridge.ends.tolist() or not self.window.load(saved):
             return
         self._tokens, self._ends, self.text = tokens, ends, text
         self.drafted, self.drafted_ends = saved.text.tolist(), bridge.drafted_ends.tolist()
@@ -195,17 +195,17 @@ def _question_marks(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("kvflash_question_marks", _question_marks)
 
 
-def token_scores(keys: Keys, look: Look) -> Floats:
-    """Log of the largest share of attention each token of the first `look.n_chunks` chunks gets; [n_chunks * CHUNK]."""
-    mass = keys.score_keys(range(look.n_chunks), look)
+def token_scores(keys: Keys, request: ScoreRequest) -> Floats:
+    """Log of the largest share of attention that each token of the chunks gets, [n_chunks * CHUNK]."""
+    mass = keys.score_keys(range(request.n_chunks), request)
     most = mass.max(axis=1, keepdims=True)
     total = most[:, 0] + np.log(np.exp(mass - most).sum(axis=1))
-    scores = np.full(look.n_chunks * CHUNK, -np.inf, np.float32)
-    layers = list(zip(split(look, keys.shapes), keys.shapes, strict=True))
-    for chunk in range(look.n_chunks):
+    scores = np.full(request.n_chunks * CHUNK, -np.inf, np.float32)
+    layers = list(zip(split(request, keys.shapes), keys.shapes, strict=True))
+    for chunk in range(request.n_chunks):
         part, at = scores[chunk * CHUNK : (chunk + 1) * CHUNK], 0
         for (queries, shape), rows in zip(layers, keys.read(chunk), strict=True):
-            grouped = queries.reshape(look.rows, shape.n_head_kv, shape.group, shape.head)
+            grouped = queries.reshape(request.rows, shape.n_head_kv, shape.group, shape.head)
             dots = np.einsum("rhgd,thd->hgrt", grouped, rows, optimize=True).reshape(-1, CHUNK)
             columns = slice(at, at + len(dots))
             np.maximum(part, (dots * shape.scale - total[columns, None]).max(axis=0), out=part)

@@ -17,7 +17,7 @@ from ..arrays import Floats, Int32s, common_prefix
 from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..state.session import Layout, SavedBridge, SavedReader, SavedSession
-from .base import Keys, Look, Rows, Scorer, register
+from .base import Keys, Rows, Scorer, ScoreRequest, register
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -50,7 +50,7 @@ class Drafter(Protocol):
         """Read tokens after those it holds."""
         ...
 
-    def cut(self, length: int) -> int:
+    def truncate(self, length: int) -> int:
         """Forget tokens from `length` on. Returns how many are left: fewer if its memory cannot go back just so far."""
         ...
 
@@ -67,11 +67,11 @@ class Drafter(Protocol):
         """Which model it is, wherever its file lies."""
         ...
 
-    def freeze(self) -> SavedSession:
+    def state(self) -> SavedSession:
         """Its memory, to be released."""
         ...
 
-    def adopt(self, saved: SavedReader) -> None:
+    def load(self, saved: SavedReader) -> None:
         """Take over the memory of the same model. SnapshotError, and nothing held, if that fails."""
         ...
 
@@ -85,11 +85,11 @@ class Reader(Protocol):
         """The first chunk that was scored, and scores from there on, NaN for none; None if the text is too short."""
         ...
 
-    def freeze(self) -> SavedReader:
+    def state(self) -> SavedReader:
         """Where it is, to be released."""
         ...
 
-    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load(self, saved: SavedReader, tokens: Int32s) -> None:
         """Go on from there, for a text of these tokens; read again what does not fit."""
         ...
 
@@ -118,35 +118,35 @@ class Window:
         if len(text) - self.base > self._drafter.n_ctx:
             # half the window stays free, so that a growing text is read twice and no oftener
             self.base = round_up(len(text) - self._drafter.n_ctx // 2, CHUNK)
-            self._drafter.cut(0)
+            self._drafter.truncate(0)
         new = text[self.base + self._drafter.length :]
         if len(new):
             self._drafter.push(new)
             self.pushed += len(new)
         self._text = text.copy()
 
-    def freeze(self, bridge: SavedBridge | None = None) -> SavedReader:
+    def state(self, bridge: SavedBridge | None = None) -> SavedReader:
         """The text and the drafter's memory, to be released."""
         return SavedReader(
             source=self._drafter.identity,
             text=self._text,
             base=self.base,
             bridge=bridge,
-            session=self._drafter.freeze(),
+            session=self._drafter.state(),
         )
 
-    def adopt(self, saved: SavedReader) -> bool:
+    def load(self, saved: SavedReader) -> bool:
         """Go on from there. False, and at the beginning, if the drafter is another or its memory is lost."""
         self._text, self.base = np.empty(0, np.int32), 0
         try:
             if saved.source != self._drafter.identity:
                 raise SnapshotError("another drafter has read it")
-            self._drafter.adopt(saved)
+            self._drafter.load(saved)
             if saved.base + self._drafter.length > len(saved.text):
                 raise SnapshotError("the drafter's memory is longer than its text")
         except SnapshotError as err:
             logger.warning("the drafter reads the text again: %s", err)
-            self._drafter.cut(0)
+            self._drafter.truncate(0)
             return False
         self._text, self.base = saved.text, saved.base
         return True
@@ -154,9 +154,9 @@ class Window:
     def _cut(self, length: int) -> None:
         if length <= self.base:
             self.base = 0
-            self._drafter.cut(0)
+            self._drafter.truncate(0)
         else:
-            self._drafter.cut(length - self.base)
+            self._drafter.truncate(length - self.base)
 
 
 class TokenReader:
@@ -173,11 +173,11 @@ class TokenReader:
         first = self.window.first // CHUNK
         return first, self._drafter.score_chunks()[first - self.window.base // CHUNK :]
 
-    def freeze(self) -> SavedReader:
-        return self.window.freeze()
+    def state(self) -> SavedReader:
+        return self.window.state()
 
-    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
-        self.window.adopt(saved)
+    def load(self, saved: SavedReader, tokens: Int32s) -> None:
+        self.window.load(saved)
 
     def close(self) -> None:
         self._drafter.close()
@@ -211,7 +211,7 @@ class DrafterScorer:
 
     def seal(self, chunk: int) -> None: ...
 
-    def cut(self, n_chunks: int) -> None:
+    def truncate(self, n_chunks: int) -> None:
         self._scores[n_chunks:] = np.nan
         if n_chunks == 0:
             self._failed = False
@@ -227,35 +227,35 @@ class DrafterScorer:
         for chunk, row in enumerate(rows):
             self._scores[chunk : chunk + 1].view(np.uint8)[:] = row
 
-    def score(self, look: Look) -> Floats | None:
-        if self._failed or look.n_chunks == 0:
+    def score(self, request: ScoreRequest) -> Floats | None:
+        if self._failed or request.n_chunks == 0:
             return None
-        if self._reader is None and len(look.tokens) <= self._idle:
+        if self._reader is None and len(request.tokens) <= self._idle:
             return None
         try:
             if self._reader is None:
                 self._reader = self._load()
                 if self._resume is not None:
-                    self._reader.adopt(*self._resume)
+                    self._reader.load(*self._resume)
                     self._resume = None
-            found = self._reader.read(look.tokens)
+            found = self._reader.read(request.tokens)
         except FAILURES as err:
             self._give_up(err)
             return None
         if found is None:
             return None
         first, scores = found
-        part = self._scores[first : min(first + len(scores), look.n_chunks)]
+        part = self._scores[first : min(first + len(scores), request.n_chunks)]
         scores = scores[: len(part)]
         np.copyto(part, scores, where=np.isfinite(scores))
-        return self._known(look.n_chunks)
+        return self._known(request.n_chunks)
 
-    def freeze(self) -> SavedReader | None:
-        return None if self._reader is None else self._reader.freeze()
+    def reader_state(self) -> SavedReader | None:
+        return None if self._reader is None else self._reader.state()
 
-    def adopt(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load_reader(self, saved: SavedReader, tokens: Int32s) -> None:
         if self._reader is not None:
-            self._reader.adopt(saved, tokens)
+            self._reader.load(saved, tokens)
         else:
             self._resume = saved, tokens
 

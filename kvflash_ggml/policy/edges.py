@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Floats
 from ..constants import CHUNK
-from .base import Keys, Look
+from .base import Keys, ScoreRequest
 from .combine import log_shares
 from .heads import Heads, split
 
@@ -27,7 +27,7 @@ BEHIND = 1e-3
 
 def follow(
     keys: Keys,
-    look: Look,
+    request: ScoreRequest,
     heads: Heads,
     masses: Floats,
     chunks: Sequence[int],
@@ -36,7 +36,7 @@ def follow(
 ) -> None:
     """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
 
-    masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the look,
+    masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the request,
     [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,
     [columns, 1].
     """
@@ -44,17 +44,17 @@ def follow(
     best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
     for chunk, column in zip(order, best.tolist(), strict=True):
         after = chunk + 1
-        if after >= look.n_chunks or after in look.kept or scores[after] >= scores[chunk]:
+        if after >= request.n_chunks or after in request.protected or scores[after] >= scores[chunk]:
             continue
-        which, row = divmod(column, look.rows)
+        which, row = divmod(column, request.rows)
         layer, head = heads[which].tolist()
-        if _attends_to_end(keys, look, layer, head, row, chunk):
+        if _attends_to_end(keys, request, layer, head, row, chunk):
             scores[after] = scores[chunk] - BEHIND
 
 
-def _attends_to_end(keys: Keys, look: Look, layer: int, head: int, row: int, chunk: int) -> bool:
+def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:
     """Does most of the attention that a query gives a chunk go to its last keys?"""
-    shape, queries = keys.shapes[layer], split(look, keys.shapes)[layer]
+    shape, queries = keys.shapes[layer], split(request, keys.shapes)[layer]
     scores = shape.scale * (keys.read_layer(chunk, layer)[:, head // shape.group] @ queries[row, head])
     weights = np.exp(scores - scores.max())
     return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats
-from .base import KeyShape, Look
+from .base import KeyShape, ScoreRequest
 
 Heads = npt.NDArray[np.int32]
 """Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it. Units name KV heads in the same way."""
@@ -28,23 +28,25 @@ def units_of(heads: Heads, shapes: Sequence[KeyShape]) -> Heads:
     return as_heads((layer, head // shapes[layer].group) for layer, head in heads.tolist())
 
 
-def split(look: Look, shapes: Sequence[KeyShape]) -> list[Floats]:
+def split(request: ScoreRequest, shapes: Sequence[KeyShape]) -> list[Floats]:
     """The flat queries of a look as one array [rows, n_head, head] per layer."""
-    sizes = [look.rows * s.n_head * s.head for s in shapes]
-    parts = np.split(look.queries, np.cumsum(sizes)[:-1])
-    return [part.reshape(look.rows, s.n_head, s.head) for part, s in zip(parts, shapes, strict=True)]
+    sizes = [request.rows * s.n_head * s.head for s in shapes]
+    parts = np.split(request.queries, np.cumsum(sizes)[:-1])
+    return [part.reshape(request.rows, s.n_head, s.head) for part, s in zip(parts, shapes, strict=True)]
 
 
-def queries_of(heads: Heads, look: Look, shapes: Sequence[KeyShape]) -> Floats:
+def queries_of(heads: Heads, request: ScoreRequest, shapes: Sequence[KeyShape]) -> Floats:
     """The queries of some heads, flat: per head [rows, head]."""
-    layers = split(look, shapes)
+    layers = split(request, shapes)
     parts = [layers[layer][:, head].reshape(-1) for layer, head in heads.tolist()]
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
-def newest(look: Look, rows: int, shapes: Sequence[KeyShape]) -> Look:
+def newest(request: ScoreRequest, rows: int, shapes: Sequence[KeyShape]) -> ScoreRequest:
     """The look with its newest rows only."""
-    if rows >= look.rows:
-        return look
-    queries = np.concatenate([part[-rows:].reshape(-1) for part in split(look, shapes)])
-    return Look(tokens=look.tokens, n_chunks=look.n_chunks, rows=rows, queries=queries, kept=look.kept)
+    if rows >= request.rows:
+        return request
+    queries = np.concatenate([part[-rows:].reshape(-1) for part in split(request, shapes)])
+    return ScoreRequest(
+        tokens=request.tokens, n_chunks=request.n_chunks, rows=rows, queries=queries, protected=request.protected
+    )

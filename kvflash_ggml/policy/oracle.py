@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arrays import Floats
-from .base import Keys, Look, register
+from .base import Keys, ScoreRequest, register
 from .combine import softmax_max
 
 
@@ -20,11 +20,11 @@ class OracleScorer:
 
     def seal(self, chunk: int) -> None: ...
 
-    def cut(self, n_chunks: int) -> None: ...
+    def truncate(self, n_chunks: int) -> None: ...
 
-    def score(self, look: Look) -> Floats | None:
-        if look.n_chunks == 0:
+    def score(self, request: ScoreRequest) -> Floats | None:
+        if request.n_chunks == 0:
             return None
-        return softmax_max(self._keys.score_keys(range(look.n_chunks), look))
+        return softmax_max(self._keys.score_keys(range(request.n_chunks), request))
 
     def close(self) -> None: ...

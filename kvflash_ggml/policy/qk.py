@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Floats
 from ..constants import CHUNK
 from ..state.session import Layout, Row
-from .base import Keys, Look, Rows, register
+from .base import Keys, Rows, ScoreRequest, register
 from .combine import softmax_max
 from .edges import follow
 from .heads import Heads, every_head, newest, units_of
@@ -25,7 +25,7 @@ LOOKS_KNOWN = 4
 """Looks whose shares are at hand: more than can be under way at once."""
 
 MAX_WORK = 4e9
-"""Multiplications of one look: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
+"""Multiplications of one request: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
 
 MIN_ROWS = 8
 """The marks of a chat template after a question can take up as many."""
@@ -99,7 +99,7 @@ class QKScorer:
     def seal(self, chunk: int) -> None:
         self._rows[chunk] = self._keys.index(chunk, self._units)
 
-    def cut(self, n_chunks: int) -> None:
+    def truncate(self, n_chunks: int) -> None:
         self._rows[n_chunks:] = [None] * (len(self._rows) - n_chunks)
 
     @property
@@ -129,24 +129,24 @@ class QKScorer:
         """How many chunks of a text are scored again by their real keys."""
         return max(self._least, int(self._share * n_chunks))
 
-    def score(self, look: Look) -> Floats | None:
-        n = look.n_chunks
+    def score(self, request: ScoreRequest) -> Floats | None:
+        n = request.n_chunks
         if n == 0:
             return None
-        look = newest(look, max(MIN_ROWS, int(MAX_WORK / (n * self._work))), self._keys.shapes)
-        ages = np.tile(self._age * np.arange(look.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
-        free = np.array([c for c in range(n) if c not in look.kept], np.intp)
-        if n * self._work * look.rows <= self._exact_work:
-            masses, best = self._keys.score_keys(range(n), look, self._heads), free
+        request = newest(request, max(MIN_ROWS, int(MAX_WORK / (n * self._work))), self._keys.shapes)
+        ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
+        free = np.array([c for c in range(n) if c not in request.protected], np.intp)
+        if n * self._work * request.rows <= self._exact_work:
+            masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
-            masses = self._keys.score_index(self._units, self._whole(n), self._heads, look)
+            masses = self._keys.score_index(self._units, self._whole(n), self._heads, request)
             coarse = softmax_max(masses, ages)
             best = free[np.argsort(-coarse[free], kind="stable")[: self.rescored(n)]]
             if len(best):
-                masses[:, best] = self._keys.score_keys(best.tolist(), look, self._heads)
+                masses[:, best] = self._keys.score_keys(best.tolist(), request, self._heads)
         scores = softmax_max(masses, ages)
         if self._follow:
-            follow(self._keys, look, self._heads, masses, best.tolist(), scores, ages)
+            follow(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
         self._shares.append((scores, attention_shares(masses)))
         return scores
 

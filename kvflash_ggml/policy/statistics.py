@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..arrays import Floats
 from ..state.session import Layout
-from .base import Keys, KeyShape, Look, Rows, register
+from .base import Keys, KeyShape, Rows, ScoreRequest, register
 from .heads import split
 
 MISSING = -2.0
@@ -38,7 +38,7 @@ class StatisticScorer(ABC):
         for index, keys in zip(self._index, self._keys.read(chunk), strict=True):
             index[chunk] = self.statistics(keys)
 
-    def cut(self, n_chunks: int) -> None:  # noqa: B027 (rows of chunks that are gone are overwritten)
+    def truncate(self, n_chunks: int) -> None:  # noqa: B027 (rows of chunks that are gone are overwritten)
         ...
 
     @property
@@ -56,12 +56,14 @@ class StatisticScorer(ABC):
                 ours[:] = theirs[at : at + part.shape[1]]
             at += part.shape[1]
 
-    def score(self, look: Look) -> Floats | None:
-        if look.n_chunks == 0:
+    def score(self, request: ScoreRequest) -> Floats | None:
+        if request.n_chunks == 0:
             return None
         layers = [
-            self._layer(index[: look.n_chunks], query, shape)
-            for index, query, shape in zip(self._index, split(look, self._keys.shapes), self._keys.shapes, strict=True)
+            self._layer(index[: request.n_chunks], query, shape)
+            for index, query, shape in zip(
+                self._index, split(request, self._keys.shapes), self._keys.shapes, strict=True
+            )
         ]
         scores = np.mean(layers, axis=0, dtype=np.float32)
         return np.where(np.isfinite(scores), scores, np.float32(MISSING))

@@ -14,16 +14,24 @@ from ..constants import CHUNK
 FREE = -1
 
 
-class SlotMask:
-    """Mask rows for the planned tokens: float16 (as raw bits) with flash attention, float32 without.
+class MaskRows:
+    """Room for the rows of one step, which all texts of a pool use in turn.
 
-    `rows` is allocated once, [max_rows, n_slots]. `fill` returns a view of its first rows, valid until the next call.
+    data: [max_rows, n_slots], half precision with flash attention, float32 without. owner: whose rows they are.
     """
 
     def __init__(self, n_slots: int, max_rows: int, *, f32: bool) -> None:
-        dtype = np.dtype(np.float32 if f32 else np.float16)
-        self.slot_pos = np.full(n_slots, FREE, np.int32)
-        self.rows = np.full((max_rows, n_slots), -np.inf, dtype)
+        self.data = np.full((max_rows, n_slots), -np.inf, np.float32 if f32 else np.float16)
+        self.owner: SlotMask | None = None
+
+
+class SlotMask:
+    """What one text sees. `fill` writes rows for the planned tokens, valid until the next step of any text."""
+
+    def __init__(self, rows: MaskRows) -> None:
+        dtype = rows.data.dtype
+        self.slot_pos = np.full(rows.data.shape[1], FREE, np.int32)
+        self._rows = rows
         self._open = dtype.type(0)
         self._closed = dtype.type(-np.inf)
         self._triangle = np.where(np.tri(CHUNK, dtype=bool), self._open, self._closed)
@@ -49,7 +57,7 @@ class SlotMask:
     def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
         """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
-        rows = self.rows[:n]
+        rows = self._take(n)
         if self._base == start - 1 and n == 1:
             rows[0, slots[0]] = self._open
         else:
@@ -58,6 +66,12 @@ class SlotMask:
             self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
+
+    def _take(self, n: int) -> npt.NDArray[np.floating]:
+        if self._rows.owner is not self:  # they show what another text sees
+            self._rows.owner = self
+            self._base = -2
+        return self._rows.data[:n]
 
     def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: npt.NDArray[np.int32]) -> None:
         """Open each of the new slots to its own token and those after it; a block at a time, since runs are whole."""
@@ -77,6 +91,6 @@ class AlibiMask(SlotMask):
     def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
         query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]
         distance = query - self.slot_pos
-        rows = self.rows[: len(slots)]
+        rows = self._take(len(slots))
         rows[:] = np.where((self.slot_pos >= 0) & (distance >= 0), -distance, -np.inf)
         return rows

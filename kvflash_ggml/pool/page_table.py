@@ -1,57 +1,50 @@
-"""The page table of one sequence: which chunk is in which block, and who has to leave.
+"""The page table of one text: which chunk is in which block, and who has to leave.
 
 Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
 `commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+
+Rows can be written ahead of the text, to see whether they will be of it: they lie in the blocks of the layout, beyond
+its length, until `accept` takes the first of them over and drops the rest.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
 
 from ..constants import CHUNK
 from ..errors import ConfigError, PoolExhausted
-from .allocator import Blocks
+from . import residency
+from .allocator import BlockAllocator
 from .plan import ABSENT, NO_MOVES, Chunk, Layout, Moves, Plan
+from .residency import Ranking
 
 ANY = -2
-Scores = npt.NDArray[np.floating]
 
 SPARE = 0.25
 """Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
 
 
 @dataclass(slots=True, kw_only=True)
-class PageTable:
-    """A page table that can be put back: per chunk its block (or ABSENT) and its last use; see `Pager` for the rest."""
+class PageTableState:
+    """A table that has been put aside: per chunk its block (or ABSENT) and its last use, and what was scored last."""
 
     blocks: list[int]
     last_use: list[int]
     clock: int
     settled: bool
     pins: frozenset[int]
-    scores: Scores | None
+    scores: Ranking | None
 
 
-def known_scores(scores: Scores | None, count: int) -> npt.NDArray[np.float64]:
-    """The scores of `count` chunks; those newer than the look, or all without one, count as best."""
-    known = np.full(count, np.inf)
-    if scores is not None:
-        known[: len(scores)] = scores[:count]
-    return known
+class PageTable:
+    """With sinks, a tail window, pins, and eviction by a ranking or of what was used longest ago.
 
-
-class Pager:
-    """Page table with sinks, a tail window, pins and least-recently-used eviction.
-
-    bounded: the text can outgrow the blocks; if not, nothing is ever evicted and every setting fits. layout: the table
-    itself, replaced as a whole.
+    blocks: of the pool, which other tables may be on too. bounded: the text can outgrow the blocks; if not, nothing is
+    ever evicted and every setting fits. layout: the table itself, replaced as a whole.
     """
 
-    def __init__(self, blocks: Blocks, *, sinks: int, tail: int, bounded: bool = True) -> None:
+    def __init__(self, blocks: BlockAllocator, *, sinks: int, tail: int, bounded: bool = True) -> None:
         if bounded and sinks + tail + 2 > blocks.count:
             raise ConfigError(
                 f"a pool of {blocks.count * CHUNK} tokens leaves nothing to evict beside {sinks} sink chunks and "
@@ -62,8 +55,13 @@ class Pager:
         self.tail = tail
         self.bounded = bounded
         self.pins: set[int] = set()
-        self.scores: Scores | None = None  # per chunk, of the running request; newer chunks count as best
         self.layout = Layout()
+        blocks.join(self)
+
+    def close(self) -> None:
+        """Its blocks are free."""
+        self.reset()
+        self.blocks.leave(self)
 
     # --- queries
 
@@ -75,6 +73,16 @@ class Pager:
     def length(self) -> int:
         """Committed tokens."""
         return self.layout.length
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The blocks that the text is in."""
+        return self.layout.blocks
+
+    @property
+    def quota(self) -> int:
+        """How many blocks the text could have at most."""
+        return self.blocks.quota(self)
 
     @property
     def epoch(self) -> int:
@@ -98,27 +106,21 @@ class Pager:
         return range(first, end)
 
     def protected(self, first: int, last: int) -> set[int]:
-        """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
-
-        A span within two chunks, such as the end of a prompt, has the window of the last: a block more to choose with.
-        The chunk before the span always stays: llama.cpp goes on only from a position that is in memory.
-        """
-        anchor = first if last - first > 1 else last
-        window = range(max(0, min(first - 1, anchor - self.tail)), last + 1)
-        return {*range(min(self.sinks, last + 1)), *(pin for pin in self.pins if pin <= last), *window}
+        """Chunks that may not leave while [first, last] is appended."""
+        return residency.protected(first, last, sinks=self.sinks, tail=self.tail, pins=self.pins)
 
     def unprotected(self) -> tuple[list[int], list[int]]:
         """Sealed chunks that reselection may move: (resident, evicted)."""
         head = max(0, self.length - 1) // CHUNK
-        kept = self.protected(head, head)
-        able = [c for c in range(self.length // CHUNK) if c not in kept]
+        keep = self.protected(head, head)
+        able = [c for c in range(self.length // CHUNK) if c not in keep]
         resident = [c for c in able if self.chunks[c].block != ABSENT]
         return resident, [c for c in able if self.chunks[c].block == ABSENT]
 
-    def would_recall(self, start: int) -> bool:
+    def would_recall(self, start: int, ranking: Ranking) -> bool:
         """Would reselection bring anything back, for the tokens from `start` on?"""
-        kept = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
-        return any(self.chunks[c].block == ABSENT for c in self._best(kept))
+        keep = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
+        return any(self.chunks[c].block == ABSENT for c in self._best(keep, ranking))
 
     def room(self, start: int, *, spare: bool = False) -> int:
         """How many tokens can be appended at `start` in one span without evicting the span itself.
@@ -126,9 +128,9 @@ class Pager:
         spare: leave some blocks to what a reselection would have resident beside the span.
         """
         if not self.bounded:
-            return self.blocks.count * CHUNK - start
+            return self.quota * CHUNK - start
         first = start // CHUNK
-        able = self.blocks.count - len(self.protected(first, first)) + 1
+        able = self.quota - len(self.protected(first, first)) + 1
         if spare:
             able -= min(able - 1, max(1, int(SPARE * able)))
         return able * CHUNK - start % CHUNK
@@ -159,22 +161,23 @@ class Pager:
     def unpin_all(self) -> None:
         self.pins = set()
 
-    def reserve(self, start: int, count: int, *, reselect: bool = False) -> Plan:
+    def reserve(self, start: int, count: int, ranking: Ranking | None = None, *, rebuild: bool = False) -> Plan:
         """The text with positions [start, start + count), and with whatever must be resident beside them.
 
-        reselect: also rebuild the rest of the resident set, so that it holds the chunks with the best scores.
+        ranking: who leaves first. rebuild: bring the resident set to the chunks that rank best.
         """
         old = self.layout
         assert start == old.length
         assert count > 0
+        assert len(old.chunks) == -(-start // CHUNK), "rows ahead of the text are neither taken over nor dropped"
         first, last = start // CHUNK, (start + count - 1) // CHUNK
-        if old.settled and not reselect and first == last and start % CHUNK:
+        if old.settled and not rebuild and first == last and start % CHUNK:
             return Plan(replace(old, length=start + count), NO_MOVES)
-        kept = self.protected(first, last)
-        if reselect and self.scores is not None:
-            kept |= self._best(kept)
-        missing = sorted(c for c in kept if c >= len(old.chunks) or old.chunks[c].block == ABSENT)
-        victims = self._victims(len(missing) - len(self._free(old.chunks)), kept)
+        keep = self.protected(first, last)
+        if rebuild and ranking is not None:
+            keep |= self._best(keep, ranking)
+        missing = sorted(c for c in keep if c >= len(old.chunks) or old.chunks[c].block == ABSENT)
+        victims = self._victims(len(missing) - len(self._free(old.chunks)), keep, ranking)
 
         moves, clock = Moves(), old.clock + 1
         chunks = old.chunks + [Chunk() for _ in range(len(old.chunks), last + 1)]
@@ -209,6 +212,19 @@ class Pager:
         """What was planned has been done."""
         self.layout = plan.layout
 
+    def commit_ahead(self, plan: Plan) -> None:
+        """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
+        self.layout = replace(plan.layout, length=self.length)
+
+    def accept(self, length: int) -> Plan:
+        """The text with those of the rows ahead of it that lie before `length`, and without the others."""
+        old = self.layout
+        chunks, moves = old.chunks[: -(-length // CHUNK)], Moves()
+        for c in range(len(chunks), len(old.chunks)):
+            moves.drop.append(c)
+            moves.evict.append((c, old.chunks[c].block))
+        return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves)), moves)
+
     def saved(self, c: int) -> None:
         """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""
         assert c < self.length // CHUNK
@@ -221,18 +237,18 @@ class Pager:
         chunks[c] = replace(chunks[c], block=ABSENT, on_host=True)
         self.layout = replace(old, chunks=chunks, epoch=old.epoch + 1, settled=False)
 
-    def freeze(self) -> PageTable:
-        """The table as it is, to be adopted later."""
-        return PageTable(
+    def state(self, ranking: Ranking | None = None) -> PageTableState:
+        """The table as it is, to be loaded later."""
+        return PageTableState(
             blocks=[chunk.block for chunk in self.chunks],
             last_use=[chunk.last_use for chunk in self.chunks],
             clock=self.layout.clock,
             settled=self.layout.settled,
             pins=frozenset(self.pins),
-            scores=self.scores,
+            scores=ranking,
         )
 
-    def place(self, length: int, table: PageTable) -> list[int]:
+    def place(self, length: int, table: PageTableState) -> list[int]:
         """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
 
         length: tokens of the text. Of more resident chunks than this pool can hold, those with the best scores come
@@ -241,18 +257,17 @@ class Pager:
         pins = self.pins | table.pins
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
         able = [c for c, block in enumerate(table.blocks) if block != ABSENT or not self.bounded]
-        if len(able) > self.blocks.count:
+        if len(able) > self.quota:
             head = max(0, length - 1) // CHUNK
-            kept = self.protected(head, head) | pins
-            scores = known_scores(table.scores, len(table.blocks)).tolist()
-            able.sort(key=lambda c: (c not in kept, -scores[c], -table.last_use[c], -c))
-        resident = set(able[: self.blocks.count])
+            keep = self.protected(head, head) | pins
+            scores = residency.known(table.scores, len(table.blocks)).tolist()
+            able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
+        resident, free = set(able[: self.quota]), set(self.blocks.free(self, ()))
         return [
-            ABSENT if c not in resident else block if 0 <= block < self.blocks.count else ANY
-            for c, block in enumerate(table.blocks)
+            ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(table.blocks)
         ]
 
-    def adopt(self, length: int, table: PageTable, *, images: bool = True) -> None:
+    def load(self, length: int, table: PageTableState, *, images: bool = True) -> None:
         """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells.
 
         images: sealed chunks that are resident have an image too, so that they can leave again.
@@ -260,14 +275,13 @@ class Pager:
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
-        free = iter(self.blocks.free(places))
+        free = iter(self._free_beside(places))
         assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
         chunks = []
         for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
             place = next(free) if block == ANY else block
             chunks.append(Chunk(place, on_host=place == ABSENT or (images and c < length // CHUNK), last_use=use))
         self.pins |= table.pins
-        self.scores = table.scores
         head = max(0, length - 1) // CHUNK
         there = all(chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(chunks))
         self.layout = Layout(
@@ -280,37 +294,28 @@ class Pager:
 
     def reset(self) -> None:
         """Forget the text. Pins stay, as positions of the next one."""
-        self.scores = None
         self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
 
-    def _free(self, chunks: list[Chunk]) -> list[int]:
-        return self.blocks.free([chunk.block for chunk in chunks])
+    def _free(self, chunks: Sequence[Chunk]) -> list[int]:
+        return self._free_beside([chunk.block for chunk in chunks])
 
-    def _score(self, c: int) -> float:
-        return float(self.scores[c]) if self.scores is not None and c < len(self.scores) else math.inf
+    def _free_beside(self, taken: Sequence[int]) -> list[int]:
+        return self.blocks.free(self, taken)
 
-    def _best(self, kept: set[int]) -> set[int]:
-        """The chunks with the best scores, as many as fit beside `kept`; of equals, the newest text stays."""
-        room = self.blocks.count - len(kept)
-        able = np.array([c for c in range(self.length // CHUNK) if c not in kept], np.intp)
-        can_leave = [self.chunks[c].block == ABSENT or self.chunks[c].on_host for c in able]
-        order = np.lexsort((-able, -known_scores(self.scores, len(self.chunks))[able], can_leave))
-        return set(able[order[: max(0, room)]].tolist())
+    def _best(self, keep: set[int], ranking: Ranking) -> set[int]:
+        """The chunks that rank best, as many as fit beside those that are kept."""
+        return residency.best(self.chunks, self.length // CHUNK, keep, ranking, self.quota - len(keep))
 
-    def _victims(self, count: int, kept: set[int]) -> list[int]:
-        """The `count` chunks outside `kept` with the lowest scores, or least recently used without scores or of equals.
-
-        Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
-        """
+    def _victims(self, count: int, keep: set[int], ranking: Ranking | None) -> list[int]:
         if count <= 0:
             return []
-        able = [c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and chunk.on_host and c not in kept]
+        able = residency.victims(self.chunks, keep, ranking)
         if len(able) < count:
             raise PoolExhausted(
-                f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.blocks.count}: "
+                f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "
                 f"append fewer tokens at once, pin less, or use a larger pool"
             )
-        return sorted(able, key=lambda c: (self._score(c), self.chunks[c].last_use, c))[:count]
+        return able[:count]
 
     # --- for tests
 
@@ -318,7 +323,8 @@ class Pager:
         """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
         taken = [chunk.block for chunk in self.chunks if chunk.block != ABSENT]
         assert len(taken) == len(set(taken)), "two chunks share a block"
-        assert len(taken) + len(self._free(self.chunks)) == self.blocks.count, "there is no such block"
+        assert all(0 <= block < self.blocks.count for block in taken), "there is no such block"
+        assert self.held == set(taken), "the table says something else than the allocator is told"
         assert len(self.chunks) == -(-self.length // CHUNK), "a committed chunk has no entry"
         for c, chunk in enumerate(self.chunks):
             assert chunk.block != ABSENT or chunk.on_host, f"chunk {c} is neither resident nor on the host"

@@ -64,6 +64,10 @@ class Layout:
     def resident_chunks(self) -> tuple[int, ...]:
         return tuple(c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT)
 
+    @property
+    def blocks(self) -> frozenset[int]:
+        return frozenset(chunk.block for chunk in self.chunks if chunk.block != ABSENT)
+
     def slot_of(self, pos: int) -> int:
         """The slot of a position, or ABSENT."""
         block = self.chunks[pos // CHUNK].block

@@ -116,7 +116,7 @@ class Prefixes:
         if saved is None:
             raise SnapshotError("it had to go for want of memory")
         try:
-            self._session.restore(saved, then)
+            self._session.load(saved, then)
         except SnapshotError:
             self._memory.drop(kept)
             raise
@@ -126,9 +126,9 @@ class Prefixes:
     def _restore_found(self, found: Found, tokens: Int32s, then: Callable[[SavedSession], None]) -> None:
         assert self._disk is not None
         try:
-            saved = self._disk.load(found, tokens, self._session.fresh_policy)
+            saved = self._disk.load(found, tokens, self._session.blank_policy)
             try:
-                self._session.restore(saved, then)
+                self._session.load(saved, then)
             finally:
                 saved.release()
         except SnapshotError:

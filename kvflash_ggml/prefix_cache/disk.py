@@ -19,7 +19,7 @@ from ..constants import CHUNK
 from ..errors import SnapshotError
 from ..files import replacing
 from ..host.heap import Page, PageHeap
-from ..pool.page_table import ANY, PageTable
+from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format
 from ..snapshot.container import VERSION, Container, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
@@ -318,9 +318,9 @@ class DiskTier:
         self._all.written(tip.path)
 
 
-def newest_table(chunks: int) -> PageTable:
+def newest_table(chunks: int) -> PageTableState:
     """A page table that has read its text by recency alone: any blocks, newest chunks first."""
-    return PageTable(
+    return PageTableState(
         blocks=[ANY] * chunks,
         last_use=list(range(chunks)),
         clock=chunks,

@@ -35,14 +35,14 @@ class Checkpoints:
                 del self._states[self._densest()]
             self._states[pos] = Bytes(self._engine.get_state())
 
-    def freeze(self) -> dict[int, Blob]:
-        """All states by position, to be adopted later."""
+    def state(self) -> dict[int, Blob]:
+        """All states by position, to be loaded later."""
         return dict(self._states)
 
-    def adopt(self, states: Mapping[int, Blob]) -> None:
+    def load(self, states: Mapping[int, Blob]) -> None:
         """Take over the states of a text that has been put back, or the newest of them."""
-        kept = sorted(states)[-self._most :] if self._most else []
-        self._states = {pos: states[pos] for pos in kept}
+        newest = sorted(states)[-self._most :] if self._most else []
+        self._states = {pos: states[pos] for pos in newest}
 
     def _densest(self) -> int:
         """The state that leaves the smallest gap when it goes."""
@@ -50,17 +50,17 @@ class Checkpoints:
         gaps = {b: c - a for a, b, c in zip(known, known[1:], known[2:], strict=False)}
         return min(gaps, key=gaps.__getitem__, default=known[-1])
 
-    def forget(self, *, after: int) -> None:
+    def truncate(self, length: int) -> None:
         """The text has been cut: states of what came later are void."""
-        self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= after}
+        self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= length}
 
     def nearest(self, pos: int) -> int:
         """The newest state at or before `pos`, or the beginning."""
         return max((at for at in self._states if at <= pos), default=0)
 
-    def restore(self, pos: int) -> int:
+    def rewind_to(self, pos: int) -> int:
         """Go back to the newest state at or before `pos`, or to the beginning. Returns where that is."""
-        self.forget(after=pos)
+        self.truncate(pos)
         at = max(self._states, default=0)
         if at == 0:
             self._engine.clear()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats
-from ..policy.base import KeyShape, Look, Pairs, Rows
+from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
 from ..policy.heads import every_head, queries_of
 from ..state.session import Row
 
@@ -70,18 +70,18 @@ class HostKeys:
             self._engine.build_index(units, self._store.fetch(chunk), out)
         return out
 
-    def score_index(self, units: Pairs, rows: Rows, heads: Pairs, look: Look) -> Floats:
-        queries = queries_of(heads, look, self.shapes)
+    def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
+        queries = queries_of(heads, request, self.shapes)
         addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
-        return self._engine.score_index(units, heads, addresses, look.rows, queries, self._threads)
+        return self._engine.score_index(units, heads, addresses, request.rows, queries, self._threads)
 
-    def score_keys(self, chunks: Sequence[int], look: Look, heads: Pairs | None = None) -> Floats:
+    def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         heads = every_head(self.shapes) if heads is None else heads
-        queries = queries_of(heads, look, self.shapes)
+        queries = queries_of(heads, request, self.shapes)
         parts = []
         with self._store.lock:
             while len(chunks):
                 images = self._store.fetch_some(chunks)
                 chunks = chunks[len(images) :]
-                parts.append(self._engine.score_keys(heads, images, look.rows, queries, self._threads))
+                parts.append(self._engine.score_keys(heads, images, request.rows, queries, self._threads))
         return np.concatenate(parts, axis=1)

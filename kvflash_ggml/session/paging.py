@@ -11,7 +11,7 @@ from ..constants import CHUNK
 from ..host.heap import Page, PageHeap
 from ..host.store import HostStore
 from ..pool.masks import SlotMask
-from ..pool.page_table import Pager
+from ..pool.page_table import PageTable
 from ..pool.plan import Moves
 
 if TYPE_CHECKING:
@@ -31,29 +31,32 @@ class Paging:
     def __init__(
         self,
         engine: Engine,
-        pager: Pager,
+        table: PageTable,
         mask: SlotMask,
         heap: PageHeap,
         ids: Int32s,
         sealed: Callable[[Sequence[int]], None],
     ) -> None:
-        self.keep_images = pager.bounded
+        self.keep_images = table.bounded
         self.heap = heap
         self.store = HostStore(heap)
         self.page_ins = 0
         self.page_outs = 0
         self._engine = engine
-        self._pager = pager
+        self._table = table
         self._mask = mask
         self._ids = ids
         self._sealed = sealed
-        self.wait = 0  # the transfer that frees the blocks the next step writes to
 
-    def apply(self, moves: Moves, length: int) -> None:
-        """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone."""
+    def apply(self, moves: Moves, length: int) -> int:
+        """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone.
+
+        Returns the transfer that frees the blocks: nothing may be written to them before it is done.
+        """
+        wait = 0
         for chunk, block in moves.evict:
             self._hide(block)
-            self.wait = max(self.wait, self.store.ticket(chunk))
+            wait = max(wait, self.store.ticket(chunk))
         for chunk in moves.drop:
             self.store.drop(chunk)
         if moves.recall:
@@ -61,6 +64,7 @@ class Paging:
             self.page_ins += len(moves.recall)
         for chunk, block in moves.fresh:
             self._mask.place(block, chunk)
+        return wait
 
     def undo(self, moves: Moves) -> None:
         """Bring the blocks that a step's moves have touched, or may have, back to what the page table says.
@@ -71,14 +75,14 @@ class Paging:
         touched = moves.blocks
         for block in touched:
             self._hide(block)
-        for c, chunk in enumerate(self._pager.chunks):
+        for c, chunk in enumerate(self._table.chunks):
             if chunk.block in touched:
                 try:
-                    self._fill([(c, chunk.block)], self._pager.length)
+                    self._fill([(c, chunk.block)], self._table.length)
                 except Exception as err:
                     logger.warning("chunk %d stays on the host: %s", c, err)
                     self._hide(chunk.block)
-                    self._pager.strand(c)
+                    self._table.strand(c)
 
     def _hide(self, block: int) -> None:
         """Nobody sees the block."""
@@ -90,7 +94,7 @@ class Paging:
     def save(self) -> None:
         """Copy chunks that have been sealed to the host, behind the compute."""
         try:
-            for chunks in self.heap.fitting(self._pager.unsaved):
+            for chunks in self.heap.fitting(self._table.unsaved):
                 self._save(chunks)
         except BaseException:
             self._engine.synchronize()  # the ticket of a transfer may be lost, and its images are given back
@@ -101,13 +105,13 @@ class Paging:
             self.store.drop(chunk)  # an image from before a truncation
         with self.store.lock:  # or the scoring thread could spill an image that is not written yet
             images = self.store.allocate(chunks)
-            ticket = self._engine.page_out([self._pager.chunks[chunk].block for chunk in chunks], images)
+            ticket = self._engine.page_out([self._table.chunks[chunk].block for chunk in chunks], images)
             for chunk in chunks:
                 self.store.written(chunk, ticket)
         self._sealed(chunks)
         self.page_outs += len(chunks)
         for chunk in chunks:
-            self._pager.saved(chunk)
+            self._table.saved(chunk)
 
     def hold(self, length: int) -> list[Page]:
         """One image per chunk of the first `length` tokens, each held for the caller.
@@ -128,7 +132,7 @@ class Paging:
 
     def _hold(self, chunk: int, rows: int) -> Page:
         """The image of the first rows of a chunk."""
-        entry = self._pager.chunks[chunk]
+        entry = self._table.chunks[chunk]
         with self.heap.lock:
             if rows == CHUNK and entry.on_host:
                 return self.heap.hold(self.store.page(chunk))
@@ -145,20 +149,20 @@ class Paging:
                 self._engine.synchronize()
                 self.heap.release(page)
                 raise
-        if self.keep_images and chunk < self._pager.length // CHUNK and rows == CHUNK:
+        if self.keep_images and chunk < self._table.length // CHUNK and rows == CHUNK:
             self.store.drop(chunk)
-            self.store.adopt(chunk, page)
-            self._pager.saved(chunk)
+            self.store.put(chunk, page)
+            self._table.saved(chunk)
         return page
 
     # --- in
 
-    def adopt(self, pages: Sequence[Page], length: int) -> None:
-        """Fill the blocks of a table that has been adopted from images; keep those that are the only true copy."""
+    def load(self, pages: Sequence[Page], length: int) -> None:
+        """Fill the blocks of a table that has been loaded from images; keep those that are the only true copy."""
         for c, page in enumerate(pages):
-            self.store.adopt(c, page)
-        self._fill([(c, chunk.block) for c, chunk in enumerate(self._pager.chunks) if chunk.block >= 0], length)
-        for c, chunk in enumerate(self._pager.chunks):
+            self.store.put(c, page)
+        self._fill([(c, chunk.block) for c, chunk in enumerate(self._table.chunks) if chunk.block >= 0], length)
+        for c, chunk in enumerate(self._table.chunks):
             if not chunk.on_host:
                 self.store.drop(c)
 

@@ -2,104 +2,94 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..arrays import Floats
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
 from ..state.blob import Blob, Bytes
 from ..state.session import SavedSession
-
-if TYPE_CHECKING:
-    from .session import Session
+from .text import Text
 
 
-def freeze(session: Session, length: int | None = None) -> SavedSession:
-    """The session as it is, or cut to its first `length` tokens, to be restored later. It goes on unchanged.
+def state(text: Text, length: int | None = None) -> SavedSession:
+    """The session as it is, or cut to its first `length` tokens, to be loaded later. It goes on unchanged.
 
     Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
     state or a sliding window is not known, HostMemoryError if there is no room for the copies.
     """
-    session.settle()
-    whole = length is None or length == session.length
-    length = session.length if length is None else length
-    if not 0 <= length <= session.length:
-        raise SnapshotError(f"cannot save {length} tokens of a text of {session.length}")
-    state = _state_at(session, length)
-    if session.bounded:
-        session.paging.save()
-    table = session.pager.freeze()
+    text.settle()
+    whole = length is None or length == text.length
+    length = text.length if length is None else length
+    if not 0 <= length <= text.length:
+        raise SnapshotError(f"cannot save {length} tokens of a text of {text.length}")
+    unpooled = _state_at(text, length)
+    if text.bounded:
+        text.paging.save()
+    table = text.table.state(text.ranking)
     chunks = -(-length // CHUNK)
     table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
     if not whole:
         table.scores, table.settled = None, False
     saved = SavedSession(
-        tokens=session.ids[:length].copy(),
+        tokens=text.ids[:length].copy(),
         table=table,
-        heap=session.paging.heap,
-        pages=session.paging.hold(length),
-        state=state,
-        checkpoints={pos: blob for pos, blob in session.checkpoints.freeze().items() if pos <= length},
-        queries=_read_queries(session),
-        queries_from=session.known_from(length),
+        heap=text.paging.heap,
+        pages=text.paging.hold(length),
+        state=unpooled,
+        checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
+        queries=text.queries.read(),
+        queries_from=text.queries.valid_after(length, text.length),
         policy=None,
     )
     try:
-        if whole and session.reselector is not None:
-            saved.policy = session.reselector.freeze(length // CHUNK)
+        if whole:
+            saved.policy = text.policy_state()
     except BaseException:
         saved.release()
         raise
     return saved
 
 
-def restore(session: Session, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
-    """Replace everything by a frozen session of this heap, which goes on bit for bit where its table fits.
+def load(text: Text, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
+    """Replace everything by a saved session of this heap, which goes on bit for bit where its table fits.
 
     then: called with it in the end, for whoever has to follow: both are done, or neither.
 
     ContextFull, ConfigError (pins that this pool cannot hold), SnapshotError, and HostMemoryError while pages are read:
     nothing has changed. Whatever interrupts it after that leaves an empty session.
     """
-    session.settle()
-    if saved.length > session.n_ctx:
-        raise ContextFull(f"the saved text has {saved.length} tokens, the context window {session.n_ctx}")
-    state = _read(session, saved)
+    text.settle()
+    if saved.length > text.n_ctx:
+        raise ContextFull(f"the saved text has {saved.length} tokens, the context window {text.n_ctx}")
+    state = _read(text, saved)
     try:
-        _try_state(session, state, saved.length)
-        session.unfinished.begin(session.clear)
-        session.clear()
-        session.ids[: saved.length] = saved.tokens
-        session.pager.adopt(saved.length, saved.table, images=session.paging.keep_images)
-        session.paging.adopt(saved.pages, session.length)
-        session.engine.set_state(state, session.length)
-        session.checkpoints.adopt(saved.checkpoints)
-        session.queries_from = session.length
-        if saved.queries.size and saved.queries.size == query_size(session):
-            session.engine.write_queries(saved.queries)
-            session.queries_from = saved.queries_from
-        if session.reselector is not None:
-            session.reselector.adopt(saved.policy, session.tokens)
-        session.watch.cut(session.length, session.pager.resident_chunks)
+        _try_state(text, state, saved.length)
+        text.unfinished.begin(text.clear)
+        text.clear()
+        text.ids[: saved.length] = saved.tokens
+        text.table.load(saved.length, saved.table, images=text.paging.keep_images)
+        text.ranking = saved.table.scores
+        text.paging.load(saved.pages, text.length)
+        text.engine.set_state(state, text.length)
+        text.checkpoints.load(saved.checkpoints)
+        text.queries.load(saved.queries, saved.queries_from, text.length)
+        text.load_policy(saved.policy)
+        text.events.truncated(text.length, text.table.resident_chunks)
         if then is not None:
             then(saved)
-        session.unfinished.end()
+        text.unfinished.end()
     except BaseException:
-        session.settle()
+        text.settle()
         raise
 
 
-def _read(session: Session, saved: SavedSession) -> bytes | bytearray:
+def _read(text: Text, saved: SavedSession) -> bytes | bytearray:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
-    places = session.pager.place(saved.length, saved.table)
-    if saved.state.size and not (session.engine.info.recurrent or session.engine.info.n_swa):
+    places = text.table.place(saved.length, saved.table)
+    if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):
         raise SnapshotError("the text has recurrent state or a sliding window, which this model does not know")
     with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
         reading = reader.submit(saved.state.read)
@@ -110,34 +100,21 @@ def _read(session: Session, saved: SavedSession) -> bytes | bytearray:
     return state
 
 
-def _try_state(session: Session, state: bytes | bytearray, length: int) -> None:
+def _try_state(text: Text, state: bytes | bytearray, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
-    if session.length:  # else there is nothing to come back to
-        session.unfinished.begin(partial(session.engine.set_state, session.engine.get_state(), session.length))
-        session.engine.set_state(state, length)
+    if text.length:  # else there is nothing to come back to
+        text.unfinished.begin(partial(text.engine.set_state, text.engine.get_state(), text.length))
+        text.engine.set_state(state, length)
 
 
-def _state_at(session: Session, length: int) -> Blob:
+def _state_at(text: Text, length: int) -> Blob:
     """What is not pooled, as it was after `length` tokens."""
-    if length == session.length or not (session.engine.info.recurrent or session.engine.info.n_swa):
-        return Bytes(session.engine.get_state())
-    states = session.checkpoints.freeze()
+    if length == text.length or not (text.engine.info.recurrent or text.engine.info.n_swa):
+        return Bytes(text.engine.get_state())
+    states = text.checkpoints.state()
     if length not in states:
-        known = ", ".join(map(str, [*sorted(states), session.length]))
+        known = ", ".join(map(str, [*sorted(states), text.length]))
         raise SnapshotError(
             f"the recurrent state or sliding window after {length} tokens is not known: it is after {known}"
         )
     return states[length]
-
-
-def query_size(session: Session) -> int:
-    """Floats in the captured ring."""
-    return sum(math.prod(shape) for shape in session.engine.query_shapes)
-
-
-def _read_queries(session: Session) -> Floats:
-    """The captured ring, flat; empty if none is kept."""
-    queries = np.zeros(query_size(session), np.float32)
-    if queries.size:
-        session.engine.wait(session.engine.read_queries(queries))
-    return queries

@@ -16,8 +16,9 @@ from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..native import engine as native
-from ..policy.base import Look
+from ..policy.base import ScoreRequest
 from .keys import HostKeys
+from .pool import Pool
 from .session import Progress, Session
 
 
@@ -44,13 +45,10 @@ class Sidecar:
             engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, step)
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
-            self.session = Session(engine, config, n_ctx=context.n_ctx(), n_batch=step, n_ubatch=step)
+            self.session = Session(Pool(engine, n_ubatch=step), config, n_ctx=context.n_ctx(), n_batch=step)
             self.session.paging.keep_images = True  # their keys are scored, and they may be saved
             stack.callback(self.session.close)
             self.keys = HostKeys(engine, self.session.store)
-            self._query_rows = query_rows
-            self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
-            self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
             self._stack = stack.pop_all()
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
@@ -59,10 +57,10 @@ class Sidecar:
         session.extend(np.asarray(tokens, np.int32), progress=progress)
         for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
             images = session.store.allocate(chunks)
-            ticket = session.engine.page_out([session.pager.chunks[chunk].block for chunk in chunks], images)
+            ticket = session.engine.page_out([session.table.chunks[chunk].block for chunk in chunks], images)
             for chunk in chunks:
                 session.store.written(chunk, ticket)
-                session.pager.saved(chunk)
+                session.table.saved(chunk)
 
     def truncate(self, length: int) -> int:
         """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
@@ -72,22 +70,17 @@ class Sidecar:
             self.session.store.drop(chunk)
         return left
 
-    def look(self, rows: int) -> Look:
+    def look(self, rows: int) -> ScoreRequest:
         """The sealed chunks, and the queries of at most so many of the newest tokens."""
-        session = self.session
-        rows = min(rows, self._query_rows, session.length)
-        session.engine.wait(session.engine.read_queries(self._flat))
-        newest = np.arange(session.length - rows, session.length) % self._query_rows
-        parts, at = [], 0
-        for ring in self._ring:
-            parts.append(self._flat[at : at + ring.size].reshape(ring.shape)[newest].reshape(-1))
-            at += ring.size
-        return Look(
+        session, ring = self.session, self.session.queries
+        rows = min(rows, ring.rows, session.length)
+        queries = ring.newest(ring.read(), session.length, rows)
+        return ScoreRequest(
             tokens=session.tokens,
             n_chunks=session.length // CHUNK,
             rows=rows,
-            queries=np.concatenate(parts),
-            kept=frozenset(),
+            queries=queries,
+            protected=frozenset(),
         )
 
     def close(self) -> None:

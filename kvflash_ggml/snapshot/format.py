@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError, SnapshotMismatch
 from ..host.heap import Page, PageHeap
-from ..pool.page_table import ANY, PageTable
+from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
 from ..state.blob import Blob
 from ..state.session import Limits, SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
@@ -196,7 +196,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Saved
 # --- parts
 
 
-def _ledger(table: PageTable) -> npt.NDArray[np.void]:
+def _ledger(table: PageTableState) -> npt.NDArray[np.void]:
     rows = np.zeros(len(table.blocks), LEDGER)
     rows["block"] = table.blocks
     rows["last_use"] = table.last_use
@@ -207,7 +207,7 @@ def _ledger(table: PageTable) -> npt.NDArray[np.void]:
     return rows
 
 
-def _table(container: Container, length: int) -> PageTable:
+def _table(container: Container, length: int) -> PageTableState:
     rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
     if len(rows) != -(-length // CHUNK):
         raise _damaged(container, "ledger")
@@ -224,7 +224,7 @@ def _table(container: Container, length: int) -> PageTable:
     )
     if not sound:
         raise _damaged(container, "ledger")
-    return PageTable(
+    return PageTableState(
         blocks=blocks,
         last_use=uses,
         clock=clock,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..arrays import Floats, Int32s, Int64s
 from ..errors import SnapshotError
 from ..host.heap import Page, PageHeap
-from ..pool.page_table import PageTable
+from ..pool.page_table import PageTableState
 from .blob import Blob
 
 Row = npt.NDArray[np.uint8]
@@ -119,7 +119,7 @@ class SavedSession:
     """
 
     tokens: Int32s
-    table: PageTable
+    table: PageTableState
     heap: PageHeap
     pages: list[Page]
     state: Blob

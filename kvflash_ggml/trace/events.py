@@ -31,7 +31,7 @@ class Observer(Protocol):
         ...
 
 
-class Watch:
+class Events:
     """Between a session and whoever looks on. scorer: may have `shares_of(scores)`, as the default policy has."""
 
     def __init__(self, scorer: object) -> None:
@@ -47,11 +47,11 @@ class Watch:
         return self._total / self._count if self._count else None
 
     @property
-    def looked(self) -> bool:
+    def scored(self) -> bool:
         """Has a look been used that `changed` has not been told of?"""
         return self._scores is not None
 
-    def look(self, scores: Floats) -> None:
+    def score(self, scores: Floats) -> None:
         """The scores of a look have been taken over; the page table may follow."""
         self._scores = scores
 
@@ -61,11 +61,11 @@ class Watch:
         mass = None if scores is None else self._weigh(scores, resident, generating=generating)
         self._tell(length, resident, recalled, scores, mass, generating)
 
-    def cut(self, length: int, resident: Sequence[int]) -> None:
+    def truncated(self, length: int, resident: Sequence[int]) -> None:
         """The text has been cut or replaced. A look that has been taken over may still be followed."""
         self._tell(length, resident, (), None, None, False)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The text is gone."""
         self._scores = None
         self._total, self._count = 0.0, 0

@@ -290,11 +290,11 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     llm.eval(run.tokens[:before])
     assert session.page_outs == before // CHUNK, f"{session.page_outs} pages saved after {before} tokens"
     session.engine.synchronize()
-    pages = [read_block(session, session.pager.chunks[c].block) for c in range(before // CHUNK)]
+    pages = [read_block(session, session.table.chunks[c].block) for c in range(before // CHUNK)]
     llm.eval(run.tokens[before:PROMPT])
     for token in run.tokens[PROMPT:]:
         llm.eval([token])
-    session.pager.check_integrity()
+    session.table.check_integrity()
 
     logits = llm.scores[: len(run.tokens)]
     _same(logits[:before], stock[:before], "small pool, before anything is evicted")
@@ -315,13 +315,13 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     back = gone[0]
     llm.kvflash.pin(back * CHUNK, back * CHUNK + CHUNK)
     llm.eval([run.tokens[0]])
-    session.pager.check_integrity()
+    session.table.check_integrity()
     assert back in llm.kvflash.resident_chunks, f"chunk {back} was not recalled"
     session.engine.synchronize()
-    assert read_block(session, session.pager.chunks[back].block) == pages[back], f"chunk {back} came back different"
+    assert read_block(session, session.table.chunks[back].block) == pages[back], f"chunk {back} came back different"
 
     assert np.isfinite(run.after_cut()).all(), "cut: a logit is not finite"
-    session.pager.check_integrity()
+    session.table.check_integrity()
 
 
 def _same(found: Any, wanted: Any, what: str) -> None:

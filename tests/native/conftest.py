@@ -112,6 +112,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
     from llama_cpp import _internals as internals
 
     from kvflash_ggml.native import engine as native
+    from kvflash_ggml.session.pool import Pool
     from kvflash_ggml.session.session import Session
 
     with ExitStack() as stack:
@@ -147,14 +148,8 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             finally:
                 native.set_pool(0)
             engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
-            session = Session(
-                engine,
-                KVFlashConfig(pool=pool, **config),
-                n_ctx=ctx.n_ctx(),
-                n_batch=n_ubatch,
-                n_ubatch=n_ubatch,
-                block_order=block_order,
-            )
+            shared = Pool(engine, n_ubatch=n_ubatch, block_order=block_order)
+            session = Session(shared, KVFlashConfig(pool=pool, **config), n_ctx=ctx.n_ctx(), n_batch=n_ubatch)
             stack.callback(session.close)
             return Bare(session, loaded.n_vocab(), ctx)
 

@@ -50,17 +50,17 @@ def agreement(a: Logits, b: Logits) -> float:
 def check(llm: Any) -> None:
     """The page table, the cells and the mask agree."""
     session = llm._session
-    session.pager.check_integrity()
-    assert set(session.store) <= set(range(len(session.pager.chunks)))
+    session.table.check_integrity()
+    assert set(session.store) <= set(range(len(session.table.chunks)))
     held = session.engine.cells(0, session.engine.info.n_slots)
-    for c, chunk in enumerate(session.pager.chunks):
+    for c, chunk in enumerate(session.table.chunks):
         if chunk.block >= 0:
             n = min(CHUNK, session.length - c * CHUNK)
             at = chunk.block * CHUNK
             assert held[at : at + n].tolist() == list(range(c * CHUNK, c * CHUNK + n))
             assert session.mask.slot_pos[at] == c * CHUNK
-    resident = {chunk.block for chunk in session.pager.chunks if chunk.block >= 0}
-    for block in set(range(session.pager.blocks.count)) - resident:
+    resident = {chunk.block for chunk in session.table.chunks if chunk.block >= 0}
+    for block in set(range(session.table.blocks.count)) - resident:
         assert (held[block * CHUNK : (block + 1) * CHUNK] == -1).all()
         assert (session.mask.slot_pos[block * CHUNK : (block + 1) * CHUNK] == -1).all()
 
@@ -81,7 +81,7 @@ def pages(session: Any) -> list[bytes]:
     """One image per chunk, in the order of the text; the last may be partly filled."""
     return [
         session.store.bytes_of(c) if chunk.on_host else read_block(session, chunk.block)
-        for c, chunk in enumerate(session.pager.chunks)
+        for c, chunk in enumerate(session.table.chunks)
     ]
 
 

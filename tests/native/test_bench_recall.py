@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvflash_ggml.bench import main
-from kvflash_ggml.policy.base import Look
+from kvflash_ggml.policy.base import ScoreRequest
 
 
 def bench(*args: Any) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def test_columns_give_what_the_engine_gives(models: dict[str, Path], loaded: Non
         n_batch=256, n_ubatch=256, verbose=False,
     )  # fmt: skip
     llm.eval(tokens[:1200].tolist())
-    look, keys = capture.look, capture.keys
-    assert isinstance(look, Look)
+    request, keys = capture.look, capture.keys
+    assert isinstance(request, ScoreRequest)
     assert keys is not None
-    assert look.rows == 16
-    columns = Columns(keys, look)
-    last = newest(look, 4, keys.shapes)
+    assert request.rows == 16
+    columns = Columns(keys, request)
+    last = newest(request, 4, keys.shapes)
     assert np.array_equal(columns.score_keys([5, 2], last), keys.score_keys([5, 2], last))
     some = every_head(keys.shapes)[1:4]
     assert np.array_equal(columns.score_keys([5, 2], last, some), keys.score_keys([5, 2], last, some))

@@ -93,7 +93,7 @@ def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray
     assert mine.kvflash.retrieval_heads == ((layer, 0),)
     answer(mine, tokens[:2000])
     assert mine.kvflash.page_ins > 0
-    assert mine._session.reselector.scorer.units.tolist() == [[1, 0]]
+    assert mine._session.scoring.scorer.units.tolist() == [[1, 0]]
     with pytest.raises(ConfigError, match="cannot be read"):
         pooled(kvflash_calibrate=tmp_path / "none.json")
 

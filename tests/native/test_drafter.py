@@ -39,7 +39,7 @@ def ask(llm: Any, *, seed: int, depth: float = 0.3, n_tokens: int = 4096) -> boo
 
 
 def reader_of(llm: Any) -> Any:
-    return llm._session.reselector.scorer._reader
+    return llm._session.scoring.scorer._reader
 
 
 def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:
@@ -174,7 +174,7 @@ def test_a_shorter_context_slides(llama: Any, tokens: Any, tmp_path: Path) -> No
     assert window.base > 2000
     assert reader_of(llm)._drafter.n_ctx == 1024
     assert window.pushed < 2 * 4000
-    assert np.isfinite(llm._session.pager.scores).all()
+    assert np.isfinite(llm._session.ranking).all()
     check(llm)
 
 

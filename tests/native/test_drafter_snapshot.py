@@ -21,7 +21,7 @@ def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path
 
 
 def window_of(llm: Any) -> Any:
-    return llm._session.reselector.scorer._reader.window
+    return llm._session.scoring.scorer._reader.window
 
 
 @pytest.mark.parametrize("bridged", [False, True])

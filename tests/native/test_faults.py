@@ -199,7 +199,7 @@ def test_any_failure_in_a_prompt(kind: str, what: str, call: int, llama: Any, to
     done = llm.n_tokens
     assert done < 800
     assert done % 64 == 0
-    llm._session.pager.check_integrity()
+    llm._session.table.check_integrity()
     llm.eval(tokens[done:800].tolist())
     check(llm)
     fresh.eval(tokens[:800].tolist())
@@ -263,14 +263,14 @@ def test_a_pool_without_victims(llama: Any, tokens: Any) -> None:
     """Chunks without an image cannot leave: the error says so, and the text stays."""
     llm = make(llama)
     llm.eval(tokens[:512].tolist())
-    chunks = llm._session.pager.chunks
+    chunks = llm._session.table.chunks
     chunks[:] = [replace(chunk, on_host=False) for chunk in chunks]
     llm._session.paging.save = lambda: None
     with pytest.raises(PoolExhausted, match="larger pool"):
         llm.eval(tokens[512:513].tolist())
     assert llm.n_tokens == llm._session.length == 512
     check(llm)
-    llm._session.pager.saved(2)
+    llm._session.table.saved(2)
     llm.eval(tokens[512:513].tolist())
     assert 2 not in llm.kvflash.resident_chunks
     check(llm)

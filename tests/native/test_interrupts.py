@@ -9,8 +9,8 @@ import pytest
 from harness import CHUNK, check, row
 from interrupter import Interrupter
 
-SESSION = tuple(f"session/{name}.py" for name in ("session", "unfinished", "paging", "checkpoints"))
-MAPPING = (*SESSION, "session/step.py", "pool/page_table.py", "pool/plan.py")
+SESSION = tuple(f"session/{name}.py" for name in ("session", "text", "unfinished", "paging", "checkpoints"))
+MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 BYTES = ("host/heap.py", "host/store.py", "native/engine.py")
 RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
@@ -79,7 +79,7 @@ def test_a_step_that_reselects(llama: Any, tokens: Any) -> None:
     moved: set[int] = set()
     while not moved:
         state, before = llm.save_state(), set(llm.kvflash.resident_chunks)
-        due = llm._session.reselector.ready
+        due = llm._session.scoring.is_ready
         llm.eval([text[llm.n_tokens]])
         moved = set(llm.kvflash.resident_chunks) - before if due else set()
     llm.load_state(state)

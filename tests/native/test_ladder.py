@@ -196,18 +196,18 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
     sealed: dict[int, bytes] = {}
     for start in range(0, 1536, 64):
         session.extend(tokens[start : start + 64])
-        session.pager.check_integrity()
+        session.table.check_integrity()
         chunk = start // CHUNK
-        sealed[chunk] = read_block(session, session.pager.chunks[chunk].block)
+        sealed[chunk] = read_block(session, session.table.chunks[chunk].block)
     assert session.page_ins == 0
-    assert 3 not in session.pager.resident_chunks
+    assert 3 not in session.table.resident_chunks
     assert [session.store.bytes_of(c) for c in range(24)] == [sealed[c] for c in range(24)]
 
-    old_block = session.pager.chunks[23].block
+    old_block = session.table.chunks[23].block
     session.pin_range(3 * CHUNK, 4 * CHUNK)
     session.extend(tokens[1536:1540])
     assert session.page_ins == 1
-    block = session.pager.chunks[3].block
+    block = session.table.chunks[3].block
     assert block not in (-1, old_block)
     assert read_block(session, block) == sealed[3]
     cells = session.engine.cells(block * CHUNK, CHUNK)
@@ -236,8 +236,8 @@ def test_recall_into_other_blocks_only_reorders_sums(kind: str, bare: Any, token
     still.session.extend(prompt)
     page_around(moved.session, same_blocks=False)
     ours, theirs = moved.walk(rest[:1], rest[1:]), still.walk(rest[:1], rest[1:])
-    moved_blocks = [chunk.block for chunk in moved.session.pager.chunks]
-    assert moved_blocks != [chunk.block for chunk in still.session.pager.chunks], "the blocks did not move"
+    moved_blocks = [chunk.block for chunk in moved.session.table.chunks]
+    assert moved_blocks != [chunk.block for chunk in still.session.table.chunks], "the blocks did not move"
     assert agreement(ours, theirs) >= 0.95
     assert np.abs(ours - theirs).max() < 0.6  # Q8_0 weights: see rung 4
 
@@ -302,7 +302,7 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     for piece in pieces:
         evicted.clear()
         ours.eval(piece.tolist())
-        ours._session.pager.check_integrity()
+        ours._session.table.check_integrity()
         for chunk in evicted:
             assert theirs._ctx.kv_cache_seq_rm(0, chunk * CHUNK, (chunk + 1) * CHUNK)
         moments += bool(evicted)
@@ -387,7 +387,7 @@ def layer_bytes(session: Any, page: bytes, layer: int) -> bytes:
 
 def page_around(session: Any, *, same_blocks: bool) -> None:
     """Evict every sealed chunk, wipe the blocks, recall all: to the same blocks, or turned by one."""
-    pager, engine = session.pager, session.engine
+    pager, engine = session.table, session.engine
     sealed = list(range(session.length // CHUNK))
     blocks = [pager.chunks[c].block for c in sealed]
     assert all(pager.chunks[c].on_host for c in sealed)

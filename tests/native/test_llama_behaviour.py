@@ -100,7 +100,53 @@ def test_a_draft_model_changes_nothing(kind: str, pool: int | None, llama: Any, 
     tokens_out = take(drafted.generate(prompt, **GREEDY), 40)
     assert tokens_out[: first_tie(scored, prompt, plain)] == plain[: first_tie(scored, prompt, plain)]
     if pool is not None:
-        drafted._session.pager.check_integrity()
+        drafted._session.table.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_wrong_drafts_cost_no_looks_and_no_reading(kind: str, llama: Any, tokens: Any) -> None:
+    """Each step has drafts, all of them wrong; the text goes on as without."""
+
+    def wrong(ids: Any, **_: Any) -> Any:
+        return np.full(4, 3, np.intc)
+
+    size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 64}
+    prompt = tokens[:900].tolist()
+    plain, drafted = llama(kind, **size), llama(kind, draft_model=wrong, **size)
+    looks = []
+    for llm in (plain, drafted):
+        take(llm.generate(prompt, **GREEDY), 1)
+        before = llm._session.scoring.looks
+        llm.n_tokens = len(prompt)
+        take(llm.generate(prompt, **GREEDY), 200)
+        looks.append(llm._session.scoring.looks - before)
+        assert llm._session.page_ins > 0
+        assert len(llm.scores) == llm.n_batch, "logits of all tokens are kept"
+    assert abs(looks[0] - looks[1]) <= 1
+    assert looks[1] >= 200 // 16
+    state = drafted._session.queries
+    assert drafted._session.length - state.valid_from >= state.rows - 4
+
+
+def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any) -> None:
+    """What is saved is the text that has been told, without the drafts beyond it."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    prompt = np.tile(tokens[:150], 5).tolist()
+    size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 512}
+    llm = llama(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), **size)
+    told: list[int] = []
+    ahead = 0
+    for token in llm.generate(prompt, **GREEDY):
+        ahead += llm._session.ahead > 0
+        told.append(token)
+        if len(told) in (2, 7, 8):
+            state = llm.save_state()
+            assert state.input_ids[: state.n_tokens].tolist() == [*prompt, *told[:-1]]
+        if len(told) == 30:
+            break
+    assert ahead, "no draft was ever ahead of the text"
+    assert llm._session.tokens.tolist()[: len(prompt)] == prompt
 
 
 def first_tie(llm: Any, prompt: list[int], answer: list[int]) -> int:
@@ -153,7 +199,7 @@ def test_queries_of_a_text_that_was_cut_are_not_asked(again: int, llama: Any, to
     take(llm.generate([*prompt, *tokens[2000:2040].tolist()], **GREEDY), 40)
     asked = []
     for each in (llm, fresh):
-        scorer = each._session.reselector.scorer
+        scorer = each._session.scoring.scorer
         with mock.patch.object(scorer, "score", wraps=scorer.score) as score:
             take(each.generate([*prompt, *tokens[3000 : 3000 + again].tolist()], **GREEDY), 1)
         looks = [call.args[0] for call in score.call_args_list]
@@ -419,7 +465,7 @@ def test_state_continues_bit_for_bit(kind: str, pool: int, llama: Any, tokens: A
     other.eval(tokens[5000:5300].tolist())
     for target in (llm, other):
         target.load_state(state)
-        target._session.pager.check_integrity()
+        target._session.table.check_integrity()
         assert target.n_tokens == 750
         assert same_bits(walk(target, tokens[750:751], tokens[751:900]), expected)
 
@@ -602,7 +648,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     llm.n_tokens = 9 * CHUNK + 30
     page_ins = llm.kvflash.page_ins
     cut = walk(llm, tokens[606:607], tokens[607:640])
-    llm._session.pager.check_integrity()
+    llm._session.table.check_integrity()
     assert llm.kvflash.page_ins > page_ins
     assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
 
@@ -738,7 +784,7 @@ def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: An
     done = llm.n_tokens
     assert 0 < done < 900
     assert llm._session.length == done
-    llm._session.pager.check_integrity()
+    llm._session.table.check_integrity()
     llm.eval(tokens[done:700].tolist())
     fail_at(llm, 1)
     with pytest.raises(DecodeError):

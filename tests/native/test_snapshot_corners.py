@@ -69,7 +69,7 @@ def test_pins_of_the_moment_are_not_kept_for_others(llama: Any, tokens: Any) -> 
     llm.kvflash.unpin()
     next(llm.generate(second, temp=0))
     next(llm.generate(first, temp=0))
-    assert not llm._session.pager.pins
+    assert not llm._session.table.pins
 
 
 def test_saving_within_a_prompt(llama: Any, tokens: Any, tmp_path: Path) -> None:
@@ -185,6 +185,6 @@ def test_a_kept_text_has_no_pages_of_the_drafter(llama: Any, tokens: Any) -> Non
     llm = llama("dense", **settings, kvflash_cache=PrefixCache())
     next(llm.generate(tokens[:2000].tolist(), temp=0))
     assert len(llm._prefixes._memory)
-    heap = llm._session.reselector.scorer._reader._drafter._session.paging.heap
+    heap = llm._session.scoring.scorer._reader._drafter._session.paging.heap
     assert heap._pages
     assert all(page.holders == 1 for page in heap._pages)

@@ -131,7 +131,7 @@ def test_the_beginning_of_a_text(kind: str, length: int | None, llama: Any, toke
     llm.eval(tokens[:1000].tolist())
     llm.eval(tokens[1000:1500].tolist())
     if length is None:
-        length = min(llm._session.checkpoints.freeze())
+        length = min(llm._session.checkpoints.state())
         with pytest.raises(SnapshotError, match=re.escape(f"{length}")):
             llm.save_snapshot(tmp_path / "x", length=length - 1)
     for impossible in (1501, -1):
@@ -165,9 +165,9 @@ def test_into_another_pool(kind: str, pool: int, llama: Any, tokens: Any, tmp_pa
     if pool == 512:
         assert inside < before
         assert len(inside) == 8
-        scores = llm._session.pager.scores
+        scores = llm._session.ranking
         head = other.n_tokens // CHUNK
-        chosen = [c for c in inside - other._session.pager.protected(head, head) if c < len(scores)]
+        chosen = [c for c in inside - other._session.table.protected(head, head) if c < len(scores)]
         assert max(scores[c] for c in before - inside if c < len(scores)) <= min(scores[c] for c in chosen)
     elif pool == 1024:
         assert inside == before

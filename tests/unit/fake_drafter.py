@@ -34,7 +34,7 @@ class FakeDrafter:
         assert len(self.text) <= self.n_ctx
         self.pushes.append(len(tokens))
 
-    def cut(self, length: int) -> int:
+    def truncate(self, length: int) -> int:
         assert 0 <= length <= len(self.text)
         del self.text[length // self._grain * self._grain :]
         return len(self.text)

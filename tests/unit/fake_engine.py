@@ -16,8 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.policy.base import Scorer
+from kvflash_ggml.session.pool import Pool
+from kvflash_ggml.session.session import Session
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -374,3 +378,18 @@ class FakeEngine(FakeHost):
         assert not self.closed
         assert not self._queue
         self.closed = True
+
+
+def make_session(
+    engine: Any,
+    config: KVFlashConfig,
+    *,
+    n_ctx: int,
+    n_batch: int,
+    n_ubatch: int,
+    scorer: Scorer | None = None,
+    block_order: Sequence[int] | None = None,
+) -> Session:
+    """A text on a pool of its own."""
+    pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, block_order=block_order)
+    return Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer)

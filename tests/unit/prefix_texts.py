@@ -15,7 +15,7 @@ from fake_engine import FakeHost
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.pool.page_table import PageTable
+from kvflash_ggml.pool.page_table import PageTableState
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.prefix_cache.disk import DiskTier
 from kvflash_ggml.state.blob import Bytes
@@ -94,7 +94,7 @@ def session(
     saved_policy.statistics = ready(statistics_of(tokens, after))
     return SavedSession(
         tokens=tokens,
-        table=PageTable(
+        table=PageTableState(
             blocks=[c if c < 4 else ABSENT for c in range(chunks)],
             last_use=list(range(chunks)),
             clock=chunks,

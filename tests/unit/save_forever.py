@@ -12,19 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import plain_reader
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, make_session
 from saving import N_VOCAB, save
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
-from kvflash_ggml.session.session import Session
 
 TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 700, dtype=np.int32)
 
 
 def save_beginnings(path: Path, ready: int) -> None:
     """Beginnings of every length, over and over. ready: told when it begins."""
-    session = Session(FakeEngine(448, 64), KVFlashConfig(tail=2), n_ctx=8192, n_batch=64, n_ubatch=64)
+    session = make_session(FakeEngine(448, 64), KVFlashConfig(tail=2), n_ctx=8192, n_batch=64, n_ubatch=64)
     session.extend(TEXT)
     os.write(ready, b"!")
     while True:

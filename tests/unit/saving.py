@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.policy.base import Floats, Keys, Look, Rows
+from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
+from kvflash_ggml.session.scoring import Scoring
 from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.store import Keeper
@@ -32,11 +33,11 @@ class Digest:
         (keys,) = self._keys.read(chunk)
         self._index[chunk] = zlib.crc32(keys.astype(np.uint8)[:, 0, :4].tobytes())  # of the tokens: not of the serial
 
-    def cut(self, n_chunks: int) -> None: ...
+    def truncate(self, n_chunks: int) -> None: ...
 
-    def score(self, look: Look) -> Floats | None:
-        asked = zlib.crc32(look.queries.tobytes(), zlib.crc32(look.tokens.tobytes()))
-        return np.array([zlib.crc32(row.tobytes(), asked) % 997 / 100 for row in self._index[: look.n_chunks]], "f4")
+    def score(self, request: ScoreRequest) -> Floats | None:
+        asked = zlib.crc32(request.queries.tobytes(), zlib.crc32(request.tokens.tobytes()))
+        return np.array([zlib.crc32(row.tobytes(), asked) % 997 / 100 for row in self._index[: request.n_chunks]], "f4")
 
     @property
     def layout(self) -> Layout:
@@ -62,14 +63,14 @@ def keeper(session: Session) -> Keeper:
 
 def dump(session: Session, length: int | None = None) -> bytes:
     """A snapshot as bytes."""
-    return keeper(session).dump(session.freeze(length))
+    return keeper(session).dump(session.state(length))
 
 
 def save(session: Session, path: Path, *, compress: bool = False, length: int | None = None) -> int:
     """A snapshot as a file; its size."""
     each = keeper(session)
     try:
-        return each.save(session.freeze(length), path, compress=compress).result()
+        return each.save(session.state(length), path, compress=compress).result()
     finally:
         each.close()
 
@@ -78,33 +79,39 @@ def load(session: Session, source: bytes | Path) -> None:
     """Put a snapshot in place of what the session holds."""
     saved = keeper(session).load(source)
     try:
-        session.restore(saved)
+        session.load(saved)
     finally:
         saved.release()
 
 
 def settle_scores(session: Session) -> None:
     """Let the scoring thread finish, so that nothing changes while it is looked at."""
-    if session.reselector is not None:
-        session.reselector._run(lambda: None).result()
+    if session.scoring is not None:
+        session.scoring._run(lambda: None).result()
+
+
+def clock(scoring: Scoring) -> tuple[int, ...]:
+    saved = scoring.blank_state()
+    scoring.selection.write(saved)
+    return saved.tau, saved.since_look, saved.since_reselect, saved.due
 
 
 def seen(session: Session) -> tuple[Any, ...]:
     """Everything that a refused snapshot must leave as it was."""
     settle_scores(session)
     engine: Any = session.engine
-    pager, chooser = session.pager, session.reselector
+    table, scoring = session.table, session.scoring
     return (
         session.tokens.tolist(),
-        (copy.deepcopy(pager.layout), sorted(pager.pins)),
-        None if pager.scores is None else pager.scores.tobytes(),
+        (copy.deepcopy(table.layout), sorted(table.pins)),
+        None if session.ranking is None else session.ranking.tobytes(),
         sorted(session.store),
         engine.cell_pos.tolist(),
         engine.settled()[0].tobytes(),
         engine.get_state(),
         engine.queries.tobytes(),
-        session.queries_from,
-        sorted(session.checkpoints.freeze()),
+        session.queries.valid_from,
+        sorted(session.checkpoints.state()),
         session.mask.slot_pos.tolist(),
-        chooser and (chooser.tau, chooser._since_look, chooser._since_reselect, chooser._due, len(chooser._pending)),
+        scoring and (clock(scoring), len(scoring._pending)),
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.policy.base import KeyShape, Look
+from kvflash_ggml.policy.base import KeyShape, ScoreRequest
 from kvflash_ggml.policy.crosstok import (
     TextReader,
     chunk_scores,
@@ -249,30 +249,30 @@ class FakeKeys:
     def read(self, chunk: int) -> Any:
         return [keys[chunk] for keys in self.keys]
 
-    def dots(self, look: Look) -> Any:
+    def dots(self, request: ScoreRequest) -> Any:
         """[columns, chunks, CHUNK], one column after the other."""
         out = []
-        for s, keys, queries in zip(self.shapes, self.keys, split(look, self.shapes), strict=True):
+        for s, keys, queries in zip(self.shapes, self.keys, split(request, self.shapes), strict=True):
             for h in range(s.n_head):
                 for query in queries[:, h]:
-                    out.append(s.scale * keys[: look.n_chunks, :, h // s.group] @ query)
+                    out.append(s.scale * keys[: request.n_chunks, :, h // s.group] @ query)
         return np.array(out)
 
-    def score_keys(self, chunks: Sequence[int], look: Look) -> Any:
-        return np.log(np.exp(self.dots(look)).sum(axis=2))[:, list(chunks)]
+    def score_keys(self, chunks: Sequence[int], request: ScoreRequest) -> Any:
+        return np.log(np.exp(self.dots(request)).sum(axis=2))[:, list(chunks)]
 
 
 def test_token_scores_are_shares_of_attention() -> None:
     keys = FakeKeys(5)
     rows = 3
     queries = np.random.default_rng(2).normal(0, 1, rows * sum(s.n_head * s.head for s in keys.shapes))
-    look = Look(
+    request = ScoreRequest(
         tokens=np.zeros(5 * CHUNK, np.int32),
         n_chunks=5,
         rows=rows,
         queries=queries.astype(np.float32),
-        kept=frozenset(),
+        protected=frozenset(),
     )
-    dots = keys.dots(look).reshape(-1, 5 * CHUNK)
+    dots = keys.dots(request).reshape(-1, 5 * CHUNK)
     expected = np.log(np.exp(dots) / np.exp(dots).sum(axis=1, keepdims=True)).max(axis=0)
-    np.testing.assert_allclose(token_scores(keys, look), expected, rtol=1e-4)  # type: ignore[arg-type]
+    np.testing.assert_allclose(token_scores(keys, request), expected, rtol=1e-4)  # type: ignore[arg-type]

@@ -20,18 +20,18 @@ from kvflash_ggml.cli.pool_options import pool_options
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
-from kvflash_ggml.policy.base import Look, Resumable, Scorer
+from kvflash_ggml.policy.base import Resumable, Scorer, ScoreRequest
 from kvflash_ggml.policy.drafter import QUERY_ROWS, DrafterScorer, TokenReader, common_prefix
-from kvflash_ggml.session.reselect import OVERHEAD
+from kvflash_ggml.session.scoring import DECODE_SHARE
 
 
-def look(tokens: Any) -> Look:
-    return Look(
+def look(tokens: Any) -> ScoreRequest:
+    return ScoreRequest(
         tokens=np.asarray(tokens, np.int32),
         n_chunks=len(tokens) // CHUNK,
         rows=0,
         queries=np.empty(0, np.float32),
-        kept=frozenset(),
+        protected=frozenset(),
     )
 
 
@@ -95,7 +95,7 @@ def test_after_a_cut_the_newest_rows_are_read_again() -> None:
     scorer = opened(Loads(drafter))
     tokens = text(300)
     scorer.score(look(tokens))
-    scorer.cut(200 // CHUNK)
+    scorer.truncate(200 // CHUNK)
     scorer.score(look(tokens[:200]))
     assert drafter.pushes == [300, QUERY_ROWS]
     assert drafter.text == tokens[:200].tolist()
@@ -150,7 +150,7 @@ def test_scores_of_a_text_that_is_gone_are_forgotten() -> None:
     tokens = text(640)
     for length in (320, 640):
         scorer.score(look(tokens[:length]))
-    scorer.cut(0)
+    scorer.truncate(0)
     other = text(1024, seed=9)
     scores = scorer.score(look(other))
     assert scores is not None
@@ -190,16 +190,16 @@ def test_a_failed_load_is_reported_once_and_tried_again_after_a_reset(caplog: An
         for _ in range(5):
             assert scorer.score(look(text(200))) is None
         assert load.count == 1
-        scorer.cut(2)
+        scorer.truncate(2)
         assert scorer.score(look(text(200))) is None
         assert load.count == 1
-        scorer.cut(0)
+        scorer.truncate(0)
         assert scorer.score(look(text(200))) is None
         assert load.count == 2
     assert len(caplog.records) == 1
     assert "small.gguf" in caplog.text
     assert "Failed to load" in caplog.text
-    scorer.cut(0)
+    scorer.truncate(0)
     assert scorer.score(look(text(200))) is not None
 
 
@@ -216,7 +216,7 @@ def test_a_failure_while_reading_frees_the_drafter(error: BaseException, caplog:
     assert load.count == 1
     assert str(error) in caplog.text
     load.drafter = FakeDrafter()
-    scorer.cut(0)
+    scorer.truncate(0)
     np.testing.assert_array_equal(scorer.score(look(text(300))), best(text(300)))  # type: ignore[arg-type]
 
 
@@ -244,7 +244,7 @@ def test_close_frees_once_and_without_a_load() -> None:
 def test_it_is_a_policy_with_a_share_of_its_own() -> None:
     scorer = opened(Loads(FakeDrafter()))
     assert isinstance(scorer, Scorer)
-    assert scorer.overhead == 0.15 > OVERHEAD
+    assert scorer.overhead == 0.15 > DECODE_SHARE
     assert "drafter" in policy.names()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.policy.base import KeyShape, Look
+from kvflash_ggml.policy.base import KeyShape, ScoreRequest
 from kvflash_ggml.policy.edges import EDGE, FOLLOWED, follow
 from kvflash_ggml.policy.heads import every_head
 
@@ -38,9 +38,9 @@ def look(n_chunks=20, rows=3, kept=()):
         q = np.zeros((rows, shape.n_head, shape.head), np.float32)
         q[..., 0] = 1
         queries.append(q.reshape(-1))
-    return Look(
+    return ScoreRequest(
         tokens=np.zeros(CHUNK * n_chunks, np.int32), n_chunks=n_chunks, rows=rows,
-        queries=np.concatenate(queries), kept=frozenset(kept),
+        queries=np.concatenate(queries), protected=frozenset(kept),
     )  # fmt: skip
 
 

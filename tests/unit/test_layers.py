@@ -86,6 +86,14 @@ def test_imports_run_down(arrows: dict[str, set[str]]) -> None:
     assert [arrow for arrow in up if not {room(x) for x in arrow.split(" -> ")} <= ground] == []
 
 
+def test_there_are_no_circles(arrows: dict[str, set[str]]) -> None:
+    left = {name: set(targets) for name, targets in arrows.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    assert sorted(left) == [], "these import each other, or one that does"
+
+
 def test_no_file_is_long() -> None:
     paths = [path for kind in ("*.py", "*.cpp", "*.h") for path in PACKAGE.rglob(kind)]
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}

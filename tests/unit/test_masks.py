@@ -10,18 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.pool.masks import FREE, AlibiMask, SlotMask
+from kvflash_ggml.pool.masks import FREE, AlibiMask, MaskRows, SlotMask
 
 BLOCKS = 5
 SLOTS = BLOCKS * CHUNK
 KINDS = [(SlotMask, False), (SlotMask, True), (AlibiMask, False), (AlibiMask, True)]
 
 
+def make_rows(f32: bool, count: int = 200) -> MaskRows:
+    return MaskRows(SLOTS, count, f32=f32)
+
+
 class World:
     """A mask, and which chunk the test has put into which block."""
 
-    def __init__(self, kind: type[SlotMask], f32: bool, max_rows: int = 200) -> None:
-        self.mask = kind(SLOTS, max_rows, f32=f32)
+    def __init__(self, kind: type[SlotMask], rows: MaskRows) -> None:
+        self.mask = kind(rows)
+        self.rows = rows
         self.alibi = kind is AlibiMask
         self.chunks: dict[int, int] = {}  # chunk -> block
 
@@ -42,7 +47,7 @@ class World:
     def fill(self, start: int, count: int) -> None:
         """Fill and compare every value with the rule."""
         rows = self.mask.fill(start, self.slots(start, count))
-        want = np.full((count, SLOTS), -np.inf, self.mask.rows.dtype)
+        want = np.full((count, SLOTS), -np.inf, self.rows.data.dtype)
         for i in range(count):
             for chunk, block in self.chunks.items():
                 for offset in range(CHUNK):
@@ -50,13 +55,14 @@ class World:
                     if distance >= 0:
                         want[i, block * CHUNK + offset] = -distance if self.alibi else 0
         np.testing.assert_array_equal(rows, want)
-        assert np.shares_memory(rows, self.mask.rows)
-        assert rows.dtype == self.mask.rows.dtype
+        assert np.shares_memory(rows, self.rows.data)
+        assert rows.dtype == self.rows.data.dtype
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0].__name__}-{'f32' if kind[1] else 'f16'}")
 def world(request: pytest.FixtureRequest) -> World:
-    return World(*request.param)
+    kind, f32 = request.param
+    return World(kind, make_rows(f32))
 
 
 def test_raw_values(world: World) -> None:
@@ -113,7 +119,7 @@ def test_rows_of_rejected_drafts_are_hidden(world: World) -> None:
     world.fill(0, 10)
     world.mask.rewind()  # six drafts were refused
     world.fill(4, 1)
-    assert np.isneginf(world.mask.rows[0, 5:10]).all()
+    assert np.isneginf(world.rows.data[0, 5:10]).all()
 
 
 def test_reset(world: World) -> None:
@@ -129,7 +135,8 @@ def test_reset(world: World) -> None:
 
 @given(st.data(), st.sampled_from(KINDS))
 def test_random_use(data: st.DataObject, kind: tuple[type[SlotMask], bool]) -> None:
-    world = World(*kind, max_rows=20)
+    which, f32 = kind
+    world = World(which, make_rows(f32, 20))
     head = data.draw(st.integers(0, 6), "first chunk")
     pos = head * CHUNK + data.draw(st.integers(0, CHUNK - 1), "offset")
     world.place(data.draw(st.integers(0, BLOCKS - 1), "block"), head)
@@ -153,3 +160,17 @@ def test_random_use(data: st.DataObject, kind: tuple[type[SlotMask], bool]) -> N
             case _:
                 pos = max(pos - data.draw(st.integers(0, 5), "back"), pos // CHUNK * CHUNK)
                 world.mask.rewind()
+
+
+@pytest.mark.parametrize(("kind", "f32"), KINDS)
+def test_texts_take_turns_on_the_same_rows(kind: type[SlotMask], f32: bool) -> None:
+    rows = make_rows(f32)
+    one, other = World(kind, rows), World(kind, rows)
+    one.place(0, 0)
+    other.place(3, 0)
+    one.fill(0, 10)
+    other.fill(0, 20)
+    for i in range(3):
+        one.fill(10 + 2 * i, 1)
+        one.fill(11 + 2 * i, 1)
+        other.fill(20 + i, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
-from kvflash_ggml.policy.base import KeyShape, Look
+from kvflash_ggml.policy.base import KeyShape, ScoreRequest
 from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
 
@@ -38,21 +38,21 @@ class Keys:
         self.indexed.append(chunk)
         return np.repeat(np.int64(chunk), len(units)).view(np.uint8)
 
-    def score_index(self, units, rows, heads, look):
+    def score_index(self, units, rows, heads, request):
         assert set(map(tuple, units_of(heads, SHAPES).tolist())) <= set(map(tuple, units.tolist()))
         assert all(len(row) == self.index_size(units) for row in rows)
-        return self._columns([int(row.view(np.int64)[0]) for row in rows], look, heads, noise=self.noise)
+        return self._columns([int(row.view(np.int64)[0]) for row in rows], request, heads, noise=self.noise)
 
-    def score_keys(self, chunks, look, heads=None):
+    def score_keys(self, chunks, request, heads=None):
         self.exact.append(list(chunks))
-        return self._columns(chunks, look, every_head(SHAPES) if heads is None else heads)
+        return self._columns(chunks, request, every_head(SHAPES) if heads is None else heads)
 
-    def _columns(self, chunks, look, heads, noise=0.0):
-        layers = split(look, SHAPES)
+    def _columns(self, chunks, request, heads, noise=0.0):
+        layers = split(request, SHAPES)
         out = []
         for layer, head in heads.tolist():
             shape = SHAPES[layer]
-            for row in range(look.rows):
+            for row in range(request.rows):
                 query = shape.scale * layers[layer][row, head]
                 scores = [self.chunks[c][layer][:, head // shape.group] @ query for c in chunks]
                 out.append([np.log(np.exp(s).sum()) + noise * np.sin(c) for c, s in zip(chunks, scores, strict=True)])
@@ -70,9 +70,9 @@ def text(rng, n):
 
 def look(queries, n_chunks, kept=(0,)):
     rows = len(queries[0])
-    return Look(
+    return ScoreRequest(
         tokens=np.zeros(n_chunks * CHUNK, np.int32), n_chunks=n_chunks, rows=rows,
-        queries=np.concatenate([q.reshape(-1) for q in queries]), kept=frozenset(kept),
+        queries=np.concatenate([q.reshape(-1) for q in queries]), protected=frozenset(kept),
     )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def test_what_is_dumped_is_shared_and_outlives_a_cut(rng):
     keys = Keys(text(rng, 10))
     scorer = made(keys, 10)
     rows = scorer.dump(10)
-    scorer.cut(4)
+    scorer.truncate(4)
     scorer.seal(4)
     other = made(keys, 4)
     other.load(rows)

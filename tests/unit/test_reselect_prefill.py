@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.session.session import Session
 
 
 class First:
@@ -25,7 +24,7 @@ class First:
 
     def seal(self, chunk): ...
 
-    def cut(self, n_chunks): ...
+    def truncate(self, n_chunks): ...
 
     def score(self, look):
         self.looks.append(len(look.tokens))
@@ -37,7 +36,7 @@ class First:
 def read(length, **config):
     engine, scorer = FakeEngine(1024, 128), First()
     made = KVFlashConfig(pool=1024, **config)
-    session = Session(engine, made, n_ctx=4096, n_batch=128, n_ubatch=128, scorer=scorer)
+    session = make_session(engine, made, n_ctx=4096, n_batch=128, n_ubatch=128, scorer=scorer)
     session.extend(np.arange(length, dtype=np.int32))
     return session, scorer.looks
 
@@ -45,7 +44,7 @@ def read(length, **config):
 def test_by_default_it_looks_after_every_step():
     session, looks = read(2048)
     assert looks == sorted({*range(128, 2048, 128), 2048 - CHUNK, 2048})
-    assert set(range(8)) <= set(session.pager.resident_chunks)
+    assert set(range(8)) <= set(session.table.resident_chunks)
     session.close()
 
 
@@ -53,5 +52,5 @@ def test_by_default_it_looks_after_every_step():
 def test_or_at_the_end_only(length):
     session, looks = read(length, reselect_prefill=False)
     assert looks == [length]
-    assert set(range(8)) <= set(session.pager.resident_chunks)
+    assert set(range(8)) <= set(session.table.resident_chunks)
     session.close()

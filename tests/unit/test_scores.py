@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, make_session
 from saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.session.session import Session
 
 
 class Foreign(Digest):
@@ -37,7 +36,7 @@ class Foreign(Digest):
 def session(request: pytest.FixtureRequest) -> Any:
     engine = FakeEngine(512, 128, query_rows=4, asynchronous=request.param)
     config = KVFlashConfig(pool=512, tail=2, tau=4)
-    session = Session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=Foreign())
+    session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=Foreign())
     yield session
     session.close()
 
@@ -62,10 +61,10 @@ WRONG: list[Callable[[int], Any]] = [
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_are_no_scores_is_refused_by_name(wrong: Callable[[int], Any], session: Any) -> None:
-    session.reselector.scorer.answer = wrong
+    session.scoring.scorer.answer = wrong
     with pytest.raises(ConfigError, match="policy 'foreign' returned"):
         session.extend(some(1000))
-    session.reselector.scorer.answer = lambda n: np.zeros(n, np.float32)
+    session.scoring.scorer.answer = lambda n: np.zeros(n, np.float32)
     session.reset()
     session.extend(some(1000))
     assert session.length == 1000
@@ -73,7 +72,7 @@ def test_what_are_no_scores_is_refused_by_name(wrong: Callable[[int], Any], sess
 
 @pytest.mark.parametrize("right", [lambda n: None, lambda n: np.full(n, -np.inf), lambda n: np.arange(n, dtype="f8")])
 def test_what_are_scores_is_taken(right: Callable[[int], Any], session: Any) -> None:
-    session.reselector.scorer.answer = right
+    session.scoring.scorer.answer = right
     session.extend(some(1000))
     assert session.length == 1000
 
@@ -81,6 +80,6 @@ def test_what_are_scores_is_taken(right: Callable[[int], Any], session: Any) -> 
 @pytest.mark.parametrize("error", [KeyError("mine"), ValueError("mine")])
 def test_an_error_while_a_chunk_is_sealed_is_told(error: Exception, session: Any) -> None:
     """A chunk without statistics would be scored at random."""
-    session.reselector.scorer.trouble = error
+    session.scoring.scorer.trouble = error
     with pytest.raises(type(error), match="mine"):
         session.extend(some(1000))

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults
+from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults, make_session
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from saving import Digest, dump, keeper, load, seen, settle_scores
@@ -96,7 +96,7 @@ def settle_ahead(session: Session) -> None:
 
 def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = ()) -> None:
     """Everything that must be true between two calls. frozen: what is put aside."""
-    engine, pager = session.engine, session.pager
+    engine, pager = session.engine, session.table
     assert isinstance(engine, FakeEngine)
     settle_scores(session)
     pager.check_integrity()
@@ -147,14 +147,14 @@ def slab_pages(session: Session) -> int:
 
 
 def query_buffers(session: Session) -> set[int]:
-    return set() if session.reselector is None else set(session.reselector._addresses)
+    return set() if session.scoring is None else set(session.scoring._addresses)
 
 
 def check_protected(session: Session) -> None:
     """After a step: sinks, pins, tail and head are on the device."""
     head = (session.length - 1) // CHUNK
-    for c in session.pager.protected(head, head):
-        assert session.pager.chunks[c].block != ABSENT, f"chunk {c} is protected"
+    for c in session.table.protected(head, head):
+        assert session.table.chunks[c].block != ABSENT, f"chunk {c} is protected"
 
 
 def make(
@@ -172,7 +172,9 @@ def make(
     rows = {} if scorer is None else {"query_rows": scorer.query_rows}
     engine = FakeEngine(n_slots, n_ubatch, timing=timing, **rows, **info)
     settings = KVFlashConfig(pool=n_slots, **{"tail": 2, **(config or {})})
-    return Session(engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order, scorer=scorer)
+    return make_session(
+        engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order, scorer=scorer
+    )
 
 
 def close(session: Session) -> None:
@@ -350,6 +352,26 @@ class SessionMachine(RuleBasedStateMachine):
             self.session.pin_range(at, at + 70)
         self.check()
 
+    @rule(count=st.integers(1, 12), accepted=st.integers(0, 12), interrupted=st.booleans())
+    def verify(self, count: int, accepted: int, interrupted: bool) -> None:
+        """Rows ahead of the text, of which the first are taken over."""
+        session = self.session
+        count = min(count, session.n_ubatch, session.table.room(session.length), session.n_ctx - session.length)
+        if count <= 0:
+            return
+        new, before = self.text(count), len(self.tokens)
+        session.verify(new)
+        assert (session.length, session.ahead) == (before, count)
+        assert max(session.store, default=0) <= before // CHUNK, "what is not accepted is kept"
+        assert all(not chunk.on_host for chunk in session.table.chunks[before // CHUNK :])
+        if interrupted:
+            accepted = 0
+            session.settle()
+        else:
+            accepted = min(accepted, count)
+            session.accept(accepted)
+        self.settle(self.tokens + new[:accepted].tolist())
+
     # --- what may go wrong
 
     @rule(
@@ -406,9 +428,9 @@ class SessionMachine(RuleBasedStateMachine):
             self.session.extend(new)
         settle_ahead(self.session)
         settle_scores(self.session)
-        if self.session.reselector is not None:
+        if self.session.scoring is not None:
             with contextlib.suppress(HostMemoryError):  # a page that could not be read is told of at the next look
-                self.session.reselector._raise_failure()
+                self.session.scoring._raise_failure()
         self.session.engine.refuse_alloc = False
         FaultyFile.trouble = None
         assert self.session.engine.info.recurrent or self.session.length >= before
@@ -419,17 +441,17 @@ class SessionMachine(RuleBasedStateMachine):
     def freeze(self, length: int | None) -> Saved | None:
         session = self.session
         try:
-            frozen = session.freeze(length)
+            frozen = session.state(length)
         except SnapshotError:
             assert session.engine.info.recurrent or session.engine.info.n_swa
-            assert length not in (None, session.length, *session.checkpoints.freeze())
+            assert length not in (None, session.length, *session.checkpoints.state())
             return None
         assert frozen.length == (session.length if length is None else length)
         chunks = -(-frozen.length // CHUNK)
         return Saved(
             list(session.engine.truth[: frozen.length]),
             self.tokens[: frozen.length],
-            [chunk.block for chunk in session.pager.chunks[:chunks]],
+            [chunk.block for chunk in session.table.chunks[:chunks]],
             frozen.length == session.length,
             frozen=frozen,
         )
@@ -438,7 +460,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), whole=st.booleans())
     def put_aside(self, data: st.DataObject, whole: bool) -> None:
         """To be written, or restored, when the text has gone on or has been cut."""
-        known = [0, *self.session.checkpoints.freeze(), len(self.tokens)]
+        known = [0, *self.session.checkpoints.state(), len(self.tokens)]
         length = data.draw(st.one_of(st.sampled_from(known), st.integers(0, len(self.tokens))), "length")
         saved = self.freeze(None if whole else length)
         if saved is not None:
@@ -467,7 +489,7 @@ class SessionMachine(RuleBasedStateMachine):
     def thaw(self, at: int) -> None:
         """Back to a text that was only put aside, which can be done again."""
         saved = self.frozen[at % len(self.frozen)]
-        self.session.restore(saved.frozen)
+        self.session.load(saved.frozen)
         self.restored(saved)
 
     @precondition(lambda self: self.saved is not None)
@@ -496,7 +518,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def restored(self, saved: Saved) -> None:
         self.session.engine.adopt(saved.truth, saved.tokens)
-        blocks, count = [chunk.block for chunk in self.session.pager.chunks], self.session.pager.blocks.count
+        blocks, count = [chunk.block for chunk in self.session.table.chunks], self.session.table.blocks.count
         if all(block < count for block in saved.blocks) and self.session.bounded:
             assert blocks == saved.blocks
         assert self.session.bounded or ABSENT not in blocks
@@ -607,7 +629,7 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batc
             for at in range(start, end, n_ubatch)
         ]
         assert session.engine.steps == stock
-        assert [chunk.block for chunk in session.pager.chunks] == list(range(len(session.pager.chunks)))
+        assert [chunk.block for chunk in session.table.chunks] == list(range(len(session.table.chunks)))
 
 
 def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
@@ -684,7 +706,7 @@ def test_a_long_text_is_restored_under_a_ceiling_without_a_spill_folder(world: A
     other.pin_range(12 * CHUNK, 14 * CHUNK)
     other.extend(some(70, 1))
     check(other, [*tokens.tolist(), *some(70, 1).tolist()])
-    assert {12, 13} <= set(other.pager.resident_chunks)
+    assert {12, 13} <= set(other.table.resident_chunks)
     other.extend(some(70, 2))
     with pytest.raises(HostMemoryError):
         other.extend(some(140, 3))
@@ -696,9 +718,9 @@ def test_a_session_that_cannot_be_put_aside_holds_nothing(world: Any) -> None:
     session = world(config={"host_limit": 5 * PAGE_BYTES})
     session.extend(some(5 * CHUNK + 10))
     with pytest.raises(HostMemoryError):
-        session.freeze()
+        session.state()
     check(session, some(5 * CHUNK + 10).tolist())
-    session.freeze(5 * CHUNK).release()
+    session.state(5 * CHUNK).release()
     check(session, some(5 * CHUNK + 10).tolist())
 
 
@@ -757,7 +779,7 @@ def test_a_restored_session_goes_on_as_the_saved_one(scorer: Any, kind: dict[str
                 each.extend(tokens)
                 for token in tokens[:24]:
                     each.extend(ints(token))
-            assert [c.block for c in session.pager.chunks] == [c.block for c in other.pager.chunks]
+            assert [c.block for c in session.table.chunks] == [c.block for c in other.table.chunks]
         assert session.engine.rows[start:] == other.engine.rows
 
 
@@ -790,7 +812,7 @@ def test_config_pins_survive_a_reset(world: Any) -> None:
     session.extend(some(1000))
     session.reset()
     session.extend(some(1000))
-    assert session.pager.chunks[1].block != ABSENT
+    assert session.table.chunks[1].block != ABSENT
 
 
 def test_a_transposed_v_is_refused_only_where_it_would_be_paged() -> None:

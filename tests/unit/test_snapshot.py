@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import plain_reader
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, FakeLayer
+from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, FakeLayer, make_session
 from hypothesis import given
 from hypothesis import strategies as st
 from saving import N_VOCAB, Digest, dump, keeper, load, save, seen
@@ -32,7 +32,7 @@ def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info:
     policy = scorer and scorer()
     engine = FakeEngine(n_slots, 64, **({"query_rows": 4} if policy else {}), **info)
     config = KVFlashConfig(tail=2, tau=16)
-    return Session(engine, config, n_ctx=n_ctx, n_batch=64, n_ubatch=64, scorer=policy)
+    return make_session(engine, config, n_ctx=n_ctx, n_batch=64, n_ubatch=64, scorer=policy)
 
 
 def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:
@@ -119,7 +119,7 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
     assert other == one
     again.engine.adopt(session.engine.truth, session.engine.tokens)
     again.extend(text(100))
-    again.pager.check_integrity()
+    again.table.check_integrity()
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -193,7 +193,7 @@ def test_a_state_that_was_cut_is_saved_as_a_shorter_text(world: Any) -> None:
     again.engine.adopt(session.engine.truth[:450], session.engine.tokens[:450])
     again.extend(text(100))
     assert again.tokens.tolist() == [*text(LENGTH)[:450].tolist(), *text(100).tolist()]
-    again.pager.check_integrity()
+    again.table.check_integrity()
 
 
 @pytest.mark.parametrize("info", [{"recurrent": True}, {"n_swa": 80}])
@@ -201,14 +201,14 @@ def test_an_impossible_length_is_an_error(info: dict[str, Any], world: Any) -> N
     session = world(**info)
     session.extend(text(400))
     session.extend(text(100, 4))
-    known = sorted(session.checkpoints.freeze())
+    known = sorted(session.checkpoints.state())
     assert known
     for length in (known[0] + 1, 450, 10):
         with pytest.raises(SnapshotError, match=str(known[0])):
-            session.freeze(length)
+            session.state(length)
     for length in (-1, 501, 10**9):
         with pytest.raises(SnapshotError, match="500"):
-            session.freeze(length)
+            session.state(length)
     assert plain_reader.read(dump(session, known[0])).facts["length"] == known[0]
 
 
@@ -217,14 +217,14 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
     session, other = world(), world(n_slots)
     session.extend(text(LENGTH))
     decode(session, 20)
-    scores = session.pager.scores
+    scores = session.ranking
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
-    other.pager.check_integrity()
-    inside, before = set(other.pager.resident_chunks), set(session.pager.resident_chunks)
+    other.table.check_integrity()
+    inside, before = set(other.table.resident_chunks), set(session.table.resident_chunks)
     if n_slots == 384:
         assert inside < before
-        kept = other.pager.protected((other.length - 1) // CHUNK, (other.length - 1) // CHUNK)
+        kept = other.table.protected((other.length - 1) // CHUNK, (other.length - 1) // CHUNK)
         assert kept & before <= inside
         lost = [scores[c] for c in before - inside if c < len(scores)]
         stayed = [scores[c] for c in inside - kept if c < len(scores)]
@@ -232,11 +232,11 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
     elif n_slots == 512:
         assert inside == before
     else:
-        assert inside == set(range(len(other.pager.chunks)))
+        assert inside == set(range(len(other.table.chunks)))
     other.extend(text(200, 3))
-    other.pager.check_integrity()
-    assert [other.store.bytes_of(c) if other.pager.chunks[c].on_host else b"" for c in range(3)] == [
-        b"".join(session.engine.truth[c * CHUNK : (c + 1) * CHUNK]) if other.pager.chunks[c].on_host else b""
+    other.table.check_integrity()
+    assert [other.store.bytes_of(c) if other.table.chunks[c].on_host else b"" for c in range(3)] == [
+        b"".join(session.engine.truth[c * CHUNK : (c + 1) * CHUNK]) if other.table.chunks[c].on_host else b""
         for c in range(3)
     ]
 
@@ -272,8 +272,8 @@ def test_another_policy_reads_the_keys_again(data: bytes, world: Any, caplog: An
     load(session, data)
     again = world()
     load(again, data)
-    np.testing.assert_array_equal(session.reselector.scorer.dump(11), again.reselector.scorer.dump(11))
-    assert not session.reselector._pending
+    np.testing.assert_array_equal(session.scoring.scorer.dump(11), again.scoring.scorer.dump(11))
+    assert not session.scoring._pending
 
 
 @pytest.mark.parametrize("layout", [Layout("crc32", 8), Layout("crc32 of something else", 4)])
@@ -291,14 +291,14 @@ def test_statistics_of_another_layout_are_made_anew(layout: Layout, data: bytes,
     session, again = world(scorer=Other), world()
     load(session, data)
     load(again, data)
-    assert not session.reselector.scorer.loaded
-    np.testing.assert_array_equal(session.reselector.scorer.dump(11), again.reselector.scorer.dump(11))
+    assert not session.scoring.scorer.loaded
+    np.testing.assert_array_equal(session.scoring.scorer.dump(11), again.scoring.scorer.dump(11))
 
 
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2**32 - 1, 2**63])
 def test_any_seed(seed: int, world: Any) -> None:
     session = world()
-    saved = session.freeze()
+    saved = session.state()
     saved.seed = seed
     again = keeper(session).load(keeper(session).dump(saved))
     assert again.seed == seed
@@ -310,8 +310,8 @@ def test_pages_are_read_when_they_are_needed(data: bytes, world: Any) -> None:
     with mock.patch("kvflash_ggml.snapshot.container.StoredPage.read_into", autospec=True) as read:
         read.side_effect = lambda self, image: self.source.read_into(self.offset, image)
         load(session, data)
-    assert read.call_count == session.pager.resident < len(session.pager.chunks)
-    assert session.store.heap.host_bytes == (session.pager.resident - 1) * PAGE_BYTES  # the last is not full
+    assert read.call_count == session.table.resident < len(session.table.chunks)
+    assert session.store.heap.host_bytes == (session.table.resident - 1) * PAGE_BYTES  # the last is not full
 
 
 # --- the layout, by the document
@@ -351,12 +351,12 @@ def test_a_recurrent_layout(world: Any) -> None:
     session = world(recurrent=True)
     session.extend(text(300))
     session.extend(text(100, 2))
-    saved = session.freeze()
+    saved = session.state()
     saved.logits = np.arange(N_VOCAB, dtype=np.float32)
     parts = plain_reader.read(keeper(session).dump(saved))
     assert parts.sections["state"] == session.engine.get_state()
-    assert parts.facts["checkpoints"] == sorted(session.checkpoints.freeze()) != []
-    for pos, blob in session.checkpoints.freeze().items():
+    assert parts.facts["checkpoints"] == sorted(session.checkpoints.state()) != []
+    for pos, blob in session.checkpoints.state().items():
         assert parts.sections[f"checkpoint {pos}"] == blob.read()
     assert np.frombuffer(parts.sections["logits"], "<f4").tolist() == list(range(N_VOCAB))
 
@@ -652,14 +652,14 @@ def test_a_file_that_is_cut_after_a_restore_fails_the_step_only(world: Any, tmp_
     save(session, tmp_path / "x")
     load(again, tmp_path / "x")
     again.engine.adopt(session.engine.truth, session.engine.tokens)
-    away = next(c for c, chunk in enumerate(again.pager.chunks) if chunk.block < 0)
+    away = next(c for c, chunk in enumerate(again.table.chunks) if chunk.block < 0)
     (tmp_path / "x").write_bytes(b"")
     again.pin_range(away * CHUNK, away * CHUNK + 1)
     with pytest.raises(SnapshotError, match="cut short"):
         again.extend(text(70))
     assert again.length == LENGTH
-    again.pager.check_integrity()
-    again.pager.unpin_all()
+    again.table.check_integrity()
+    again.table.unpin_all()
     again.extend(text(70))
     assert again.length == LENGTH + 70
 

@@ -78,8 +78,8 @@ session = make()
 session.extend(some(700))
 each = keeper(session)
 cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
-each.save(session.freeze(), Path({str(tmp_path / "a")!r}), compress=False).result()
-cached.put(session.freeze())
+each.save(session.state(), Path({str(tmp_path / "a")!r}), compress=False).result()
+cached.put(session.state())
 cached.flush()
 child = os.fork()
 if child:
@@ -88,10 +88,10 @@ signal.alarm(60)
 session.extend(some(100))
 assert len(dump(session)) > 1000
 try:
-    each.save(session.freeze(), Path({str(tmp_path / "b")!r}), compress=False)
+    each.save(session.state(), Path({str(tmp_path / "b")!r}), compress=False)
 except SnapshotError as err:
     assert "forked" in str(err)
-    cached.put(session.freeze())
+    cached.put(session.state())
     cached.close()
     each.close()
     os._exit(7)
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written(session: Session, tmp_path: Path) -> No
         with pytest.raises(SnapshotError, match="folder"):
             save(session, path)
     assert [other.name for other in tmp_path.iterdir()] == ["file"]
-    done = keeper(session).save(session.freeze(), tmp_path / "absent" / "x", compress=False)
+    done = keeper(session).save(session.state(), tmp_path / "absent" / "x", compress=False)
     assert isinstance(done.exception(), SnapshotError)
     decode(session, 3)
 
@@ -191,7 +191,7 @@ class Victim:
         except REFUSALS:
             assert seen(session) == self.before
             return False
-        session.pager.check_integrity()
+        session.table.check_integrity()
         cells, slots = session.engine.cell_pos, session.mask.slot_pos
         assert np.array_equal(cells.reshape(-1, CHUNK).max(1) >= 0, slots.reshape(-1, CHUNK).max(1) >= 0)
         if not forged:
@@ -208,7 +208,7 @@ class Victim:
         assert session.tokens.tolist() == self.tokens
         assert session.engine.get_state() == self.state
         pool, _ = session.engine.settled()
-        for c, chunk in enumerate(session.pager.chunks):
+        for c, chunk in enumerate(session.table.chunks):
             rows = self.truth[c]
             if chunk.block >= 0:
                 at = chunk.block * CHUNK
@@ -224,7 +224,7 @@ class Victim:
         with contextlib.suppress(KVFlashError):
             session.extend(text(70, 8))
             decode(session, 20)
-        session.pager.check_integrity()
+        session.table.check_integrity()
 
     def close(self) -> None:
         self.session.close()

@@ -280,12 +280,12 @@ def test_a_page_lives_as_long_as_somebody_holds_it(build: Any, memory: FakeHost)
     other = HostStore(text.heap)
     data = write(text, memory, 0)
     page = text.page(0)
-    other.adopt(7, page)
+    other.put(7, page)
     kept = text.heap.hold(page)
     text.drop(0)
     assert other.bytes_of(7) == text.heap.bytes_of(kept) == data
     with pytest.raises(AssertionError, match="has an image"):
-        other.adopt(7, page)
+        other.put(7, page)
     other.clear()
     assert text.heap.bytes_of(kept) == data
     assert text.heap.host_bytes == PAGE
@@ -332,7 +332,7 @@ def test_a_page_of_a_file_is_read_when_it_is_needed(build: Any, memory: FakeHost
     store = build()
     origin = Origin(b"o" * PAGE)
     page = Page(source=origin)
-    store.adopt(3, page)
+    store.put(3, page)
     store.heap.release(page)
     assert (store.heap.host_bytes, origin.reads) == (0, 0)
     assert store.bytes_of(3) == origin.data
@@ -349,7 +349,7 @@ def test_pages_of_a_file_leave_first_and_are_not_spilled(build: Any, memory: Fak
         store = build(2, spill=spill)
         data = write(store, memory, 0)
         page = Page(source=Origin(b"o" * PAGE))
-        store.adopt(1, page)
+        store.put(1, page)
         store.fetch(1)
         write(store, memory, 2)
         assert (page.address, page.place) == (0, NOWHERE)
@@ -367,7 +367,7 @@ def test_pages_that_are_fetched_together_stay_together(build: Any, memory: FakeH
     own = {chunk: write(store, memory, chunk) for chunk in range(pages if spill else 1)}
     for chunk in range(10, 14):
         page = Page(source=Origin(bytes([chunk]) * PAGE))
-        store.adopt(chunk, page)
+        store.put(chunk, page)
         store.heap.release(page)
     left, groups = [10, 11, 0, 12, 13], []
     while left:
@@ -385,7 +385,7 @@ def test_pages_that_are_fetched_together_stay_together(build: Any, memory: FakeH
 def test_a_damaged_file_costs_no_memory(build: Any, memory: FakeHost) -> None:
     store = build(1)
     origin = Origin(b"o" * PAGE)
-    store.adopt(0, Page(source=origin))
+    store.put(0, Page(source=origin))
     origin.trouble = True
     for _ in range(5):
         with pytest.raises(SnapshotError):
@@ -547,7 +547,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         data = self.image()
         page = Page(source=Origin(data))
-        self.stores[which].adopt(chunk, page)
+        self.stores[which].put(chunk, page)
         self.models[which][chunk] = page
         self.data[page] = data
         if keep:
@@ -560,7 +560,7 @@ class StoreMachine(RuleBasedStateMachine):
     def adopt(self, seed: int, which: int, chunk: int) -> None:
         if chunk not in self.models[which]:
             (page,) = self.pick(seed, 1)
-            self.stores[which].adopt(chunk, page)
+            self.stores[which].put(chunk, page)
             self.models[which][chunk] = page
 
     @precondition(lambda self: self.live())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
@@ -20,7 +20,7 @@ from kvflash_ggml.policy import share
 from kvflash_ggml.policy.share import attention_shares
 from kvflash_ggml.session.session import Session
 from kvflash_ggml.trace import recorder as trace_module
-from kvflash_ggml.trace.events import Watch, evicted_share
+from kvflash_ggml.trace.events import Events, evicted_share
 from kvflash_ggml.trace.recorder import Trace, thinned
 
 
@@ -111,31 +111,33 @@ def test_of_two_moments_the_later_page_table_and_the_later_look_stay() -> None:
 
 
 def session(pool: int = 1024, **config: Any) -> Session:
-    return Session(
+    return make_session(
         FakeEngine(pool, 256), KVFlashConfig(pool=pool, policy="lru", **config), n_ctx=8192, n_batch=256, n_ubatch=256
     )  # fmt: skip
 
 
 def test_a_session_tells_every_change_and_the_truth() -> None:
     one = session()
-    trace = one.watch.observer = Trace()
+    trace = one.events.observer = Trace()
     one.extend(np.arange(3000, dtype=np.int32))
     for _ in range(200):
         one.extend(np.array([7], np.int32))
     one.pin_range(64, 256)
     one.extend(np.array([7], np.int32))
     assert trace.page_ins == one.page_ins == 3
-    assert trace.moments[-1].resident == one.pager.resident_chunks
+    assert trace.moments[-1].resident == one.table.resident_chunks
     assert [moment.generating for moment in trace.moments] == [False] * 12 + [True] * 4
     assert trace.moments[11].length == 3000
 
-    one.extend(np.arange(8, dtype=np.int32), generated=True)  # drafts to verify
-    one.extend(np.arange(60, dtype=np.int32), generated=True)
+    one.verify(np.arange(8, dtype=np.int32))
+    one.accept(8)
+    one.verify(np.arange(60, dtype=np.int32))
+    one.accept(60)
     assert trace.moments[-1].generating
 
     one.truncate(500)
     assert trace.moments[-1].length == one.length
-    assert trace.moments[-1].resident == one.pager.resident_chunks
+    assert trace.moments[-1].resident == one.table.resident_chunks
     one.reset()
     assert trace.moments[-1].length == 0
     assert trace.moments[-1].resident == ()
@@ -144,19 +146,19 @@ def test_a_session_tells_every_change_and_the_truth() -> None:
 
 def test_a_failed_step_is_told_as_it_ended() -> None:
     one = session()
-    trace = one.watch.observer = Trace()
+    trace = one.events.observer = Trace()
     one.extend(np.arange(200, dtype=np.int32))
     one.engine.faults.step = 0
     with pytest.raises(DecodeError):
         one.extend(np.arange(200, dtype=np.int32))
     assert trace.moments[-1].length == 200
-    assert trace.moments[-1].resident == one.pager.resident_chunks == (0, 1, 2, 3)
+    assert trace.moments[-1].resident == one.table.resident_chunks == (0, 1, 2, 3)
     one.close()
 
 
 def test_without_an_observer_nothing_is_told() -> None:
     one = session()
-    one.watch.changed = None  # type: ignore[assignment, method-assign]  # must not be called
+    one.events.changed = None  # type: ignore[assignment, method-assign]  # must not be called
     one.extend(np.arange(3000, dtype=np.int32))
     one.close()
 
@@ -164,10 +166,10 @@ def test_without_an_observer_nothing_is_told() -> None:
 # --- the share of attention
 
 
-def watch(*shares: list[float]) -> tuple[Watch, list[Any]]:
+def watch(*shares: list[float]) -> tuple[Events, list[Any]]:
     looks = [(np.zeros(len(each), np.float32), np.array(each, np.float32)) for each in shares]
     scorer = SimpleNamespace(shares_of=lambda scores: next((s for k, s in looks if k is scores), None))
-    return Watch(scorer), [scores for scores, _ in looks]
+    return Events(scorer), [scores for scores, _ in looks]
 
 
 def test_evicted_share_is_what_is_not_resident() -> None:
@@ -181,30 +183,30 @@ def test_evicted_share_is_what_is_not_resident() -> None:
 def test_the_mean_begins_at_the_last_look_of_the_prompt() -> None:
     one, (a, b, c) = watch([1.0, 0.0], [0.5, 0.5], [0.25, 0.75])
     assert one.evicted_mass is None
-    one.look(a)
-    assert one.looked
+    one.score(a)
+    assert one.scored
     one.changed(64, (1,), generating=False)
-    assert not one.looked
+    assert not one.scored
     assert one.evicted_mass == pytest.approx(1.0)
-    one.look(b)
-    one.cut(64, (1,))  # a replay cuts before it follows the look
+    one.score(b)
+    one.truncated(64, (1,))  # a replay cuts before it follows the look
     one.changed(128, (1,), generating=False)
     assert one.evicted_mass == pytest.approx(0.5)
-    one.look(c)
+    one.score(c)
     one.changed(129, (1,), generating=True)
     assert one.evicted_mass == pytest.approx((0.5 + 0.25) / 2)
     one.changed(193, (1,), generating=True)  # a change without a look
     assert one.evicted_mass == pytest.approx((0.5 + 0.25) / 2)
-    one.forget()
+    one.reset()
     assert one.evicted_mass is None
 
 
 def test_a_policy_that_cannot_tell_is_not_asked() -> None:
-    one = Watch(SimpleNamespace())
-    one.look(np.zeros(2, np.float32))
+    one = Events(SimpleNamespace())
+    one.score(np.zeros(2, np.float32))
     one.changed(64, (0,), generating=False)
     assert one.evicted_mass is None
-    assert Watch(None).evicted_mass is None
+    assert Events(None).evicted_mass is None
 
 
 def test_shares_are_those_of_the_masses() -> None:

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
-from kvflash_ggml.pool.allocator import Blocks
-from kvflash_ggml.pool.page_table import Pager, PageTable
+from kvflash_ggml.pool.allocator import BlockAllocator
+from kvflash_ggml.pool.page_table import PageTable, PageTableState
 from kvflash_ggml.pool.plan import ABSENT, Moves
 
 COUNT = 10
@@ -27,7 +27,7 @@ class PagerMachine(RuleBasedStateMachine):
         order=st.permutations(range(COUNT)),
     )
     def begin(self, sinks: int, tail: int, order: list[int]) -> None:
-        self.pager = Pager(Blocks(COUNT, order), sinks=sinks, tail=tail)
+        self.table = PageTable(BlockAllocator(COUNT, order), sinks=sinks, tail=tail)
         self.order = order
         self.sinks, self.tail = sinks, tail
         self.where: list[int | None] = []
@@ -36,14 +36,14 @@ class PagerMachine(RuleBasedStateMachine):
         self.clock = 0
         self.length = 0
         self.pins: set[int] = set()
-        self.epoch = self.pager.epoch
+        self.epoch = self.table.epoch
 
     # --- what may happen
 
     @rule(data=st.data(), save=st.booleans())
     def append(self, data: st.DataObject, save: bool) -> None:
         """Whole life of a step: reserve, write, commit, and perhaps the copy to the host."""
-        count = data.draw(st.integers(1, max(1, self.pager.room(self.length))), "count")
+        count = data.draw(st.integers(1, max(1, self.table.room(self.length))), "count")
         if self._reserve(count) is not None and save:
             self._save_all()
 
@@ -54,11 +54,11 @@ class PagerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3 * CHUNK))
     def reserve_and_fail(self, count: int) -> None:
         """The step itself fails: its plan is of no use, and nothing has changed."""
-        before = self.pager.layout
+        before = self.table.layout
         saved = copy.deepcopy(before)
         with contextlib.suppress(PoolExhausted):
-            self.pager.reserve(self.length, count)
-        assert self.pager.layout is before
+            self.table.reserve(self.length, count)
+        assert self.table.layout is before
         assert before == saved
 
     @rule(data=st.data())
@@ -67,7 +67,7 @@ class PagerMachine(RuleBasedStateMachine):
         able = [c for c in range(self.length // CHUNK) if self.where[c] is not None and c in self.host]
         if able:
             c = data.draw(st.sampled_from(able), "chunk")
-            self.pager.strand(c)
+            self.table.strand(c)
             self.where[c] = None
             self._epoch_moved(True)
 
@@ -85,20 +85,20 @@ class PagerMachine(RuleBasedStateMachine):
         wanted = self.pins | {pos // CHUNK for pos in range(lo, lo + size)}
         if len(wanted) + self.sinks + self.tail + 2 > COUNT:
             with pytest.raises(ConfigError):
-                self.pager.pin_range(lo, lo + size)
+                self.table.pin_range(lo, lo + size)
         else:
-            self.pager.pin_range(lo, lo + size)
+            self.table.pin_range(lo, lo + size)
             self.pins = wanted
-        assert self.pager.pins == self.pins
+        assert self.table.pins == self.pins
 
     @rule()
     def unpin(self) -> None:
-        self.pager.unpin_all()
+        self.table.unpin_all()
         self.pins = set()
 
     @rule()
     def reset(self) -> None:
-        self.pager.reset()
+        self.table.reset()
         self._forget()
         self._epoch_moved(True)
 
@@ -108,14 +108,14 @@ class PagerMachine(RuleBasedStateMachine):
         length = data.draw(st.integers(0, 15 * CHUNK), "length")
         places = data.draw(st.permutations([*range(COUNT), *[ABSENT] * 15]), "places")
         places = places[: -(-length // CHUNK)]
-        self.pager.reset()
+        self.table.reset()
         self._forget()
         uses = [data.draw(st.integers(0, self.clock + 2), "use") for _ in places]
         self.clock = data.draw(st.integers(max(uses, default=0), self.clock + 5), "clock")
-        table = PageTable(
+        table = PageTableState(
             blocks=list(places), last_use=uses, clock=self.clock, settled=False, pins=frozenset(), scores=None
         )
-        self.pager.adopt(length, table)
+        self.table.load(length, table)
         self.length = length
         for c, block in enumerate(places):
             self.where.append(None if block == ABSENT else block)
@@ -128,23 +128,23 @@ class PagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.pager.check_integrity()
-        assert self.pager.length == self.length
-        assert [None if c.block == ABSENT else c.block for c in self.pager.chunks] == self.where
-        assert {c for c, chunk in enumerate(self.pager.chunks) if chunk.on_host} == self.host
+        self.table.check_integrity()
+        assert self.table.length == self.length
+        assert [None if c.block == ABSENT else c.block for c in self.table.chunks] == self.where
+        assert {c for c, chunk in enumerate(self.table.chunks) if chunk.on_host} == self.host
         taken = {block for block in self.where if block is not None}
         sealed = range(self.length // CHUNK)
         newest = max((c for c in sealed if c in self.host), default=-1)
-        assert list(self.pager.unsaved) == [c for c in sealed if c > newest]
-        assert self.pager.resident == len(taken)
+        assert list(self.table.unsaved) == [c for c in sealed if c > newest]
+        assert self.table.resident == len(taken)
         for pos in {0, self.length // 2, self.length - 1} - {-1}:
             if pos < self.length:
                 block = self.where[pos // CHUNK]
-                assert self.pager.layout.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
+                assert self.table.layout.slot_of(pos) == (ABSENT if block is None else block * CHUNK + pos % CHUNK)
 
     @invariant()
     def room_is_exact(self) -> None:
-        trial = copy.deepcopy(self.pager)
+        trial = copy.deepcopy(self.table)
         for c in range(self.length // CHUNK):
             trial.saved(c)
         room = trial.room(self.length)
@@ -165,16 +165,16 @@ class PagerMachine(RuleBasedStateMachine):
         taken = {block for block in self.where if block is not None}
         able = [c for c, block in enumerate(self.where) if block is not None and c in self.host and c not in kept]
         short = len(absent) - (COUNT - len(taken))
-        before = copy.deepcopy(self.pager.layout)
+        before = copy.deepcopy(self.table.layout)
         if short > len(able):
             with pytest.raises(PoolExhausted):
-                self.pager.reserve(self.length, count)
-            assert self.pager.layout == before
+                self.table.reserve(self.length, count)
+            assert self.table.layout == before
             return None
         victims = sorted(able, key=lambda c: (self.use[c], c))[: max(0, short)]
-        plan = self.pager.reserve(self.length, count)
-        assert self.pager.layout == before, "a plan alone changes nothing"
-        self.pager.commit(plan)
+        plan = self.table.reserve(self.length, count)
+        assert self.table.layout == before, "a plan alone changes nothing"
+        self.table.commit(plan)
         moves = plan.moves
 
         assert [c for c, _ in moves.evict] == victims
@@ -205,8 +205,8 @@ class PagerMachine(RuleBasedStateMachine):
 
     def _truncate(self, length: int) -> None:
         keep = -(-length // CHUNK)
-        plan = self.pager.truncate(length)
-        self.pager.commit(plan)
+        plan = self.table.truncate(length)
+        self.table.commit(plan)
         moves = plan.moves
         gone = range(keep, len(self.where))
         assert sorted(moves.drop) == list(gone)
@@ -220,12 +220,12 @@ class PagerMachine(RuleBasedStateMachine):
         self.length = length
         if moves.evict:
             self._epoch_moved(True)
-        self.epoch = self.pager.epoch
+        self.epoch = self.table.epoch
 
     def _save_all(self) -> None:
         for c in range(self.length // CHUNK):
             if c not in self.host:
-                self.pager.saved(c)
+                self.table.saved(c)
                 self.host.add(c)
 
     def _forget(self) -> None:
@@ -233,8 +233,8 @@ class PagerMachine(RuleBasedStateMachine):
         self.length = 0
 
     def _epoch_moved(self, moved: bool) -> None:
-        assert (self.pager.epoch != self.epoch) == moved
-        self.epoch = self.pager.epoch
+        assert (self.table.epoch != self.epoch) == moved
+        self.epoch = self.table.epoch
 
 
 TestPager = PagerMachine.TestCase

@@ -12,16 +12,28 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
-from kvflash_ggml.pool.allocator import Blocks
-from kvflash_ggml.pool.page_table import Pager, PageTable
+from kvflash_ggml.pool import residency
+from kvflash_ggml.pool.allocator import BlockAllocator
+from kvflash_ggml.pool.page_table import PageTable, PageTableState
 from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
+from kvflash_ggml.pool.residency import Ranking
 
 
-def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> Pager:
-    return Pager(Blocks(blocks), sinks=sinks, tail=tail, bounded=bounded)
+class Holder:
+    """Holds what it is told to."""
+
+    def __init__(self, *held: int) -> None:
+        self.held = frozenset(held)
 
 
-def append(pager: Pager, count: int) -> None:
+NOBODY = Holder()
+
+
+def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> PageTable:
+    return PageTable(BlockAllocator(blocks), sinks=sinks, tail=tail, bounded=bounded)
+
+
+def append(pager: PageTable, count: int) -> None:
     """As a session does it: whole chunks are saved as soon as they are sealed."""
     while count:
         step = min(count, CHUNK - pager.length % CHUNK)
@@ -31,47 +43,60 @@ def append(pager: Pager, count: int) -> None:
         count -= step
 
 
-def reserve(pager: Pager, count: int, *, reselect: bool = False) -> Moves:
+def reserve(pager: PageTable, count: int, ranking: Ranking | None = None) -> Moves:
     """A step that goes well."""
-    plan = pager.reserve(pager.length, count, reselect=reselect)
+    plan = pager.reserve(pager.length, count, ranking, rebuild=ranking is not None)
     pager.commit(plan)
     return plan.moves
 
 
-def save(pager: Pager) -> None:
+def save(pager: PageTable) -> None:
     for c in pager.unsaved:
         pager.saved(c)
 
 
-def cut(pager: Pager, length: int) -> Moves:
+def cut(pager: PageTable, length: int) -> Moves:
     plan = pager.truncate(length)
     pager.commit(plan)
     return plan.moves
 
 
-def table(pager: Pager) -> list[int]:
+def table(pager: PageTable) -> list[int]:
     return [chunk.block for chunk in pager.chunks]
 
 
-def state(pager: Pager) -> tuple[object, ...]:
+def state(pager: PageTable) -> tuple[object, ...]:
     return copy.deepcopy((pager.layout, pager.pins))
 
 
 class TestBlocks:
     def test_hands_out_in_order(self) -> None:
-        assert Blocks(3, [2, 0, 1]).free(()) == [2, 0, 1]
-        assert Blocks(6, [5, 4, 3, 2, 1, 0]).free([4, 0, 3]) == [5, 2, 1]
+        assert BlockAllocator(3, [2, 0, 1]).free(NOBODY, ()) == [2, 0, 1]
+        assert BlockAllocator(6, [5, 4, 3, 2, 1, 0]).free(NOBODY, [4, 0, 3]) == [5, 2, 1]
+
+    def test_a_block_is_free_when_its_last_holder_lets_go(self) -> None:
+        blocks, one, other = BlockAllocator(4), Holder(0, 1), Holder(1, 2)
+        blocks.join(one)
+        blocks.join(other)
+        assert blocks.free(NOBODY, ()) == [3]
+        assert [blocks.holders(b) for b in range(4)] == [1, 2, 1, 0]
+        assert (blocks.quota(one), blocks.quota(other), blocks.quota(NOBODY)) == (3, 3, 1)
+        assert blocks.free(one, [0]) == [3]
+        blocks.leave(other)
+        assert blocks.free(NOBODY, ()) == [2, 3]
+        one.held = frozenset()
+        assert blocks.free(NOBODY, ()) == [0, 1, 2, 3]
 
     def test_order_must_name_every_block_once(self) -> None:
         with pytest.raises(AssertionError):
-            Blocks(3, [0, 0, 1])
+            BlockAllocator(3, [0, 0, 1])
 
 
 class TestLimits:
     def test_a_pool_without_a_victim_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="at least 320 tokens"):
             make(4)
-        assert make(5).blocks.count == 5
+        assert make(5).quota == 5
 
     def test_a_pool_that_holds_the_whole_context_needs_no_victim(self) -> None:
         pager = make(2, sinks=1, tail=4, bounded=False)
@@ -189,8 +214,7 @@ class TestAppend:
         append(pager, 2 * blocks * CHUNK + 5)
         able = blocks - 3  # one sink and two of tail; the head is half used
         assert pager.room(pager.length, spare=True) == (able - left) * CHUNK - 5
-        pager.scores = -np.arange(2 * blocks, dtype=np.float32)
-        reserve(pager, pager.room(pager.length, spare=True), reselect=True)
+        reserve(pager, pager.room(pager.length, spare=True), -np.arange(2 * blocks, dtype=np.float32))
         assert set(range(1 + left)) <= set(pager.resident_chunks)
         pager.check_integrity()
 
@@ -279,7 +303,7 @@ class TestTruncate:
 class TestAdopt:
     def test_places_are_taken_over(self) -> None:
         pager = make()
-        pager.adopt(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
+        pager.load(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
         pager.check_integrity()
         assert [chunk.on_host for chunk in pager.chunks] == [True, True, False]
         assert pager.layout.slot_of(CHUNK + 3) == 5 * CHUNK + 3
@@ -289,7 +313,7 @@ class TestAdopt:
 
     def test_a_block_cannot_be_adopted_twice(self) -> None:
         with pytest.raises(AssertionError, match="two chunks"):
-            make().adopt(2 * CHUNK, frozen([3, 3]))
+            make().load(2 * CHUNK, frozen([3, 3]))
 
     def test_a_smaller_pool_keeps_what_must_stay_and_the_best(self) -> None:
         """7 blocks for 12 chunks that were resident: a sink, the tail, the head, and the best of the rest."""
@@ -297,33 +321,34 @@ class TestAdopt:
         blocks = pager.blocks.count
         count = blocks + 5
         scores = np.array([0.0, 5, 1, 9, 2, 8, 3, 7], np.float32)
-        pager.adopt(count * CHUNK, frozen(range(count), scores=scores))
+        pager.load(count * CHUNK, frozen(range(count), scores=scores))
         pager.check_integrity()
         kept = pager.protected(count - 1, count - 1)
         inside = set(pager.resident_chunks)
         assert len(inside) == blocks
         assert kept <= inside
         lost = set(range(count)) - inside
-        assert max(pager._score(c) for c in lost) <= min(pager._score(c) for c in inside - kept)
+        rank = residency.known(scores, count)
+        assert max(rank[c] for c in lost) <= min(rank[c] for c in inside - kept)
         assert all(pager.chunks[c].block == c for c in inside if c < blocks)
 
     def test_a_table_that_says_too_much_is_not_believed(self) -> None:
         """Settled, it says, but the chunk that is being written is not resident."""
         pager = make()
-        pager.adopt(2 * CHUNK + 1, frozen([0, 1, ABSENT], settled=True))
+        pager.load(2 * CHUNK + 1, frozen([0, 1, ABSENT], settled=True))
         assert reserve(pager, 1).recall == [(2, 2)]
 
     def test_pins_that_do_not_fit_change_nothing(self) -> None:
         pager = make()
         with pytest.raises(ConfigError, match="as saved"):
-            pager.adopt(9 * CHUNK, frozen(range(9), pins=frozenset(range(99))))
+            pager.load(9 * CHUNK, frozen(range(9), pins=frozenset(range(99))))
         assert not pager.chunks
         assert not pager.pins
 
 
 def frozen(blocks: Sequence[int], **values: Any) -> PageTable:
     defaults: dict[str, Any] = {"clock": 9, "settled": False, "pins": frozenset(), "scores": None}
-    return PageTable(blocks=list(blocks), last_use=[0] * len(blocks), **{**defaults, **values})
+    return PageTableState(blocks=list(blocks), last_use=[0] * len(blocks), **{**defaults, **values})
 
 
 def test_integrity_is_checked() -> None:
@@ -340,3 +365,46 @@ def test_integrity_is_checked() -> None:
         harm(pager.chunks)
         with pytest.raises(AssertionError):
             pager.check_integrity()
+
+
+class TestAhead:
+    """Rows that are written ahead of the text, and may never be of it."""
+
+    def ahead(self, pager: PageTable, count: int) -> None:
+        pager.commit_ahead(pager.reserve(pager.length, count))
+
+    def accept(self, pager: PageTable, length: int) -> Moves:
+        plan = pager.accept(length)
+        pager.commit(plan)
+        return plan.moves
+
+    @pytest.mark.parametrize("accepted", range(0, 101, 10))
+    def test_those_that_are_accepted_are_as_if_they_had_been_read(self, accepted: int) -> None:
+        pager, plain = make(), make()
+        for each in (pager, plain):
+            append(each, 3 * CHUNK + 30)
+        self.ahead(pager, 100)
+        assert pager.length == 3 * CHUNK + 30
+        assert not pager.unsaved, "nothing that is not accepted is sealed"
+        moves = self.accept(pager, pager.length + accepted)
+        pager.check_integrity()
+        if accepted:
+            reserve(plain, accepted)
+        assert [c.block for c in pager.chunks] == [c.block for c in plain.chunks]
+        assert pager.unsaved == plain.unsaved
+        assert moves.drop == list(range(len(pager.chunks), 6))
+
+    def test_nothing_is_reserved_beside_them(self) -> None:
+        pager = make()
+        append(pager, CHUNK + 60)
+        self.ahead(pager, 10)
+        with pytest.raises(AssertionError, match="ahead"):
+            pager.reserve(pager.length, 1)
+
+    def test_a_cut_takes_them_along(self) -> None:
+        pager = make()
+        append(pager, CHUNK + 60)
+        self.ahead(pager, 10)
+        cut(pager, CHUNK + 60)
+        pager.check_integrity()
+        assert len(pager.chunks) == 2

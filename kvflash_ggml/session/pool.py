@@ -1,0 +1,49 @@
+"""What texts share: one engine with its blocks, the page images off the device, and room for mask rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..constants import CHUNK
+from ..host.heap import PageHeap
+from ..pool.allocator import BlockAllocator
+from ..pool.masks import AlibiMask, MaskRows, SlotMask
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+class Pool:
+    """The pool of a context. It knows no text; a text knows its pool.
+
+    engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
+    images, see KVFlashConfig. block_order: in which blocks are handed out, for tests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        n_ubatch: int,
+        host_limit: int | None = None,
+        spill: Path | None = None,
+        block_order: Sequence[int] | None = None,
+    ) -> None:
+        info = engine.info
+        self.engine = engine
+        self.n_slots = info.n_slots
+        self.n_ubatch = n_ubatch
+        self.blocks = BlockAllocator(info.n_slots // CHUNK, block_order)
+        self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
+        self._rows = MaskRows(info.n_slots, n_ubatch, f32=info.mask_f32)
+        engine.use_mask(self._rows.data)
+
+    def make_mask(self) -> SlotMask:
+        """What one more text sees."""
+        return (AlibiMask if self.engine.info.alibi else SlotMask)(self._rows)
+
+    def close(self) -> None:
+        self.heap.close()
+        self.engine.close()

@@ -1,0 +1,252 @@
+"""Scores of the chunks: the worker between a scorer, which may be anybody's, and a session.
+
+Scoring runs on a thread of its own while the device decodes, or at once where the device computes on the caller's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from ..constants import CHUNK
+from ..errors import HostMemoryError
+from ..policy.base import Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..state.session import SavedPolicy, Statistics, done
+from .keys import HostKeys
+from .query_ring import QueryRing
+from .scores import check_scores
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from ..host.store import HostStore
+    from ..native.engine import Engine
+
+MARGIN = 1.0
+"""By how much an evicted chunk must be better than a resident one for pages to move before tau, in the units of the
+scores (natural logarithms of attention for the default policy)."""
+
+DELAY = 16
+"""Tokens between asking for scores and their use, on devices that compute beside the host."""
+
+DECODE_SHARE = 0.02
+"""Share of the decode time that scoring may take when tau adapts, for a scorer that names no `overhead` of its own.
+
+It counts where scoring holds the decode up: on devices that compute on the caller's thread."""
+
+WORKER_SHARE = 0.5
+"""Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
+
+MAX_PENDING = 2
+"""Requests under way at once."""
+
+
+class Scoring:
+    """Feeds a scorer, and keeps what it answers until somebody wants it.
+
+    tau: see `Selection`. n_chunks: of the longest text. looks: how often chunks have been scored, in `seconds` in all.
+    """
+
+    def __init__(
+        self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int
+    ) -> None:
+        beside = engine.info.asynchronous
+        share = WORKER_SHARE if beside else getattr(scorer, "overhead", DECODE_SHARE)
+        self.scorer = scorer
+        self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
+        self.looks = 0
+        self.seconds = 0.0
+        self._engine = engine
+        self._store = store
+        self._ring = ring
+        self._worker = ThreadPoolExecutor(1, "kvflash-score") if beside else None
+        self._addresses: list[int] = []
+        self._buffers = [self._buffer() for _ in range(MAX_PENDING + 1)]
+        self._pending: deque[Future[Floats | None]] = deque()
+        self._failed: Exception | None = None
+        scorer.open(HostKeys(engine, store), n_chunks)
+
+    @property
+    def is_ready(self) -> bool:
+        """Is it time to use what was asked for?"""
+        return bool(self._pending) and self.selection.is_due
+
+    def on_tokens(self, count: int) -> bool:
+        """So many tokens have been generated: is it time to ask?"""
+        return self.selection.on_tokens(count, waiting=bool(self._pending), now=time.perf_counter())
+
+    # --- what happens to the text
+
+    def sealed(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self._run(self._seal, chunk)
+
+    def _seal(self, chunk: int) -> None:
+        try:
+            self.scorer.seal(chunk)
+        except Exception as err:
+            if chunk in self._store:  # else the text was cut while this was waiting
+                self._failed = self._failed or err
+
+    def truncate(self, n_chunks: int) -> None:
+        """Chunks from `n_chunks` on are gone."""
+        self.restart()
+        self._run(self.scorer.truncate, n_chunks)
+
+    def restart(self) -> None:
+        """Drop scores that nobody has used: they belong to a text that is gone."""
+        wait(self._pending)  # what they found, or why they failed, is of no use now
+        self._pending.clear()
+        self.selection.restart()
+
+    def use(self, heads: Pairs) -> None:
+        """From the next look on a scorer that can ask some heads only asks these."""
+        self._run(self._use, heads)
+
+    def _use(self, heads: Pairs) -> None:
+        if isinstance(self.scorer, Selective):
+            try:
+                self.scorer.use(heads)
+            except Exception as err:
+                self._failed = self._failed or err
+
+    # --- scores
+
+    def request(
+        self,
+        tokens: Int32s,
+        n_chunks: int,
+        protected: frozenset[int],
+        *,
+        rows: int | None = None,
+        known: int | None = None,
+    ) -> None:
+        """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
+
+        known: how many of the newest tokens have their queries captured, None for all that are kept.
+        """
+        self.looks += 1
+        limits = [self.scorer.query_rows, len(tokens) if known is None else known]
+        wanted = min(limits if rows is None else [rows, *limits])
+        buffer = self._buffers[self.looks % len(self._buffers)]
+        ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
+        self._pending.append(self._run(self._score, ticket, buffer, tokens.copy(), n_chunks, protected, wanted))
+
+    def take(self) -> Floats | None:
+        """The newest scores, waiting for them if need be; None if there are none."""
+        self._raise_failure()
+        scores = None
+        while self._pending:
+            scores = self._pending.popleft().result()
+        return scores
+
+    def _raise_failure(self) -> None:
+        """A chunk without statistics would be scored at random: say so, once, to whoever asks next."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def take_overlapped(self) -> Floats | None:
+        """While a prompt is read: the oldest finished scores, if they can be had without holding the device up.
+
+        Where the device computes beside the host they are a step old: they were computed while the last one ran.
+        """
+        self._raise_failure()
+        if len(self._pending) < (MAX_PENDING if self._worker else 1):
+            return None
+        return self._pending.popleft().result()
+
+    # --- save and restore
+
+    def state(self, n_chunks: int) -> SavedPolicy:
+        """The clock, the scores under way, and the statistics of the first chunks. Waits for the scores."""
+        looks = [future.result() for future in self._pending]
+        statistics = done(self._run(self._statistics, n_chunks).result())
+        reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, Reading) else None
+        self._raise_failure()
+        saved = self.blank_state()
+        saved.looks, saved.statistics, saved.reader = looks, statistics, reader
+        self.selection.write(saved)
+        return saved
+
+    def _statistics(self, n_chunks: int) -> Statistics | None:
+        if not isinstance(self.scorer, Resumable):
+            return None
+        return Statistics(self.scorer.layout.name, self.scorer.dump(n_chunks))
+
+    def _load(self, known: Statistics) -> bool:
+        """Take statistics over, unless they are of another layout than the scorer's, which may just have changed."""
+        if not isinstance(self.scorer, Resumable) or self.scorer.layout != known.layout:
+            return False
+        self.scorer.load(known.rows)
+        return True
+
+    def blank_state(self) -> SavedPolicy:
+        """The state of one that has not scored yet, without statistics."""
+        return SavedPolicy(
+            name=self.scorer.name,
+            tau=self.selection.tau,
+            since_look=0,
+            since_reselect=0,
+            due=0,
+            looks=[],
+            statistics=done(None),
+        )
+
+    def load(self, saved: SavedPolicy | None, tokens: Int32s) -> None:
+        """Go on from there. What another policy knew is of no use: then the keys are read again."""
+        n_chunks = len(tokens) // CHUNK
+        if saved is None or saved.name != self.scorer.name:
+            self.sealed(range(n_chunks))
+            return
+        if saved.reader is not None and isinstance(self.scorer, Reading):
+            self._run(self.scorer.load_reader, saved.reader, tokens.copy()).result()
+        known = saved.statistics.result()
+        if known is None or not self._run(self._load, known).result():
+            self.sealed(range(n_chunks))
+        self.selection.load(saved)
+        self._pending.extend(done(scores) for scores in saved.looks)
+
+    def close(self) -> None:
+        self.restart()
+        if self._worker is not None:
+            self._worker.shutdown()
+        self.scorer.close()
+        self._buffers.clear()
+        for address in self._addresses:
+            self._engine.free(address)
+
+    def _score(
+        self, ticket: int, buffer: Floats, tokens: Int32s, n_chunks: int, protected: frozenset[int], rows: int
+    ) -> Floats | None:
+        self._engine.wait(ticket)
+        began = time.perf_counter()
+        queries = self._ring.newest(buffer, len(tokens), rows)
+        request = ScoreRequest(tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected)
+        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks)
+        taken = time.perf_counter() - began
+        self.seconds += taken
+        self.selection.adapt(taken)
+        return scores
+
+    def _buffer(self) -> Floats:
+        """Page-locked room for the queries of all layers, so that reading them holds nobody up."""
+        size = self._ring.size * 4
+        if size == 0:
+            return np.empty(0, np.float32)
+        address = self._engine.alloc(size)
+        if not address:
+            raise HostMemoryError(f"could not get {size} bytes of host memory for queries: free memory")
+        self._addresses.append(address)
+        return np.frombuffer(self._engine.view(address, size), np.float32)
+
+    def _run(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
+        """On the worker, or at once where the device computes on the caller's thread."""
+        if self._worker is not None:
+            return self._worker.submit(work, *args)
+        return done(work(*args))

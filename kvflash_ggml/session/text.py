@@ -1,0 +1,302 @@
+"""A text on a pool: its tokens, where their KV lives, and the steps that extend or cut it. It knows no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from ..arrays import Int32s
+from ..config import KVFlashConfig
+from ..errors import ConfigError
+from ..pool.page_table import PageTable
+from ..pool.plan import Moves
+from ..pool.residency import Ranking
+from ..state.session import SavedPolicy
+from ..trace.events import Events
+from .checkpoints import Checkpoints
+from .paging import Paging
+from .pool import Pool
+from .query_ring import QueryRing
+from .step import AfterStep, Ahead, Output, Step
+from .unfinished import Unfinished
+
+
+class Text:
+    """Between tokens and the engine: each step is computed and counts, or it has never been.
+
+    n_ctx: tokens at most. logits_at: the position whose logits are at hand, None if they are not. ranking: who leaves
+    first, of the running request. rebuild: the next step brings the resident set to it.
+    """
+
+    def __init__(self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events) -> None:
+        self.pool = pool
+        self.engine = engine = pool.engine
+        self.config = config
+        self.n_ctx = n_ctx
+        self.bounded = pool.n_slots < n_ctx
+        if self.bounded and engine.info.v_trans:
+            raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
+        self.ids = np.zeros(n_ctx, np.int32)
+        self.logits_at: int | None = None
+        self.ranking: Ranking | None = None
+        self.rebuild = False
+        self.table = PageTable(pool.blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        self.mask = pool.make_mask()
+        self.paging = Paging(engine, self.table, self.mask, pool.heap, self.ids, self._sealed)
+        self.store = self.paging.store
+        self.queries = QueryRing(engine)
+        self.unfinished = Unfinished()
+        self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.events = events
+        self._ahead: Ahead | None = None
+        self._pin()
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self.table.length
+
+    @property
+    def tokens(self) -> Int32s:
+        """The tokens whose KV is in the pool or on the host, shape [length]."""
+        return self.ids[: self.length]
+
+    @property
+    def outgrown(self) -> bool:
+        """Has the text become longer than the pool?"""
+        return self.length > self.pool.n_slots
+
+    @property
+    def ahead(self) -> int:
+        """Rows that were written ahead of the text, and wait for `accept_rows`."""
+        return 0 if self._ahead is None else len(self._ahead.tokens)
+
+    @property
+    def page_ins(self) -> int:
+        return self.paging.page_ins
+
+    @property
+    def page_outs(self) -> int:
+        return self.paging.page_outs
+
+    def settle(self) -> None:
+        """Complete or take back what an interrupt has left half done: so begins everything that changes the text.
+
+        Rows ahead of the text that nobody has accepted are dropped.
+        """
+        self.unfinished.settle()
+        if self._ahead is not None:
+            self.accept_rows(0)
+
+    # --- steps
+
+    def evaluate(
+        self,
+        tokens: Int32s,
+        output: Output,
+        after: AfterStep | None = None,
+        *,
+        generated: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        """Read tokens that fit one step. Whatever goes wrong, the text has all of them then, or none.
+
+        after is called once the text has them, and again if that was interrupted. ahead: they are not of the text
+        before `accept_rows` says which of them are.
+        """
+        if self.bounded:
+            self.paging.save()
+        plan = self.table.reserve(self.length, len(tokens), self.ranking, rebuild=self.rebuild)
+        step = Step(start=self.length, tokens=tokens, output=output, plan=plan, ahead=ahead)
+        state = self.engine.get_state() if ahead and self.engine.info.recurrent else None
+        self.unfinished.begin(partial(self._end, step, state))
+        try:
+            self._run(step, generated=generated)
+            self._follow(step, after)
+        except BaseException as err:
+            if isinstance(err, Exception):
+                self.rebuild = False  # or what cannot be recalled would be asked for at every step
+            self._follow(step, after)
+            raise
+
+    def accept_rows(self, count: int) -> None:
+        """The first `count` of the rows ahead are of the text; the others have never been.
+
+        Where recurrent state cannot go back to them, those that are accepted are read once more.
+        """
+        ahead = self._ahead
+        assert ahead is not None
+        assert 0 <= count <= len(ahead.tokens)
+        whole = count == len(ahead.tokens)
+        again = count > 0 and not whole and ahead.state is not None
+        self.unfinished.begin(partial(self._accept, 0 if again else count, ahead))
+        self.unfinished.settle()
+        if again:
+            self.evaluate(ahead.tokens[:count], Output(every=True, last=True))
+        elif self.bounded:
+            self.paging.save()
+
+    def _run(self, step: Step, *, generated: bool) -> None:
+        engine, events, plan = self.engine, self.events, step.plan
+        start, n = step.start, len(step.tokens)
+        wait = self.paging.apply(plan.moves, start)
+        if events.scored or (plan.moves and events.observer is not None):
+            recalled = [chunk for chunk, _ in plan.moves.recall]
+            events.changed(start + n, plan.layout.resident_chunks, recalled, generating=generated)
+        self.mask.fill(start, plan.layout.slots(start, engine.slot[:n]))
+        engine.token[:n] = step.tokens
+        engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+        engine.output[:n] = step.output.every
+        engine.output[n - 1] = step.output.every or step.output.last
+        engine.step(n, wait, step.codes)
+
+    def _follow(self, step: Step, after: AfterStep | None) -> None:
+        """A step is over: what has to follow it if it is done, which can be done again."""
+        self.unfinished.settle()
+        if step.computed and after is not None:
+            after(step.start, len(step.tokens))
+        if step.computed and self.bounded and not step.ahead:
+            self.paging.save()
+
+    def _end(self, step: Step, state: bytes | bytearray | None) -> None:
+        """A step that was computed counts, also if it was interrupted then; of another one nothing stays."""
+        if step.computed:
+            self.ids[step.start : step.start + len(step.tokens)] = step.tokens
+            self.rebuild = False
+            if step.ahead:
+                self._ahead = Ahead(step.start, step.tokens, state)
+                self.table.commit_ahead(step.plan)
+            else:
+                last = step.start + len(step.tokens) - 1
+                self.logits_at = last if step.output.every or step.output.last else None
+                self.table.commit(step.plan)
+            return
+        self.paging.undo(step.plan.moves)
+        self.mask.rewind()
+        if step.codes:
+            self.queries.valid_from = self.length  # it may have captured some before it failed
+        if not self.engine.truncate(self.length):  # recurrent state has gone on: an earlier one is known
+            cut = partial(self._cut, self.length, direct=False)
+            self.unfinished.begin(cut)
+            cut()
+        self.events.truncated(self.length, self.table.resident_chunks)
+
+    def _accept(self, count: int, ahead: Ahead) -> None:
+        """Can be done again wherever it was interrupted."""
+        length, written = ahead.start + count, ahead.start + len(ahead.tokens)
+        if length < written:
+            if ahead.state is not None:
+                self.engine.set_state(ahead.state, length)
+            if not self.engine.truncate(length):  # a window that does not reach back so far
+                self._cut(length, direct=False)
+                self._ahead = None
+                return
+            self.mask.rewind()
+        plan = self.table.accept(length)
+        self._apply(plan.moves, length)
+        self.queries.valid_from = self.queries.valid_after(length, written)
+        self.logits_at = length - 1 if length == written else None  # those kept last are of the last row
+        self.table.commit(plan)
+        self._ahead = None
+
+    def _apply(self, moves: Moves, length: int) -> None:
+        """Moves that no step follows at once."""
+        self.engine.wait(self.paging.apply(moves, length))
+
+    # --- cut
+
+    def truncate(self, length: int) -> int:
+        """Forget tokens from `length` on, on both tiers. Returns the length that is left.
+
+        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
+        nearest checkpoint before it, or 0. Nothing is evaluated here. ConfigError for a negative length.
+        """
+        if length < 0:
+            raise ConfigError(f"a text cannot be cut to {length} tokens: to forget all of it, cut to 0")
+        self.settle()
+        if length >= self.length:
+            return self.length
+        self.unfinished.begin(partial(self._cut, length, direct=self.can_truncate(length)))
+        self.settle()
+        return self.length
+
+    def _cut(self, length: int, *, direct: bool) -> None:
+        """direct: nothing has to be restored for it. Can be done again wherever it was interrupted."""
+        if not (direct and self.engine.truncate(length)):
+            length = self.checkpoints.rewind_to(length)
+        self.logits_at = None
+        self.queries.valid_from = self.queries.valid_after(length, self.length)
+        plan = self.table.truncate(length)
+        self._apply(plan.moves, length)
+        self.table.commit(plan)
+        self.checkpoints.truncate(length)
+        self.mask.rewind()
+        self._truncated(length)
+        self.events.truncated(length, self.table.resident_chunks)
+
+    def can_truncate(self, length: int) -> bool:
+        """Would `truncate` leave exactly `length` tokens? Recurrent state can only stay or go as a whole."""
+        return length in (0, self.length) or (not self.engine.info.recurrent and self._window_reaches(length))
+
+    def truncates_to(self, length: int) -> int:
+        """What `truncate` would leave."""
+        if length >= self.length or (not self.engine.info.recurrent and self._window_reaches(length)):
+            return min(length, self.length)
+        return self.checkpoints.nearest(length)
+
+    def reset(self) -> None:
+        """Forget everything but the settings."""
+        self.unfinished.begin(self.clear)
+        self.unfinished.settle()
+
+    def clear(self) -> None:
+        """What `reset` does. Can be done again wherever it was interrupted."""
+        self.logits_at = None
+        self._ahead = None
+        self.engine.clear()
+        self.paging.clear()
+        self.table.reset()
+        self.mask.reset()
+        self.queries.valid_from = 0
+        self.checkpoints.truncate(0)
+        self._pin()
+        self._truncated(0)
+        self.events.reset()
+        self.events.truncated(0, ())
+
+    def pin_range(self, lo: int, hi: int) -> None:
+        """Keep the chunks of tokens [lo, hi) resident from the next step on."""
+        self.settle()
+        self.table.pin_range(lo, hi)
+
+    def close(self) -> None:
+        self.engine.synchronize()
+        self.paging.clear()
+        self.table.close()
+
+    # --- for a policy
+
+    def _sealed(self, chunks: Sequence[int]) -> None:
+        """Images of sealed chunks are on the host, and their keys can be read."""
+
+    def _truncated(self, length: int) -> None:
+        """The text has been cut to `length` tokens. Can be called again."""
+        self.ranking, self.rebuild = None, False
+
+    def policy_state(self) -> SavedPolicy | None:
+        """What a policy knows and plans, to be loaded later; None without one."""
+        return None
+
+    def load_policy(self, saved: SavedPolicy | None) -> None:
+        """Another text is in place now: go on from what a policy knew of it."""
+
+    def _pin(self) -> None:
+        for lo, hi in self.config.pins:
+            self.table.pin_range(lo, hi)
+
+    def _window_reaches(self, length: int) -> bool:
+        """Do the sliding-window layers still hold the window that a token at `length` looks at?"""
+        window = self.engine.info.n_swa
+        return window == 0 or length == 0 or self.engine.window_start <= max(0, length - window)

@@ -1,0 +1,114 @@
+"""The clock of a policy: it counts tokens of the text, and a rejected draft is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, make_session
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.session.selection import MAX_TAU, TAU, Selection
+from kvflash_ggml.session.session import Session
+
+PROMPT = 2048
+
+
+class Counted:
+    """A scorer that finds everything equally good."""
+
+    name, query_rows, index_bytes = "counted", 0, 0
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def open(self, keys: Any, n_chunks: int) -> None: ...
+    def seal(self, chunk: int) -> None: ...
+    def truncate(self, n_chunks: int) -> None:
+        self.seen.clear()
+
+    def close(self) -> None: ...
+
+    def score(self, request: Any) -> Any:
+        self.seen.append(len(request.tokens))
+        return np.zeros(request.n_chunks, np.float32)
+
+
+def session(scorer: Counted, **info: Any) -> Session:
+    engine = FakeEngine(1024, 128, **info)
+    config = KVFlashConfig(pool=1024, tau=64)
+    one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    one.extend(np.arange(PROMPT, dtype=np.int32))
+    scorer.seen.clear()
+    return one
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("wrong", [0, 1, 8])
+def test_looks_go_on_while_drafts_are_rejected(wrong: int, recurrent: bool) -> None:
+    """400 tokens in steps of a token and its drafts: as many looks as one by one, whatever is rejected."""
+    scorer = Counted()
+    one = session(scorer, recurrent=recurrent)
+    while one.length < PROMPT + 400:
+        one.verify(np.full(4 + wrong, 7, np.int32))
+        one.accept(4)
+    assert len(scorer.seen) == 400 // 16
+    one.close()
+
+
+def test_drafts_leave_no_trace() -> None:
+    """The same text, token by token and through drafts of which most are wrong."""
+    plain, drafted = session(Counted()), session(Counted())
+    rng = np.random.default_rng(0)
+    done = 0
+    while done < 300:
+        right = int(rng.integers(1, 5))
+        tokens = rng.integers(0, 100, right).astype(np.int32)
+        for token in tokens:
+            plain.extend(token[None])
+        drafted.verify(np.concatenate([tokens, rng.integers(200, 300, 5).astype(np.int32)]))
+        drafted.accept(right)
+        done += right
+        assert drafted.tokens.tolist() == plain.tokens.tolist()
+        assert [c.on_host for c in drafted.table.chunks] == [c.on_host for c in plain.table.chunks]
+    for each in (plain, drafted):
+        each.close()
+
+
+@pytest.mark.parametrize("counts", [[1] * 200, [5] * 40, [3, 7] * 20])
+def test_tokens_are_counted_and_not_steps(counts: Sequence[int]) -> None:
+    clock = Selection(tau=64, share=0.02, delay=0)
+    asked = sum(clock.on_tokens(count, waiting=False, now=float(i)) for i, count in enumerate(counts))
+    assert sum(counts) // 16 - 2 <= asked <= sum(counts) // 16
+    assert clock.must_move
+    clock.moved()
+    assert not clock.must_move
+
+
+def test_scores_are_used_after_the_delay() -> None:
+    clock = Selection(tau=4, share=0.02, delay=16)
+    assert clock.on_tokens(1, waiting=False, now=0)
+    for _ in range(3):
+        assert not clock.is_due
+        clock.on_tokens(5, waiting=True, now=0)
+    clock.on_tokens(1, waiting=True, now=0)
+    assert clock.is_due
+
+
+def test_tau_follows_the_cost_of_scoring() -> None:
+    clock = Selection(tau=None, share=0.02, delay=0)
+    for i in range(100):
+        clock.on_tokens(1, waiting=False, now=0.01 * (i + 1))
+    for _ in range(20):
+        clock.adapt(1.0)
+    assert clock.tau == MAX_TAU
+    for _ in range(20):
+        clock.adapt(0.0)
+    assert clock.tau == TAU
+    fixed = Selection(tau=128, share=0.02, delay=0)
+    fixed.on_tokens(1, waiting=False, now=1)
+    fixed.on_tokens(1, waiting=False, now=2)
+    fixed.adapt(100.0)
+    assert fixed.tau == 128
