@@ -13,6 +13,7 @@ from ..arrays import Int32s
 from ..pool.plan import Plan
 
 if TYPE_CHECKING:
+    from ..native.engine import Engine
     from .session import Session
 
 AfterStep = Callable[[int, int], None]
@@ -74,9 +75,20 @@ def _run(session: Session, step: Step, *, generated: bool) -> None:
     session.mask.fill(start, plan.layout.slots(start, engine.slot[:n]))
     engine.token[:n] = step.tokens
     engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+    _keep_queries(engine, start, n)
     engine.output[:n] = step.output.every
     engine.output[n - 1] = step.output.every or step.output.last
     engine.step(n, session.paging.wait, step.codes)
+
+
+def _keep_queries(engine: Engine, start: int, n: int) -> None:
+    """The newest tokens keep their queries: that of position p is in row p % query_rows."""
+    rows = engine.info.query_rows
+    if rows == 0:
+        return
+    kept = min(n, rows)
+    engine.query_row[: n - kept] = -1
+    engine.query_row[n - kept : n] = np.arange(start + n - kept, start + n) % rows if n > 1 else start % rows
 
 
 def _follow(session: Session, step: Step, after: AfterStep | None) -> None:
