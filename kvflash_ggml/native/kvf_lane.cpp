@@ -81,13 +81,13 @@ kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int3
         return kvf_fail(KVF_STATUS_ARGUMENT, "room for %d devices, there are %d", n, engine->info.n_devices);
     }
     for (const auto & lane : engine->lanes) {
+        // plain host memory belongs to no device
+        auto * dev = lane.dev ? lane.dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         size_t free = 0, total = 0;
-        if (lane.dev) {
-            ggml_backend_dev_memory(lane.dev, &free, &total);
-        }
+        ggml_backend_dev_memory(dev, &free, &total);
         auto & d = *devices++;
         d = {};
-        snprintf(d.name, sizeof(d.name), "%s", lane.dev ? ggml_backend_dev_name(lane.dev) : "CPU");
+        snprintf(d.name, sizeof(d.name), "%s", ggml_backend_dev_name(dev));
         d.n_layers     = lane.n_layers;
         d.pinned       = lane.dev && ggml_backend_dev_host_buffer_type(lane.dev) != nullptr;
         d.asynchronous = lane.copy != nullptr;
