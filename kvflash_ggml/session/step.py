@@ -84,11 +84,12 @@ def _run(session: Session, step: Step, *, generated: bool) -> None:
 def _keep_queries(engine: Engine, start: int, n: int) -> None:
     """The newest tokens keep their queries: that of position p is in row p % query_rows."""
     rows = engine.info.query_rows
-    if rows == 0:
-        return
-    kept = min(n, rows)
-    engine.query_row[: n - kept] = -1
-    engine.query_row[n - kept : n] = np.arange(start + n - kept, start + n) % rows if n > 1 else start % rows
+    if rows and n == 1:
+        engine.query_row[0] = start % rows
+    elif rows:
+        kept = min(n, rows)
+        engine.query_row[: n - kept] = -1
+        engine.query_row[n - kept : n] = np.arange(start + n - kept, start + n) % rows
 
 
 def _follow(session: Session, step: Step, after: AfterStep | None) -> None:
