@@ -47,7 +47,8 @@ kvf_status check_heads(const std::vector<kvf_layer> & layers, int32_t n, const k
             return kvf_fail(KVF_STATUS_ARGUMENT, "a %s head of layer %d of %d", kind, x.layer, n_layers);
         }
         if (x.head < 0 || x.head >= layers[x.layer].*n_head) {
-            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head %d of %d in layer %d", kind, x.head, layers[x.layer].*n_head, x.layer);
+            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head %d of %d in layer %d", kind, x.head, layers[x.layer].*n_head,
+                            x.layer);
         }
         if (i > 0 && !precedes(heads[i - 1], x)) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "%s head (%d, %d) does not follow the one before", kind, x.layer, x.head);

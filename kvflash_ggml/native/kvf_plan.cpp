@@ -72,7 +72,8 @@ kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
             continue;
         }
         if (row < 0 || row >= engine.info.query_rows) {
-            return kvf_fail(KVF_STATUS_ARGUMENT, "the query of token %d is put in row %d of %d", i, row, engine.info.query_rows);
+            return kvf_fail(KVF_STATUS_ARGUMENT, "the query of token %d is put in row %d of %d", i, row,
+                            engine.info.query_rows);
         }
         if (engine.row_in[row] == engine.n_plans) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "the query of token %d is put in row %d, as one before it", i, row);

@@ -34,6 +34,7 @@ class FakeLayer:
     n_head: int = 1
     n_head_kv: int = 1
     head_k: int = ROW_BYTES
+    device: int = 0
     scale: float = 1.0
 
 
