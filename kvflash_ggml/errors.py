@@ -35,6 +35,14 @@ class DecodeError(KVFlashError, RuntimeError):
     """llama.cpp could not evaluate a batch. The session still holds everything before it."""
 
 
+class EngineError(KVFlashError, RuntimeError):
+    """The native engine refused a call whose values cannot be right. Nothing has changed."""
+
+
+class UnsupportedError(EngineError, NotImplementedError):
+    """The native engine was asked for what it cannot do for this model, or not yet. Nothing has changed."""
+
+
 class CalibrationError(KVFlashError, RuntimeError):
     """The retrieval heads of a model cannot be found here. All heads count then."""
 

@@ -1,4 +1,4 @@
-// The functions that the patched llama.cpp sources call. Everything behind them lives in kvf_pool.cpp.
+// The functions that the patched llama.cpp sources call. Behind them are kvf_pool.cpp and kvf_query.cpp.
 #pragma once
 
 #include "llama-kv-cache.h"
@@ -17,6 +17,6 @@ bool kvf_plan_slots(const kvf_pool & pool, const llama_ubatch & ubatch, llama_kv
 // Copies the planned mask rows of the ubatch into dst. Returns false if no plan is set.
 bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch * ubatch);
 
-// Appends to the graph the copy of the newest query rows of layer il. Does nothing unless capture was asked for.
+// Appends to the graph the copy of the queries of layer il that the plan keeps. Does nothing unless capture was asked for.
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
                        ggml_tensor * q_cur, float kq_scale, int il);

@@ -1,5 +1,6 @@
 // Attention mass of chunks: from the index, which holds the keys of some KV heads at 4 bits, or from page images.
 #include "kvf_engine.h"
+#include "kvf_error.h"
 #include "kvf_products.h"
 
 #include <cmath>
@@ -33,27 +34,43 @@ bool precedes(const kvf_head & a, const kvf_head & b) {
 }
 
 // At least one, in order, none twice, each a head of its layer; n_head says which kind.
-bool heads_ok(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads, int32_t kvf_layer::*n_head) {
+kvf_status check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
+                       int32_t kvf_layer::*n_head) {
+    const char * kind = n_head == &kvf_layer::n_head ? "query" : "KV";
+    if (n <= 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "no %s heads", kind);
+    }
+    const int32_t n_layers = layers.size();
     for (int32_t i = 0; i < n; ++i) {
         const auto & x = heads[i];
-        if (x.layer < 0 || x.layer >= (int64_t) layers.size() || x.head < 0 || x.head >= layers[x.layer].*n_head
-                || (i > 0 && !precedes(heads[i - 1], x))) {
-            return false;
+        if (x.layer < 0 || x.layer >= n_layers) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "a %s head of layer %d of %d", kind, x.layer, n_layers);
+        }
+        if (x.head < 0 || x.head >= layers[x.layer].*n_head) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head %d of %d in layer %d", kind, x.head, layers[x.layer].*n_head,
+                            x.layer);
+        }
+        if (i > 0 && !precedes(heads[i - 1], x)) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head (%d, %d) does not follow the one before", kind, x.layer, x.head);
         }
     }
-    return n > 0;
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
+                       int32_t rows) {
+    if (n <= 0 || rows <= 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
+    }
+    return check_heads(layers, n_heads, heads, &kvf_layer::n_head);
 }
 
 kvf_head unit_of(const kvf_layer & l, const kvf_head & head) {
     return { head.layer, head.head/(l.n_head/l.n_head_kv) };
 }
 
-// Empty if the units are wrong.
 std::vector<key_rows> rows_of_index(const std::vector<kvf_layer> & layers, int32_t n_units, const kvf_head * units) {
     std::vector<key_rows> res;
-    if (!heads_ok(layers, n_units, units, &kvf_layer::n_head_kv)) {
-        return res;
-    }
     size_t offset = 0;
     for (int32_t i = 0; i < n_units; ++i) {
         const auto & l      = layers[units[i].layer];
@@ -114,12 +131,12 @@ std::vector<column_group> group_columns(const std::vector<kvf_layer> & layers, c
     return res;
 }
 
-int score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & keys, int32_t n_heads,
-          const kvf_head * heads, int32_t n, const uint64_t * record, int32_t rows, const float * queries, float * out,
-          int32_t n_threads) {
+kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & keys, int32_t n_heads,
+                 const kvf_head * heads, int32_t n, const uint64_t * record, int32_t rows, const float * queries,
+                 float * out, int32_t n_threads) {
     const auto groups = group_columns(layers, keys, n_heads, heads, rows, queries);
     if (groups.empty()) {
-        return KVF_E_ARGUMENT;
+        return kvf_fail(KVF_STATUS_ARGUMENT, "the index lacks the KV head of a query head");
     }
     const int64_t per_chunk = (int64_t) n_heads*rows*KVF_BLOCK;
     kvf_in_parallel(n, n_threads, [&](int64_t first, int64_t last) {
@@ -156,22 +173,26 @@ int score(const std::vector<kvf_layer> & layers, const std::vector<key_rows> & k
             }
         }
     });
-    return 0;
+    return KVF_STATUS_SUCCESS;
 }
 
 }  // namespace
 
-int64_t kvf_index_size(const kvf_engine * engine, int32_t n_units, const kvf_head * units) {
-    const auto keys = rows_of_index(engine->layers, n_units, units);
-    return keys.empty() ? KVF_E_ARGUMENT : keys.back().offset + KVF_BLOCK*keys.back().stride;
+kvf_status kvf_index_size(const kvf_engine * engine, int32_t n_units, const kvf_head * units, int64_t * size) {
+    if (const auto status = check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
+        return status;
+    }
+    const auto last = rows_of_index(engine->layers, n_units, units).back();
+    *size = last.offset + KVF_BLOCK*last.stride;
+    return KVF_STATUS_SUCCESS;
 }
 
-int kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf_head * units, const uint8_t * image,
-                    uint8_t * out) {
-    const auto keys = rows_of_index(engine->layers, n_units, units);
-    if (keys.empty()) {
-        return KVF_E_ARGUMENT;
+kvf_status kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf_head * units, const uint8_t * image,
+                           uint8_t * out) {
+    if (const auto status = check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
+        return status;
     }
+    const auto keys     = rows_of_index(engine->layers, n_units, units);
     const auto type     = engine->kv.type_k();
     const auto to_float = ggml_get_type_traits(type)->to_float;
     const auto quantise = ggml_get_type_traits_cpu(INDEX_TYPE)->from_float;
@@ -188,25 +209,28 @@ int kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf_head *
             quantise(row.data(), out + k.offset + i*k.stride, k.width);
         }
     }
-    return 0;
+    return KVF_STATUS_SUCCESS;
 }
 
-int kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
-                    const kvf_head * heads, int32_t n, const uint64_t * index, int32_t rows, const float * queries,
-                    float * out, int32_t n_threads) {
-    const auto layers = kvf_layers(engine);
-    if (n <= 0 || rows <= 0 || !heads_ok(layers, n_heads, heads, &kvf_layer::n_head)) {
-        return KVF_E_ARGUMENT;
+kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf_head * units, int32_t n_heads,
+                           const kvf_head * heads, int32_t n, const uint64_t * index, int32_t rows,
+                           const float * queries, float * out, int32_t n_threads) {
+    const auto layers = kvf_layers(*engine);
+    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
+        return status;
+    }
+    if (const auto status = check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
+        return status;
     }
     const auto keys = rows_of_index(layers, n_units, units);
     return score(layers, keys, n_heads, heads, n, index, rows, queries, out, n_threads);
 }
 
-int kvf_keys_score(const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
-                   const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads) {
-    const auto layers = kvf_layers(engine);
-    if (n <= 0 || rows <= 0 || !heads_ok(layers, n_heads, heads, &kvf_layer::n_head)) {
-        return KVF_E_ARGUMENT;
+kvf_status kvf_keys_score(const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
+                          const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads) {
+    const auto layers = kvf_layers(*engine);
+    if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
+        return status;
     }
     std::vector<key_rows> keys;
     for (int32_t i = 0; i < n_heads; ++i) {

@@ -20,10 +20,13 @@ struct kvf_access {
     static bool   set_logits(llama_context & ctx, const float * row);
 };
 
+class kvf_query_index;  // kvf_query.cpp
+
+// The queries of a layer that plans have kept.
 struct kvf_query {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows], the row of position p is p % query_rows
+    ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows + 1], the last one for what nobody wants
     float                   scale;
 };
 
@@ -34,7 +37,7 @@ struct kvf_pool {
     const kvf_plan * plan = nullptr;  // set while llama_decode runs
 
     std::map<int, kvf_query> queries;       // by model layer
-    ggml_tensor *            query_index = nullptr;  // I64, input of the graph under construction
+    kvf_query_index *        query_index = nullptr;  // of the graph under construction
 
     kvf_pool(llama_kv_cache & kv, uint32_t query_rows) : kv(kv), query_rows(query_rows) {}
 };

@@ -27,19 +27,19 @@ struct kvf_encoder {
 // Products of stored rows and queries. ggml multiplies whole matrices faster than row by row: what it has loaded of a row
 // serves several queries. Made once, and computed again wherever the next rows are.
 class kvf_products {
-  public:
+public:
     // n products, each with its soft_max or without, of n_values values together
     kvf_products(size_t n, size_t n_values) :
-        ctx_(ggml_init({ 4*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(4*n, false)
+        ctx(ggml_init({ 4*n*(ggml_tensor_overhead() + GGML_MEM_ALIGN) + ggml_graph_overhead_custom(4*n, false)
                              + n_values*sizeof(float), nullptr, false })),
-        graph_(ggml_new_graph_custom(ctx_.get(), 4*n, false)) {}
+        graph(ggml_new_graph_custom(ctx.get(), 4*n, false)) {}
 
     // Only the shape, n_head matrices of n rows: the memory belongs to others, and is there when products are computed.
     ggml_tensor * matrix(ggml_type type, int64_t width, int64_t n, int64_t n_head, size_t row_stride,
                          size_t head_stride) {
-        ggml_set_no_alloc(ctx_.get(), true);
-        auto * res = ggml_new_tensor_3d(ctx_.get(), type, width, n, n_head);
-        ggml_set_no_alloc(ctx_.get(), false);
+        ggml_set_no_alloc(ctx.get(), true);
+        auto * res = ggml_new_tensor_3d(ctx.get(), type, width, n, n_head);
+        ggml_set_no_alloc(ctx.get(), false);
         res->nb[1] = row_stride;
         res->nb[2] = head_stride;
         res->nb[3] = n_head*head_stride;
@@ -48,29 +48,29 @@ class kvf_products {
 
     // [rows, queries, n_head]
     ggml_tensor * multiply(ggml_tensor * rows, ggml_tensor * queries) {
-        return result(ggml_mul_mat(ctx_.get(), rows, queries));
+        return result(ggml_mul_mat(ctx.get(), rows, queries));
     }
 
     ggml_tensor * soft_max(ggml_tensor * scores, float scale) {
-        return result(ggml_soft_max_ext(ctx_.get(), scores, nullptr, scale, 0.0f));
+        return result(ggml_soft_max_ext(ctx.get(), scores, nullptr, scale, 0.0f));
     }
 
     void compute() {
-        auto plan = ggml_graph_plan(graph_, 1, nullptr);
-        work_.resize(std::max(work_.size(), plan.work_size));
-        plan.work_data = work_.data();
-        ggml_graph_compute(graph_, &plan);
+        auto plan = ggml_graph_plan(graph, 1, nullptr);
+        work.resize(std::max(work.size(), plan.work_size));
+        plan.work_data = work.data();
+        ggml_graph_compute(graph, &plan);
     }
 
-  private:
+private:
     ggml_tensor * result(ggml_tensor * tensor) {
-        ggml_build_forward_expand(graph_, tensor);
+        ggml_build_forward_expand(graph, tensor);
         return tensor;
     }
 
-    ggml_context_ptr     ctx_;
-    ggml_cgraph *        graph_;
-    std::vector<uint8_t> work_;
+    ggml_context_ptr     ctx;
+    ggml_cgraph *        graph;
+    std::vector<uint8_t> work;
 };
 
 // Calls work(first, last) for parts of [0, n), none of them empty, on so many threads.

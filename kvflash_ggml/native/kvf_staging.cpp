@@ -8,51 +8,51 @@ namespace {
 constexpr int64_t STAGED_PAGES = 8;
 
 // The bytes of a cache tensor, as rows of one block each. F32 stands for four bytes: set_rows copies them as they are.
-ggml_tensor * as_blocks(ggml_context * ctx, const kvf_device::span & s, int32_t n_blocks) {
+ggml_tensor * as_blocks(ggml_context * ctx, const kvf_lane::span & s, int32_t n_blocks) {
     auto * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.size/sizeof(float), n_blocks);
     ggml_backend_tensor_alloc(s.tensor->buffer, res, s.tensor->data);
     return res;
 }
 
 // The same span of the first n staged pages.
-ggml_tensor * staged_span(ggml_context * ctx, const kvf_device::staging & stage, const kvf_device::span & s, int64_t n) {
+ggml_tensor * staged_span(ggml_context * ctx, const kvf_lane::staging & stage, const kvf_lane::span & s, int64_t n) {
     auto * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.size/sizeof(float), n);
     res->nb[1] = stage.pages->nb[1];
     ggml_backend_tensor_alloc(stage.buffer.get(), res, (char *) stage.pages->data + s.offset - stage.first);
     return res;
 }
 
-void scatter(const kvf_device & device, int64_t n) {
-    const auto & stage = *device.stage;
-    const size_t n_ops = device.spans.size();
+void scatter(const kvf_lane & lane, int64_t n) {
+    const auto & stage = *lane.stage;
+    const size_t n_ops = lane.spans.size();
     ggml_context_ptr ctx { ggml_init({ 4*n_ops*ggml_tensor_overhead() + ggml_graph_overhead_custom(4*n_ops, false),
                                        nullptr, /*.no_alloc =*/ true }) };
     auto * graph = ggml_new_graph_custom(ctx.get(), 4*n_ops, false);
     auto * index = ggml_view_1d(ctx.get(), stage.index, n, 0);
     ggml_backend_view_init(index);
     for (size_t i = 0; i < n_ops; ++i) {
-        auto * rows = staged_span(ctx.get(), stage, device.spans[i], n);
+        auto * rows = staged_span(ctx.get(), stage, lane.spans[i], n);
         auto * op   = ggml_set_rows(ctx.get(), stage.blocks[i], rows, index);
         ggml_backend_view_init(op);
         ggml_build_forward_expand(graph, op);
     }
-    ggml_backend_graph_compute_async(device.copy.get(), graph);
+    ggml_backend_graph_compute_async(lane.copy.get(), graph);
 }
 
-bool can_scatter(const kvf_device & device, const kvf_device::staging & stage) {
+bool can_scatter(const kvf_lane & lane, const kvf_lane::staging & stage) {
     ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
-    auto * rows = staged_span(ctx.get(), stage, device.spans[0], 1);
+    auto * rows = staged_span(ctx.get(), stage, lane.spans[0], 1);
     auto * op   = ggml_set_rows(ctx.get(), stage.blocks[0], rows, ggml_view_1d(ctx.get(), stage.index, 1, 0));
-    return ggml_backend_supports_op(device.copy.get(), op);
+    return ggml_backend_supports_op(lane.copy.get(), op);
 }
 
 }  // namespace
 
-std::unique_ptr<kvf_device::staging> kvf_staging_open(const kvf_device & device, int32_t n_blocks) {
-    auto res = std::make_unique<kvf_device::staging>();
+std::unique_ptr<kvf_lane::staging> kvf_staging_init(const kvf_lane & lane, int32_t n_blocks) {
+    auto res = std::make_unique<kvf_lane::staging>();
     size_t last = 0;
     res->first = SIZE_MAX;
-    for (const auto & s : device.spans) {
+    for (const auto & s : lane.spans) {
         if (s.size % sizeof(float) != 0) {
             return nullptr;
         }
@@ -60,33 +60,33 @@ std::unique_ptr<kvf_device::staging> kvf_staging_open(const kvf_device & device,
         last = std::max(last, s.offset + s.size);
     }
 
-    res->ctx.reset(ggml_init({ (device.spans.size() + 2)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
+    res->ctx.reset(ggml_init({ (lane.spans.size() + 2)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto * ctx = res->ctx.get();
     res->pages = ggml_new_tensor_2d(ctx, GGML_TYPE_I8, last - res->first, STAGED_PAGES);
     res->index = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, STAGED_PAGES);
-    auto * buft = ggml_backend_buffer_get_type(device.spans[0].tensor->buffer);
+    auto * buft = ggml_backend_buffer_get_type(lane.spans[0].tensor->buffer);
     res->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
     if (!res->buffer) {
         return nullptr;  // paging still works without it, only slower
     }
-    for (const auto & s : device.spans) {
+    for (const auto & s : lane.spans) {
         res->blocks.push_back(as_blocks(ctx, s, n_blocks));
     }
-    return can_scatter(device, *res) ? std::move(res) : nullptr;
+    return can_scatter(lane, *res) ? std::move(res) : nullptr;
 }
 
-void kvf_staging_page_in(const kvf_device & device, int32_t n, const int32_t * block, const uint64_t * image) {
-    const auto & stage = *device.stage;
+void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image) {
+    const auto & stage = *lane.stage;
     const size_t size  = stage.pages->nb[1];
     for (int32_t i = 0; i < n; i += STAGED_PAGES) {
         const int64_t m = std::min<int64_t>(STAGED_PAGES, n - i);
         int64_t index[STAGED_PAGES];
         for (int64_t j = 0; j < m; ++j) {
             const auto * page = (const uint8_t *) (uintptr_t) image[i + j] + stage.first;
-            ggml_backend_tensor_set_async(device.copy.get(), stage.pages, page, j*size, size);
+            ggml_backend_tensor_set_async(lane.copy.get(), stage.pages, page, j*size, size);
             index[j] = block[i + j];
         }
-        ggml_backend_tensor_set_async(device.copy.get(), stage.index, index, 0, m*sizeof(index[0]));
-        scatter(device, m);
+        ggml_backend_tensor_set_async(lane.copy.get(), stage.index, index, 0, m*sizeof(index[0]));
+        scatter(lane, m);
     }
 }

@@ -1,5 +1,8 @@
-// What a session needs beside the pool to go on bit for bit: recurrent state, sliding windows, queries, the last logits.
+// What a session needs beside the pool to go on bit for bit: recurrent state, sliding windows, the last logits.
+#include "kvf_state.h"
+
 #include "kvf_engine.h"
+#include "kvf_error.h"
 
 #include "llama-io.h"
 #include "llama-kv-cache-iswa.h"
@@ -112,7 +115,7 @@ void write_window(llama_kv_cache & kv, writer & io) {
     for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.write_tensor(t, 0, n); });
 }
 
-void read_window(llama_kv_cache & kv, reader & io, int32_t length, bool positions) {
+void read_window(llama_kv_cache & kv, reader & io, int32_t seq, int32_t length, bool positions) {
     auto & cells = kvf_access::cells(kv);
     window_head head;
     io.read(&head, sizeof(head));
@@ -138,18 +141,18 @@ void read_window(llama_kv_cache & kv, reader & io, int32_t length, bool position
         }
         cells.pos_set(i, c.pos);
         cells.ext_set(i, ext);
-        cells.seq_add(i, KVF_SEQ);
+        cells.seq_add(i, seq);
     }
     for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.read_tensor(t, 0, n); });
     kvf_access::head(kv) = head.head;
 }
 
-void write_state(kvf_engine & engine, writer & io) {
+void write_state(kvf_engine & engine, int32_t seq, writer & io) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
         write_window(*iswa->get_swa(), io);
     }
     if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
-        recurrent->state_write(io, KVF_SEQ, 0);
+        recurrent->state_write(io, seq, 0);
     }
 }
 
@@ -163,17 +166,17 @@ void clear_state(kvf_engine & engine) {
     }
 }
 
-void read_state(kvf_engine & engine, reader & io, int32_t length) {
+void read_state(kvf_engine & engine, int32_t seq, reader & io, int32_t length) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
         auto * window = iswa->get_swa();
-        read_window(*window, io, length, engine.info.n_pos > 1);
-        if (window->seq_pos_max(KVF_SEQ) != length - 1) {
+        read_window(*window, io, seq, length, engine.info.n_pos > 1);
+        if (window->seq_pos_max(seq) != length - 1) {
             throw std::runtime_error("a window that does not end where the text does");
         }
     }
     if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
-        recurrent->state_read(io, KVF_SEQ, 0);
-        if (recurrent->seq_pos_max(KVF_SEQ) != length - 1) {
+        recurrent->state_read(io, seq, 0);
+        if (recurrent->seq_pos_max(seq) != length - 1) {
             throw std::runtime_error("a recurrent state that does not end where the text does");
         }
     }
@@ -198,56 +201,54 @@ llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory) {
     return nullptr;
 }
 
-int64_t kvf_state_size(kvf_engine * engine) {
+kvf_status kvf_state_size(kvf_engine * engine, int32_t seq, int64_t * size) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
     writer io(nullptr, 0);
-    write_state(*engine, io);
-    return io.n_bytes();
+    write_state(*engine, seq, io);
+    *size = io.n_bytes();
+    return KVF_STATUS_SUCCESS;
 }
 
-int64_t kvf_state_get(kvf_engine * engine, uint8_t * out, int64_t size) {
+kvf_status kvf_state_get(kvf_engine * engine, int32_t seq, uint8_t * out, int64_t size) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
     llama_synchronize(&engine->ctx);
     try {
         writer io(out, size);
-        write_state(*engine, io);
-        return io.n_bytes();
+        write_state(*engine, seq, io);
+        if (io.n_bytes() != (size_t) size) {
+            throw std::runtime_error("the buffer is too large");
+        }
+        return KVF_STATUS_SUCCESS;
     } catch (const std::exception & err) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
-        return KVF_E_STATE;
+        return kvf_fail(KVF_STATUS_STATE, "the state could not be written to %lld bytes: %s", (long long) size, err.what());
     }
 }
 
-int kvf_state_set(kvf_engine * engine, const uint8_t * data, int64_t size, int32_t length) {
+kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data, int64_t size, int32_t length) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
     if (size < 0 || length < 0) {
-        return KVF_E_ARGUMENT;
+        return kvf_fail(KVF_STATUS_ARGUMENT, "a state of %lld bytes for %d tokens", (long long) size, length);
     }
     llama_synchronize(&engine->ctx);
     clear_state(*engine);
     try {
         reader io(data, size);
-        read_state(*engine, io, length);
-        if (io.n_bytes() == (size_t) size) {
-            return 0;
+        read_state(*engine, seq, io, length);
+        if (io.n_bytes() != (size_t) size) {
+            throw std::runtime_error("bytes are left over");
         }
-        LLAMA_LOG_ERROR("%s: %zu bytes of %lld are left over\n", __func__, size - io.n_bytes(), (long long) size);
+        return KVF_STATUS_SUCCESS;
     } catch (const std::exception & err) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        clear_state(*engine);
+        return kvf_fail(KVF_STATUS_STATE, "a state of %lld bytes does not fit this context and %d tokens: %s",
+                        (long long) size, length, err.what());
     }
-    clear_state(*engine);
-    return KVF_E_STATE;
-}
-
-int kvf_query_write(kvf_engine * engine, const float * rows) {
-    kvf_synchronize(engine);
-    for (const auto & layer : engine->layers) {
-        const auto query = engine->pool.queries.find(layer.il);
-        if (query == engine->pool.queries.end()) {
-            return KVF_E_ARGUMENT;
-        }
-        auto * tensor = query->second.rows;
-        ggml_backend_tensor_set(tensor, rows, 0, ggml_nbytes(tensor));
-        rows += ggml_nelements(tensor);
-    }
-    return 0;
 }
 
 bool kvf_access::set_logits(llama_context & ctx, const float * row) {
@@ -261,10 +262,12 @@ bool kvf_access::set_logits(llama_context & ctx, const float * row) {
     return true;
 }
 
-int kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab) {
-    if (n_vocab != (int32_t) engine->ctx.get_model().vocab.n_tokens()) {
-        return KVF_E_ARGUMENT;
+kvf_status kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab) {
+    const int32_t most = engine->ctx.get_model().vocab.n_tokens();
+    if (n_vocab != most) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "logits of %d tokens, the vocabulary has %d", n_vocab, most);
     }
     kvf_synchronize(engine);
-    return kvf_access::set_logits(engine->ctx, row) ? 0 : KVF_E_MEMORY;
+    return kvf_access::set_logits(engine->ctx, row) ? KVF_STATUS_SUCCESS
+                                                    : kvf_fail(KVF_STATUS_MEMORY, "no memory for the logits of a token");
 }

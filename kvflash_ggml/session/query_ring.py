@@ -28,6 +28,16 @@ class QueryRing:
         self.valid_from = 0
         self._engine = engine
 
+    def capture(self, start: int, count: int) -> None:
+        """Let the next step keep the newest queries of `count` tokens from position `start` on."""
+        rows, place = self.rows, self._engine.query_row
+        if rows and count == 1:
+            place[0] = start % rows
+        elif rows:
+            newest = min(count, rows)
+            place[: count - newest] = -1
+            place[count - newest : count] = np.arange(start + count - newest, start + count) % rows
+
     def valid_after(self, cut: int, length: int) -> int:
         """What `valid_from` will be once a text of `length` tokens has been cut to `cut`."""
         if cut >= length:

@@ -148,6 +148,7 @@ class Text:
         self.mask.fill(start, plan.layout.slots(start, engine.slot[:n]))
         engine.token[:n] = step.tokens
         engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+        self.queries.capture(start, n)
         engine.output[:n] = step.output.every
         engine.output[n - 1] = step.output.every or step.output.last
         engine.step(n, wait, step.codes)

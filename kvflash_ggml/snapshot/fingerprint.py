@@ -142,4 +142,5 @@ def _parts(path: Path) -> Iterator[Path]:
 def _shape(layer: Layer) -> list[int]:
     values = asdict(layer)
     values.pop("scale", None)  # known only where queries are captured
+    values.pop("device", None)  # where a layer is does not change its bytes
     return [int(value) for value in values.values()]

@@ -126,6 +126,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             type_kv: int = 1,
             flash: bool = True,
             query_rows: int = 0,
+            n_seq_max: int = 1,
             block_order: Sequence[int] | None = None,
             **config: Any,
         ) -> Bare:
@@ -136,6 +137,8 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             cparams = llama_cpp.llama_context_default_params()
             cparams.n_ctx = n_ctx
             cparams.n_batch = cparams.n_ubatch = n_ubatch
+            cparams.n_seq_max = n_seq_max
+            cparams.kv_unified = n_seq_max > 1
             cparams.n_threads = cparams.n_threads_batch = 1
             cparams.type_k = cparams.type_v = type_kv
             cparams.swa_full = False

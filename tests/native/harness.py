@@ -120,6 +120,30 @@ class Bare:
         return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,)).copy()
 
 
+def evaluate(
+    bare: Bare, tokens: Sequence[int], pos: Sequence[int], slots: Sequence[int], seen: Sequence[Sequence[int]],
+    query_row: Sequence[int] | None = None,
+) -> Logits:  # fmt: skip
+    """Logits of each of these tokens, behind the session's back: token i sees the slots `seen[i]` and its own."""
+    engine, n = bare.session.engine, len(tokens)
+    mask = np.full(
+        (len(engine.token), engine.info.n_slots), -np.inf, np.float32 if engine.info.mask_f32 else np.float16
+    )
+    for i, slot in enumerate(slots):
+        mask[i, [*seen[i], slot]] = 0
+    engine.token[:n], engine.pos[:n], engine.slot[:n] = tokens, pos, slots
+    engine.output[:n] = 1
+    engine.query_row[:n] = -1 if query_row is None else query_row
+    engine.use_mask(mask)
+    try:
+        engine.step(n, 0, [])
+        engine.synchronize()
+    finally:
+        engine.use_mask(bare.session.mask.rows)
+    rows = [bare._ctx.get_logits_ith(i) for i in range(n)]
+    return np.stack([np.ctypeslib.as_array(x, shape=(bare.n_vocab,)).copy() for x in rows])
+
+
 # --- models that are made here
 
 

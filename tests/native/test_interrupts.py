@@ -9,9 +9,10 @@ import pytest
 from harness import CHUNK, check, row
 from interrupter import Interrupter
 
-SESSION = tuple(f"session/{name}.py" for name in ("session", "text", "unfinished", "paging", "checkpoints"))
+PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
+SESSION = tuple(f"session/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
-BYTES = ("host/heap.py", "host/store.py", "native/engine.py")
+BYTES = ("host/heap.py", "host/store.py", "native/engine.py", "native/status.py")
 RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness import CHUNK, read_block, row, same_bits
 
-from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.errors import EngineError, SnapshotError
 
 
 def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
@@ -197,7 +197,7 @@ def test_last_logits_are_put_back(llama: Any, tokens: Any) -> None:
         one._session.engine.set_logits(last)
         assert same_bits(row(one), last)
     assert other.sample(temp=0.0) == int(last.argmax())
-    with pytest.raises(AssertionError):
+    with pytest.raises(EngineError, match=rf"logits of {len(last) - 1} tokens, the vocabulary has {len(last)}"):
         other._session.engine.set_logits(last[:-1])
     other.eval(tokens[900:901].tolist())
     assert not same_bits(row(other), last)

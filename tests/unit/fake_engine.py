@@ -38,6 +38,7 @@ class FakeLayer:
     n_head: int = 1
     n_head_kv: int = 1
     head_k: int = ROW_BYTES
+    device: int = 0
     scale: float = 1.0
 
 
@@ -134,6 +135,8 @@ class FakeEngine(FakeHost):
         self.token = np.zeros(max_tokens, np.int32)
         self.pos = np.zeros(max_tokens, np.int32)
         self.slot = np.zeros(max_tokens, np.int32)
+        self.seq = np.zeros(max_tokens, np.int32)
+        self.query_row = np.full(max_tokens, -1, np.int32)
         self.output = np.zeros(max_tokens, np.int8)
         self.faults = Faults()
         self.truth: list[bytes] = []
@@ -174,6 +177,7 @@ class FakeEngine(FakeHost):
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
+        assert (self.seq[:count] == 0).all(), "there is one sequence"
         assert self.cell_pos.max() == start - 1, "positions do not follow the last one in memory"
         self._check_mask(start, count)
         self._check_state(start)
@@ -181,9 +185,7 @@ class FakeEngine(FakeHost):
         failed = isinstance(fault, DecodeError)
         if fault is not None and not failed and not self.faults.late:
             raise fault
-        for pos, token in zip(range(start, start + count), self.token[:count].tolist(), strict=True):
-            if self.info.query_rows:  # captured even by a step that fails
-                self.queries[pos % self.info.query_rows] = np.sin(np.arange(1, ROW_BYTES + 1) * (token + 7 * pos))
+        self._capture(start, count)  # even by a step that fails
         if fault is not None and failed:
             codes.append(2)
             if self.faults.spoil and self.info.recurrent:
@@ -208,6 +210,15 @@ class FakeEngine(FakeHost):
         codes.append(0)
         if fault is not None:
             raise fault
+
+    def _capture(self, start: int, count: int) -> None:
+        rows = self.query_row[:count].tolist()
+        named = [row for row in rows if row != -1]
+        assert len(set(named)) == len(named), "two queries for one row"
+        assert all(0 <= row < self.info.query_rows for row in named)
+        for pos, token, row in zip(range(start, start + count), self.token[:count].tolist(), rows, strict=True):
+            if row != -1:
+                self.queries[row] = np.sin(np.arange(1, ROW_BYTES + 1) * (token + 7 * pos))
 
     def _fault(self) -> BaseException | None:
         if self.faults.step is None:
@@ -319,12 +330,14 @@ class FakeEngine(FakeHost):
         assert 0 <= slot <= slot + count <= self.info.n_slots
         self.cell_pos[slot : slot + count] = -1
 
-    def set_cells(self, slot: int, pos: int, tokens: Int32s) -> None:
+    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int = 0) -> None:
+        assert seq == 0
         self.clear_cells(slot, len(tokens))
         self.cell_pos[slot : slot + len(tokens)] = np.arange(pos, pos + len(tokens))
         self.cell_token[slot : slot + len(tokens)] = tokens
 
-    def truncate(self, pos: int) -> bool:
+    def truncate(self, pos: int, *, seq: int = 0) -> bool:
+        assert seq == 0
         assert pos >= 0
         if self.info.recurrent and pos != 0 and (self._state is None or pos < len(self._state)):
             return False
@@ -335,7 +348,8 @@ class FakeEngine(FakeHost):
             self._window_first = 0
         return True
 
-    def clear(self) -> None:
+    def clear(self, *, seq: int = 0) -> None:
+        assert seq == 0
         self.synchronize()
         self.cell_pos[:] = -1
         self.pool[:] = 0
@@ -352,14 +366,16 @@ class FakeEngine(FakeHost):
 
     # --- state
 
-    def get_state(self) -> bytes:
+    def get_state(self, *, seq: int = 0) -> bytes:
+        assert seq == 0
         if not (self.info.recurrent or self.info.n_swa):
             return b""
         if self._state is None:
             raise SnapshotError("llama.cpp could not write the recurrent state")
         return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
 
-    def set_state(self, data: bytes, length: int) -> None:
+    def set_state(self, data: bytes, length: int, *, seq: int = 0) -> None:
+        assert seq == 0
         if not (self.info.recurrent or self.info.n_swa):
             if data:
                 raise SnapshotError("the recurrent state does not fit this context")

@@ -609,6 +609,13 @@ def test_another_shape_of_layers_is_refused(data: bytes, world: Any) -> None:
     refused(session, data, "layers", SnapshotMismatch)
 
 
+def test_a_layer_may_be_on_another_device(data: bytes, world: Any) -> None:
+    session = world()
+    session.engine.layers = (FakeLayer(device=1),)
+    load(session, data)
+    assert session.length
+
+
 def test_a_smaller_context_refuses_a_longer_text(data: bytes, world: Any) -> None:
     session = world(n_ctx=512)
     session.extend(text(100))

@@ -1,0 +1,150 @@
+"""What an engine tells of itself, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ._kvf import ffi, lib
+from .status import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """A device that holds pooled layers. Sizes are bytes; `free_bytes` as it was when the engine was made.
+
+    layers: how many of the pooled layers. pinned: can it copy from and to page-locked memory?
+    asynchronous: do its transfers run beside its compute?
+    """
+
+    name: str
+    layers: int
+    pinned: bool
+    asynchronous: bool
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One pooled layer. Offsets and rows are bytes in a page image of CHUNK rows; `has_v` is false if V is a view of K.
+
+    device: index in `EngineInfo.devices`. scale: what attention multiplies q*k with; 0 unless queries are captured.
+    """
+
+    il: int
+    n_head: int
+    n_head_kv: int
+    head_k: int
+    head_v: int
+    has_v: bool
+    k_offset: int
+    k_row: int
+    v_offset: int
+    v_row: int
+    device: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
+
+    n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
+    rotated: bit 0 if keys are stored rotated, bit 1 if values are.
+    """
+
+    n_slots: int
+    n_layers: int
+    n_seq: int
+    n_pos: int
+    n_swa: int
+    recurrent: bool
+    alibi: bool
+    mask_f32: bool
+    v_trans: bool
+    query_rows: int
+    page_bytes: int
+    device_bytes: int
+    rotated: int
+    type_k: str
+    type_v: str
+    devices: tuple[DeviceInfo, ...]
+
+    @property
+    def device(self) -> str:
+        """The names of all devices."""
+        return ", ".join(device.name for device in self.devices)
+
+    @property
+    def pinned(self) -> bool:
+        """Can all devices copy from and to page-locked memory?"""
+        return all(device.pinned for device in self.devices)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Do transfers run beside the compute on all devices?"""
+        return all(device.asynchronous for device in self.devices)
+
+
+def read_info(engine: object) -> EngineInfo:
+    """engine: a kvf_engine pointer."""
+    raw: Any = ffi.new("kvf_info *")
+    lib.kvf_get_info(engine, raw)
+    return EngineInfo(
+        n_slots=raw.n_slots,
+        n_layers=raw.n_layers,
+        n_seq=raw.n_seq,
+        n_pos=raw.n_pos,
+        n_swa=raw.n_swa,
+        recurrent=bool(raw.recurrent),
+        alibi=bool(raw.alibi),
+        mask_f32=bool(raw.mask_f32),
+        v_trans=bool(raw.v_trans),
+        query_rows=raw.query_rows,
+        page_bytes=raw.page_bytes,
+        device_bytes=raw.device_bytes,
+        rotated=raw.rotated,
+        type_k=ffi.string(raw.type_k).decode(),
+        type_v=ffi.string(raw.type_v).decode(),
+        devices=_read_devices(engine, raw.n_devices),
+    )
+
+
+def _read_devices(engine: object, n: int) -> tuple[DeviceInfo, ...]:
+    raw: Any = ffi.new("kvf_device[]", n)
+    check(lib.kvf_get_devices(engine, raw, n))
+    return tuple(
+        DeviceInfo(
+            name=ffi.string(x.name).decode("utf-8", "replace"),
+            layers=x.n_layers,
+            pinned=bool(x.pinned),
+            asynchronous=bool(x.asynchronous),
+            free_bytes=x.free_bytes,
+            total_bytes=x.total_bytes,
+        )
+        for x in raw
+    )
+
+
+def read_layers(engine: object, n: int) -> tuple[Layer, ...]:
+    """engine: a kvf_engine pointer."""
+    raw: Any = ffi.new("kvf_layer[]", n)
+    check(lib.kvf_get_layers(engine, raw, n))
+    return tuple(
+        Layer(
+            il=x.il,
+            n_head=x.n_head,
+            n_head_kv=x.n_head_kv,
+            head_k=x.head_k,
+            head_v=x.head_v,
+            has_v=bool(x.has_v),
+            k_offset=x.k_offset,
+            k_row=x.k_row,
+            v_offset=x.v_offset,
+            v_row=x.v_row,
+            device=x.device,
+            scale=x.scale,
+        )
+        for x in raw
+    )

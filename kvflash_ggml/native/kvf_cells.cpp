@@ -1,0 +1,97 @@
+// What llama.cpp believes about the slots of the pool, and where a sequence ends.
+#include "kvf_engine.h"
+#include "kvf_error.h"
+#include "kvf_state.h"
+
+#include "llama-kv-cache-iswa.h"
+
+namespace {
+
+kvf_status check_slots(const kvf_engine & engine, int32_t slot, int32_t n) {
+    if (slot < 0 || n < 0 || n > engine.info.n_slots - slot) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d slots from %d on, there are %d", n, slot, engine.info.n_slots);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+}  // namespace
+
+kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n) {
+    if (const auto status = check_slots(*engine, slot, n)) {
+        return status;
+    }
+    auto & cells = kvf_access::cells(engine->kv);
+    for (int32_t i = slot; i < slot + n; ++i) {
+        if (!cells.is_empty(i)) {
+            cells.rm(i);
+        }
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
+    if (pos < 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "positions from %d on", pos);
+    }
+    if (const auto status = kvf_cells_clear(engine, slot, n)) {
+        return status;
+    }
+    auto & cells = kvf_access::cells(engine->kv);
+    for (int32_t i = 0; i < n; ++i) {
+        llama_kv_cell_ext ext;
+        ext.tok = token[i];
+        if (engine->info.n_pos > 1) {
+            // a text token has the same position on every axis
+            ext.x = pos + i;
+            ext.y = pos + i;
+        }
+        cells.pos_set(slot + i, pos + i);
+        cells.ext_set(slot + i, ext);
+        cells.seq_add(slot + i, seq);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_cells_get(const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos) {
+    if (const auto status = check_slots(*engine, slot, n)) {
+        return status;
+    }
+    const auto & cells = kvf_access::cells(engine->kv);
+    for (int32_t i = 0; i < n; ++i) {
+        pos[i] = cells.is_empty(slot + i) ? -1 : cells.pos_get(slot + i);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_settle(kvf_engine *, int32_t n, const int32_t *, const int32_t *) {
+    return kvf_fail(KVF_STATUS_UNSUPPORTED, "%d rows to settle: rows do not move between slots", n);
+}
+
+kvf_status kvf_truncate(kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
+    *done = engine->memory.seq_rm(seq, pos, -1);
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
+    kvf_synchronize(engine);
+    engine->memory.clear(true);  // all there is: an engine serves one sequence
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_swa_first(const kvf_engine * engine, int32_t seq, int32_t * pos) {
+    if (const auto status = kvf_check_seq(*engine, seq)) {
+        return status;
+    }
+    auto * iswa = kvf_find_iswa(&engine->memory);
+    *pos = iswa ? iswa->get_swa()->seq_pos_min(seq) : -1;
+    return KVF_STATUS_SUCCESS;
+}

@@ -1,0 +1,149 @@
+// One step: is the plan possible, and llama_decode.
+#include "kvf_engine.h"
+#include "kvf_error.h"
+
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+
+namespace {
+
+kvf_status check_sizes(kvf_engine & engine, const kvf_plan & plan) {
+    if (plan.n_streamed != 0) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "%d streamed pages in a plan: a step reads the pool only", plan.n_streamed);
+    }
+    const int32_t most = engine.n_seq_id.size();
+    if (plan.n_tokens <= 0 || plan.n_tokens > most) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d tokens in a plan, it takes 1 to %d", plan.n_tokens, most);
+    }
+    if (plan.mask_stride < engine.info.n_slots) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "mask rows of %lld values for %d slots", (long long) plan.mask_stride,
+                        engine.info.n_slots);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+// A cell that is taken would make llama.cpp purge every older position; so would one that is named twice.
+kvf_status check_slots(kvf_engine & engine, const kvf_plan & plan) {
+    const auto & cells = kvf_access::cells(engine.kv);
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        const auto slot = plan.slot[i];
+        if (slot < 0 || slot >= engine.info.n_slots) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "token %d is put in slot %d of %d", i, slot, engine.info.n_slots);
+        }
+        if (!cells.is_empty(slot)) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "token %d is put in slot %d, which is taken", i, slot);
+        }
+        if (engine.slot_in[slot] == engine.n_plans) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "token %d is put in slot %d, as one before it", i, slot);
+        }
+        engine.slot_in[slot] = engine.n_plans;
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
+    auto & last = engine.last_pos;
+    std::fill(last.begin(), last.end(), -1);
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        const auto seq = plan.seq[i];
+        if (const auto status = kvf_check_seq(engine, seq)) {
+            return status;
+        }
+        const auto pos = plan.pos[i];
+        if (pos < 0 || pos < last[seq]) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "token %d has position %d, after %d", i, pos, last[seq]);
+        }
+        if (pos == last[seq] && !engine.branches) {
+            return kvf_fail(KVF_STATUS_UNSUPPORTED, "token %d has the position of another, %d: the memory of this model "
+                            "(sliding window, recurrent state or n-grams) has no branches", i, pos);
+        }
+        last[seq] = pos;
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        const auto row = plan.query_row[i];
+        if (row == -1) {
+            continue;
+        }
+        if (row < 0 || row >= engine.info.query_rows) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "the query of token %d is put in row %d of %d", i, row,
+                            engine.info.query_rows);
+        }
+        if (engine.row_in[row] == engine.n_plans) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "the query of token %d is put in row %d, as one before it", i, row);
+        }
+        engine.row_in[row] = engine.n_plans;
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
+    ++engine.n_plans;
+    for (auto part : { check_sizes, check_slots, check_positions, check_query_rows }) {
+        if (const auto status = part(engine, plan)) {
+            return status;
+        }
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
+    try {
+        const int code = llama_decode(&engine.ctx, batch);
+        return code == 0 ? KVF_STATUS_SUCCESS
+                         : kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens", code, batch.n_tokens);
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        return kvf_fail(KVF_STATUS_DECODE, "llama_decode failed for %d tokens: %s", batch.n_tokens, err.what());
+    }
+}
+
+}  // namespace
+
+kvf_status kvf_check_seq(const kvf_engine & engine, int32_t seq) {
+    if (seq < 0 || seq >= engine.info.n_seq) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "sequence %d: the context is made for %d, from 0 on", seq, engine.info.n_seq);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
+    if (const auto status = check(*engine, *plan)) {
+        return status;
+    }
+    kvf_compute_waits(*engine, std::max(plan->wait, engine->compute_barrier));
+    engine->compute_barrier = 0;
+
+    for (int32_t i = 0; i < plan->n_tokens; ++i) {
+        engine->seq_id[i] = const_cast<int32_t *>(plan->seq + i);
+    }
+    llama_batch batch {};
+    batch.n_tokens = plan->n_tokens;
+    batch.token    = const_cast<int32_t *>(plan->token);
+    batch.pos      = const_cast<int32_t *>(plan->pos);
+    batch.n_seq_id = engine->n_seq_id.data();
+    batch.seq_id   = engine->seq_id.data();
+    batch.logits   = const_cast<int8_t *>(plan->output);
+
+    engine->pool.plan = plan;
+    const auto start  = std::chrono::steady_clock::now();
+    const auto status = decode(*engine, batch);
+    engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
+    engine->pool.plan = nullptr;
+    return status;
+}
+
+void kvf_synchronize(kvf_engine * engine) {
+    llama_synchronize(&engine->ctx);
+    kvf_wait(engine, engine->last_ticket);
+}
+
+uint64_t kvf_decode_ns(const kvf_engine * engine) {
+    return engine->decode_ns;
+}

@@ -1,0 +1,144 @@
+#include "kvf_probe.h"
+
+#include "kvf_error.h"
+#include "kvf_pool.h"
+
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-idx.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+#include <exception>
+#include <memory>
+
+namespace {
+
+std::string model_refusal(const llama_model & model) {
+    if (llama_model_has_encoder(&model)) {
+        return "it has an encoder, and cross-attention is not paged";
+    }
+    if (llm_arch_is_recurrent(model.arch)) {
+        return "it is purely recurrent: its memory does not grow, so there is nothing to page";
+    }
+    if (model.arch == LLM_ARCH_LLAMA_EMBED) {
+        return "it is an embedding model: it reads nothing from a KV cache";
+    }
+    if (model.arch == LLM_ARCH_GROK) {
+        return "llama.cpp runs it without flash attention, which a pool needs";
+    }
+    if (llm_arch_is_diffusion(model.arch) || !model.hparams.causal_attn) {
+        return "its attention is not causal";
+    }
+    return "";
+}
+
+std::string memory_refusal(llama_memory_i * memory) {
+    if (!memory) {
+        return "it keeps no KV cache";
+    }
+    auto * kv = kvf_find_pooled(memory);
+    if (!kv) {
+        return "its memory type (sparse or indexed attention) is not pooled yet";
+    }
+    if (kvf_access::layers(*kv).empty()) {
+        return "none of its layers has a KV cache without a sliding window";
+    }
+    return "";
+}
+
+// The smallest memory that the model's own code makes: it shows which layers would be pooled.
+std::unique_ptr<llama_memory_i> smallest_memory(const llama_model & model, int32_t type_k, int32_t type_v, int32_t offload) {
+    llama_cparams cparams {};
+    cparams.n_ctx       = 256;
+    cparams.n_ctx_seq   = 256;
+    cparams.n_batch     = KVF_BLOCK;
+    cparams.n_ubatch    = KVF_BLOCK;
+    cparams.n_seq_max   = 1;
+    cparams.kv_unified  = true;
+    cparams.flash_attn  = true;
+    cparams.causal_attn = true;
+    cparams.offload_kqv = offload;
+    llama_memory_params params {};
+    params.type_k = (ggml_type) type_k;
+    params.type_v = (ggml_type) type_v;
+    return std::unique_ptr<llama_memory_i> { model.create_memory(params, cparams) };
+}
+
+}  // namespace
+
+llama_kv_cache * kvf_find_pooled(llama_memory_i * memory) {
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(memory)) {
+        return kv;
+    }
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return iswa->get_base();
+    }
+    if (dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
+        return nullptr;  // its indexer has a second cache, and counts blocks of cells by position
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn()->get_base();
+    }
+    return nullptr;
+}
+
+std::string kvf_refusal(const llama_model & model, llama_memory_i * memory) {
+    const auto refusal = model_refusal(model);
+    return refusal.empty() ? memory_refusal(memory) : refusal;
+}
+
+std::vector<kvf_layer> kvf_describe_layers(const llama_model & model, const llama_kv_cache & kv, int64_t & page_bytes) {
+    std::vector<kvf_layer> res;
+    page_bytes = 0;
+    for (const auto & l : kvf_access::layers(kv)) {
+        kvf_layer d {};
+        d.il        = l.il;
+        d.n_head    = model.hparams.n_head(l.il);
+        d.head_k    = model.hparams.n_embd_head_k(l.il);
+        d.n_head_kv = l.k->ne[0]/d.head_k;  // a latent (MLA) cache holds one
+        d.head_v    = model.hparams.n_embd_head_v(l.il);
+        d.has_v     = l.v != nullptr;
+        d.k_offset  = page_bytes;
+        d.k_row     = l.k->nb[1];
+        page_bytes += d.k_row*KVF_BLOCK;
+        d.v_offset  = page_bytes;
+        d.v_row     = l.v ? l.v->nb[1] : 0;
+        page_bytes += d.v_row*KVF_BLOCK;
+        res.push_back(d);
+    }
+    return res;
+}
+
+kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes) {
+    const auto & model = *(const llama_model *) model_ptr;
+    try {
+        auto refusal = model_refusal(model);
+        if (refusal.empty()) {
+            const auto memory = smallest_memory(model, type_k, type_v, offload);
+            refusal = memory_refusal(memory.get());
+            if (refusal.empty()) {
+                int64_t page_bytes = 0;
+                kvf_describe_layers(model, *kvf_find_pooled(memory.get()), page_bytes);
+                *slot_bytes = page_bytes/KVF_BLOCK;
+                return KVF_STATUS_SUCCESS;
+            }
+        }
+        return kvf_fail(KVF_STATUS_REFUSED, "%s", refusal.c_str());
+    } catch (const std::exception & err) {
+        return kvf_fail(KVF_STATUS_REFUSED, "%s", err.what());
+    }
+}
+
+void kvf_model_device(const void * model_ptr, int64_t * free_bytes, int64_t * total_bytes, int32_t * offloads) {
+    const auto & model = *(const llama_model *) model_ptr;
+    auto * dev = model.devices.empty() ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : model.devices[0].dev;
+    size_t free = 0, total = 0;
+    ggml_backend_dev_memory(dev, &free, &total);
+    *free_bytes  = free;
+    *total_bytes = total;
+    *offloads    = ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
+}

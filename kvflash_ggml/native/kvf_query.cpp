@@ -1,0 +1,152 @@
+// Queries that a step keeps for scoring: copied by the graph, in the basis of the cached keys, to rows that the plan names.
+#include "kvf_engine.h"
+#include "kvf_error.h"
+
+#include "llama-graph.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+// The tokens of an ubatch whose queries are kept, and where: inputs of a graph, the same for all its layers. A plan names each
+// row once, so no ubatch has more of them than there are rows.
+class kvf_query_index : public llm_graph_input_i {
+public:
+    kvf_query_index(const kvf_pool & pool, ggml_context * ctx, int64_t n_tokens)
+        : pool(pool), n_tokens(n_tokens), to(input(ctx, GGML_TYPE_I64, std::min<int64_t>(pool.query_rows, n_tokens))),
+          from(to->ne[0] < n_tokens ? input(ctx, GGML_TYPE_I32, to->ne[0]) : nullptr) {}
+
+    // The queries [n_values, n_tokens] that go to rows `to`.
+    ggml_tensor * select(ggml_context * ctx, ggml_tensor * q) const {
+        if (!from) {
+            return ggml_cont_2d(ctx, q, q->ne[0]*q->ne[1], n_tokens);
+        }
+        const bool whole = q->nb[1] == q->ne[0]*q->nb[0];  // the heads of a token lie side by side
+        auto *     rows  = whole ? ggml_view_2d(ctx, q, q->ne[0]*q->ne[1], n_tokens, q->nb[2], 0)
+                                 : ggml_cont_2d(ctx, q, q->ne[0]*q->ne[1], n_tokens);
+        return ggml_get_rows(ctx, rows, from);
+    }
+
+    void set_input(const llama_ubatch * ubatch) override {
+        const auto & batch = ubatch->data->batch_idxs;
+        auto *       row   = (int64_t *) to->data;
+        if (!from) {
+            for (int64_t i = 0; i < n_tokens; ++i) {
+                row[i] = row_of(batch[i]);
+            }
+            return;
+        }
+        // the rest of the inputs copies the first token to the row that nobody reads
+        auto * token = (int32_t *) from->data;
+        std::fill(row, row + to->ne[0], pool.query_rows);
+        std::fill(token, token + to->ne[0], 0);
+        for (int64_t i = 0, k = 0; i < n_tokens; ++i) {
+            if (pool.plan->query_row[batch[i]] >= 0) {
+                token[k] = i;
+                row[k++] = row_of(batch[i]);
+            }
+        }
+    }
+
+    bool can_reuse(const llm_graph_params & params) override { return params.ubatch.n_tokens == n_tokens; }
+
+    ggml_tensor * rows() const { return to; }
+
+private:
+    static ggml_tensor * input(ggml_context * ctx, ggml_type type, int64_t n) {
+        auto * res = ggml_new_tensor_1d(ctx, type, n);
+        ggml_set_input(res);
+        return res;
+    }
+
+    int64_t row_of(int32_t token) const {
+        const auto row = pool.plan->query_row[token];
+        return row >= 0 ? row : pool.query_rows;
+    }
+
+    const kvf_pool & pool;
+    const int64_t    n_tokens;
+    ggml_tensor *    to;    // I64 [m] rows
+    ggml_tensor *    from;  // I32 [m] tokens of the ubatch, null: all of them in order
+};
+
+namespace {
+
+// The persistent tensor of a layer is made when the first graph is built, that is, while the context reserves its memory.
+ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, float scale, ggml_backend_buffer_type_t buft) {
+    auto it = pool.queries.find(il);
+    if (it == pool.queries.end()) {
+        ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
+        auto * rows = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, width, pool.query_rows + 1);
+        ggml_backend_buffer_ptr buffer { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
+        if (!buffer) {
+            throw std::runtime_error("failed to allocate the query rows");
+        }
+        ggml_backend_buffer_clear(buffer.get(), 0);
+        it = pool.queries.emplace(il, kvf_query { std::move(ctx), std::move(buffer), rows, scale }).first;
+    }
+    return it->second.rows;
+}
+
+kvf_status check_captured(const kvf_engine & engine) {
+    if (engine.pool.queries.size() < engine.layers.size()) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "no queries are kept: the pool was made with %d rows for them",
+                        engine.info.query_rows);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
+}  // namespace
+
+void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
+                       ggml_tensor * q_cur, float kq_scale, int il) {
+    if (pool.query_rows == 0) {
+        return;
+    }
+    const auto & layers = kvf_access::layers(pool.kv);
+    const auto layer = std::find_if(layers.begin(), layers.end(), [il](const auto & l) { return (int) l.il == il; });
+    if (layer == layers.end()) {
+        return;  // this layer reads another layer's cache
+    }
+    if (layer == layers.begin()) {
+        auto index = std::make_unique<kvf_query_index>(pool, ctx, q_cur->ne[2]);
+        pool.query_index = index.get();
+        res.add_input(std::move(index));
+    }
+    auto * kept = pool.query_index->select(ctx, q_cur);
+    auto * rows = query_rows(pool, il, kept->ne[0], kq_scale, ggml_backend_buffer_get_type(layer->k->buffer));
+    ggml_build_forward_expand(gf, ggml_set_rows(ctx, rows, kept, pool.query_index->rows()));
+}
+
+kvf_status kvf_query_read(kvf_engine * engine, float * out, uint64_t * ticket) {
+    if (const auto status = check_captured(*engine)) {
+        return status;
+    }
+    *ticket = kvf_transfer_begin(*engine);
+    for (const auto & layer : engine->layers) {
+        auto *       rows = engine->pool.queries.at(layer.il).rows;
+        const size_t size = engine->info.query_rows*rows->nb[1];
+        if (auto * copy = engine->lanes[layer.device].copy.get()) {
+            ggml_backend_tensor_get_async(copy, rows, out, 0, size);
+        } else {
+            ggml_backend_tensor_get(rows, out, 0, size);
+        }
+        out += size/sizeof(float);
+    }
+    kvf_transfer_end(*engine, *ticket);
+    engine->compute_barrier = *ticket;
+    return KVF_STATUS_SUCCESS;
+}
+
+kvf_status kvf_query_write(kvf_engine * engine, const float * rows) {
+    if (const auto status = check_captured(*engine)) {
+        return status;
+    }
+    kvf_synchronize(engine);
+    for (const auto & layer : engine->layers) {
+        auto *       tensor = engine->pool.queries.at(layer.il).rows;
+        const size_t size   = engine->info.query_rows*tensor->nb[1];
+        ggml_backend_tensor_set(tensor, rows, 0, size);
+        rows += size/sizeof(float);
+    }
+    return KVF_STATUS_SUCCESS;
+}

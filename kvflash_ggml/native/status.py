@@ -1,0 +1,42 @@
+"""What a failure of the native seam is in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import (
+    DecodeError,
+    EngineError,
+    HostMemoryError,
+    KVFlashError,
+    SnapshotError,
+    UnsupportedError,
+    UnsupportedModelError,
+)
+from ._kvf import ffi, lib
+
+ERRORS: dict[int, type[KVFlashError]] = {
+    lib.KVF_STATUS_ARGUMENT: EngineError,
+    lib.KVF_STATUS_MEMORY: HostMemoryError,
+    lib.KVF_STATUS_REFUSED: UnsupportedModelError,
+    lib.KVF_STATUS_STATE: SnapshotError,
+    lib.KVF_STATUS_DECODE: DecodeError,
+    lib.KVF_STATUS_UNSUPPORTED: UnsupportedError,
+}
+
+
+def check(status: int) -> None:
+    """Raise what a status of the last call on this thread stands for, unless it is success."""
+    if status != lib.KVF_STATUS_SUCCESS:
+        raise ERRORS[status](reason())
+
+
+def value(status: int, out: Any) -> Any:
+    """What a call has written to `out`, a pointer to one value."""
+    check(status)
+    return out[0]
+
+
+def reason() -> str:
+    """Why the last call on this thread that failed did."""
+    return str(ffi.string(lib.kvf_last_error()).decode("utf-8", "replace"))
