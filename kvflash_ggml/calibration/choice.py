@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import env
 from ..errors import ConfigError
@@ -50,12 +51,17 @@ class HeadScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What is known of a model. model: its identity. heads: the best ones, best first; none chosen: all count."""
+    """What is known of a model.
+
+    model: its identity. heads: the best ones, best first; none chosen: all count. agreed: how many of the chosen ones
+    each document alone would have chosen too, None if that was not counted.
+    """
 
     model: str
     questions: int
     tokens: int
     heads: tuple[HeadScore, ...]
+    agreed: int | None = None
 
     @property
     def chosen(self) -> list[tuple[int, int]]:
@@ -72,12 +78,10 @@ class Calibration:
 def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
     """At most MOST heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
     heads = every_head(shapes)
-    order = np.argsort(-measured.score, kind="stable")[: max(MOST, LISTED)]
-    best = order[0]
-    recalls = measured.first[best] >= RECALLS and measured.score[best] >= CLEARLY
-    floor = FLOOR * measured.score[best]
+    chosen = _best(measured)
+    agreed = len(chosen.intersection(*map(_best, measured.alone))) if measured.alone else None
     found = []
-    for rank, i in enumerate(order.tolist()):
+    for i in _order(measured)[:LISTED].tolist():
         layer, head = heads[i].tolist()
         found.append(
             HeadScore(
@@ -86,10 +90,25 @@ def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Seq
                 found=round(float(measured.found[i]), 4),
                 control=round(float(measured.control[i]), 4),
                 first=round(float(measured.first[i]), 4),
-                chosen=bool(recalls and rank < MOST and measured.score[i] >= floor),
+                chosen=i in chosen,
             )
         )
-    return Calibration(model=model, questions=measured.questions, tokens=measured.tokens, heads=tuple(found))
+    return Calibration(
+        model=model, questions=measured.questions, tokens=measured.tokens, heads=tuple(found), agreed=agreed
+    )
+
+
+def _best(measured: Measured) -> set[int]:
+    """The heads that count, by their places among all."""
+    order = _order(measured)[:MOST]
+    best = order[0]
+    if measured.first[best] < RECALLS or measured.score[best] < CLEARLY:
+        return set()
+    return set(order[measured.score[order] >= FLOOR * measured.score[best]].tolist())
+
+
+def _order(measured: Measured) -> npt.NDArray[np.intp]:
+    return np.argsort(-measured.score, kind="stable")
 
 
 def heads_file(identity: str) -> Path:
@@ -135,8 +154,13 @@ def _parse(facts: Any) -> Calibration:
         )
         for x in facts["heads"]
     )
+    agreed = facts.get("agreed")  # older files do not say
     return Calibration(
-        model=str(facts["model"]), questions=_whole(facts["questions"]), tokens=_whole(facts["tokens"]), heads=heads
+        model=str(facts["model"]),
+        questions=_whole(facts["questions"]),
+        tokens=_whole(facts["tokens"]),
+        heads=heads,
+        agreed=None if agreed is None else _whole(agreed),
     )
 
 

@@ -71,6 +71,8 @@ def table(found: Calibration) -> list[str]:
     lines.append("")
     if chosen:
         lines.append(f"{chosen} heads (*) are asked. Shares of attention on the fact asked for, and on the others")
+        if found.agreed is not None:
+            lines.append(f"{found.agreed} of these {chosen} would be chosen by each of the documents alone, too")
     else:
         lines.append("no head of this model finds what a question asks for: all are asked")
     return lines

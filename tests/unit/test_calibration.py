@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvflash_ggml.calibration.choice import Calibration, choose, load, save
 from kvflash_ggml.calibration.documents import compose, question
 from kvflash_ggml.calibration.facts import FORMS, VALUES, make_facts
 from kvflash_ggml.calibration.measure import documents
+from kvflash_ggml.cli.calibrate import table
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.policy.base import KeyShape
@@ -137,6 +139,24 @@ def test_no_more_heads_than_help() -> None:
     assert chosen == [(3, 0), (3, 1), (3, 2), (3, 3), (7, 0), (7, 1)], "those below 0.4 of the best are left out"
 
 
+def test_it_is_told_how_many_heads_each_document_alone_would_choose() -> None:
+    result = measured()
+    assert [part.questions for part in result.alone] == [len(FORMS) * 2] * measure.DOCUMENTS
+    assert sum(part.tokens for part in result.alone) == result.tokens
+    np.testing.assert_allclose(np.mean([part.found for part in result.alone], axis=0), result.found, rtol=1e-5)
+    assert choose(result, model=MODEL, layers=LAYERS, shapes=SHAPES).agreed == 1
+
+    def means(*scores: float) -> measure.Measured:
+        none = np.zeros(len(scores), np.float32)
+        return measure.Measured(np.array(scores, np.float32), none, none + 1, 10, 1000)
+
+    first, second = means(0.9, 0.8, 0.5, 0, 0, 0, 0, 0), means(0.9, 0.8, 0.1, 0.6, 0, 0, 0, 0)
+    whole = replace(means(0.9, 0.8, 0.4, 0.3, 0, 0, 0, 0), alone=(first, second))
+    found = choose(whole, model=MODEL, layers=LAYERS, shapes=SHAPES)
+    assert (found.agreed, len(found.chosen)) == (2, 3)
+    assert table(found)[-1] == "2 of these 3 would be chosen by each of the documents alone, too"
+
+
 def test_a_short_context_is_refused() -> None:
     with pytest.raises(ValueError, match="context of 1000"):
         documents(Words(), 1000)
@@ -163,6 +183,17 @@ def test_a_file_brings_it_back(found: Calibration, tmp_path: Path) -> None:
     assert load(path, layers=LAYERS, shapes=SHAPES) == found
 
 
+def test_a_file_without_the_agreement_is_as_good(found: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save(found, path)
+    facts = json.loads(path.read_text())
+    assert facts.pop("agreed") == 1
+    path.write_text(json.dumps(facts))
+    old = load(path, layers=LAYERS, shapes=SHAPES)
+    assert old == replace(found, agreed=None)
+    assert "documents" not in table(old)[-1]
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none", layers=LAYERS, shapes=SHAPES)
@@ -185,6 +216,7 @@ def test_a_file_of_another_model(found: Calibration, tmp_path: Path) -> None:
         {"heads": [{"layer": "3", "head": 0, "found": 1, "control": 0, "first": 1, "chosen": True}]},
         {"heads": [{"layer": 3, "head": 1.5, "found": 1, "control": 0, "first": 1, "chosen": True}]},
         {"questions": None},
+        {"agreed": 1.5},
     ],
 )
 def test_a_damaged_file_is_refused(change: dict[str, Any], found: Calibration, tmp_path: Path) -> None:
