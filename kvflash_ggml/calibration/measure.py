@@ -96,7 +96,10 @@ def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
 
 
 def measure(reader: Reader, tokenize: Tokenize, *, progress: Callable[[int, int], None]) -> Measured:
-    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all."""
+    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all.
+
+    ValueError if the context is too short, or the model's attention is not finite.
+    """
     texts = documents(tokenize, reader.n_ctx)
     plan = [(document, list(_asks(document, tokenize, len(reader.opening)))) for document in texts]
     sizes = [len(document.tokens) + sum(len(tokens) for tokens, _, _ in asks) for document, asks in plan]
@@ -110,6 +113,8 @@ def measure(reader: Reader, tokenize: Tokenize, *, progress: Callable[[int, int]
         progress(done, total)
         for tokens, asked, others in asks:
             masses = reader.ask(tokens)
+            if not np.isfinite(masses).all():
+                raise ValueError("its attention is not finite")
             n = masses.shape[2]
             asked, others = [c for c in asked if c < n], [c for c in others if c < n]
             if asked and others:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 from ..arrays import Floats, Int32s
@@ -109,6 +110,8 @@ class SidecarReader:
 
 
 def _tokenize(model: Any, text: str) -> list[int]:
+    if model.vocab_type() == llama_cpp.LLAMA_VOCAB_TYPE_NONE:  # llama.cpp would end the process
+        raise ValueError("it has no tokenizer")
     try:
         return list(model.tokenize(text.encode(), add_bos=False, special=False))
     except (RuntimeError, ValueError) as err:

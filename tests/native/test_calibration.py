@@ -135,6 +135,14 @@ def test_a_failure_is_said_once_and_all_heads_count(
     assert sum("no room for it" in record.message for record in caplog.records) == 1
 
 
+def test_a_model_without_a_tokenizer_keeps_all_heads(pooled: Callable[..., Any], caplog: Any) -> None:
+    llm = pooled("uneven")
+    answer(llm, np.arange(5, 1500, dtype=np.int32))
+    llm.kvflash.calibrated(lambda done, total: None)
+    assert llm.kvflash.retrieval_heads is None
+    assert sum("it has no tokenizer" in record.message for record in caplog.records) == 1
+
+
 def test_the_same_text_brings_the_same_chunks(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]) -> None:
     """Whatever was read before. Without it, what was resident decides among equals."""
     seen = []

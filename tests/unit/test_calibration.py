@@ -163,6 +163,11 @@ def test_a_short_context_is_refused() -> None:
     assert len(documents(Words(), 1400)[0].tokens) < 1400
 
 
+def test_attention_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        measured(found=np.nan)
+
+
 def test_progress_comes_to_its_end() -> None:
     words, seen = Words(), []
     words("<bos>")
