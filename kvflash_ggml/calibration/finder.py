@@ -15,6 +15,7 @@ from ..session.keys import key_shapes
 from ..session.session import Session
 from .choice import Calibration, heads_file, load, save
 from .run import Progress, Stopped, calibrate
+from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -25,15 +26,15 @@ PATIENCE = 60.0
 class HeadFinder:
     """Of one model and its session. All heads count until the heads are known.
 
-    model: a llama_cpp LlamaModel. identity: the model's. settings: llama_context_params for
-    what concerns the machine. given: a file of heads (ConfigError if it does not fit), or None to find them.
+    llm: the `llama_cpp.Llama` of the session. given: a file of heads (ConfigError if it does not fit), or None to find
+    them. OSError or SnapshotError if the model's file cannot be read again.
     """
 
-    def __init__(self, session: Session, *, model: Any, identity: str, settings: Any, given: Path | None) -> None:
+    def __init__(self, llm: Any, session: Session, *, given: Path | None) -> None:
         self._session = session
-        self._model = model
-        self._identity = identity
-        self._settings = settings
+        self._model = llm._model
+        self._settings = llm.context_params
+        self._subject = of_llama(llm)
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
         self._stop = Event()
@@ -42,10 +43,10 @@ class HeadFinder:
         self._found: Calibration | None = None
         self.calibration: Calibration | None = None
         if given is not None:
-            self._take(load(given, layers=self._layers, shapes=self._shapes))
+            self._take(self._load(given))
             return
         with suppress(ConfigError):  # there is none, or it is damaged: then it is made
-            self._take(load(heads_file(self._identity), layers=self._layers, shapes=self._shapes))
+            self._take(self._load(heads_file(self._subject.identity)))
 
     @property
     def heads(self) -> Heads | None:
@@ -102,6 +103,16 @@ class HeadFinder:
         if interrupted:
             raise KeyboardInterrupt
 
+    def _load(self, path: Path) -> Calibration:
+        found = load(path, subject=self._subject, layers=self._layers, shapes=self._shapes)
+        if found.model != self._subject.identity:
+            logger.warning(
+                "the heads of %s were found on another file of this model, or with other settings: "
+                "'kvflash-run calibrate' finds them on this one",
+                path,
+            )
+        return found
+
     def _take(self, calibration: Calibration) -> None:
         heads = calibration.among(self._layers)
         self.calibration = calibration
@@ -112,7 +123,7 @@ class HeadFinder:
         try:
             found = calibrate(
                 self._model,
-                identity=self._identity,
+                subject=self._subject,
                 settings=self._settings,
                 progress=self._report,
                 stop=self._stop,
@@ -129,7 +140,7 @@ class HeadFinder:
         if not found.chosen:
             logger.warning("all heads count for the policy: none of this model finds what a question asks for")
         try:
-            save(found, heads_file(self._identity))
+            save(found, heads_file(self._subject.identity))
         except OSError as err:
             logger.warning("the retrieval heads are found again next time: %s", err)
         self._found = found

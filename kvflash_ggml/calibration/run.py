@@ -16,6 +16,7 @@ from ..errors import CalibrationError
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
+from .subject import Subject, rope
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -35,7 +36,7 @@ class Stopped(Exception):
 def calibrate(
     model: Any,
     *,
-    identity: str,
+    subject: Subject,
     settings: Any,
     progress: Progress = lambda done, total: None,
     stop: Event | None = None,
@@ -43,15 +44,23 @@ def calibrate(
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
-    model: a llama_cpp LlamaModel. identity: kept with the result. settings: llama_context_params for what concerns the
-    machine. progress: tokens done, and in all. limit: seconds that it may be expected to take.
+    model: a llama_cpp LlamaModel. subject: which one it is. settings: llama_context_params for what concerns the
+    machine, and for how positions are encoded. progress: tokens done, and in all. limit: seconds that it may be
+    expected to take.
 
     CalibrationError if the model cannot be calibrated, or not within `limit`. Stopped once `stop` is set.
     """
     if stop is not None and stop.is_set():
         raise Stopped
     try:
-        side = Sidecar(model, n_ctx=TOKENS + ROOM, query_rows=QUESTION_ROWS, step=STEP, settings=settings)
+        side = Sidecar(
+            model,
+            n_ctx=TOKENS + ROOM,
+            query_rows=QUESTION_ROWS,
+            step=STEP,
+            settings=settings,
+            rope=rope(settings),
+        )
     except Exception as err:  # llama.cpp's wrappers raise ValueError, ours KVFlashError
         raise CalibrationError(f"no context for it: {err}") from err
     began = time.monotonic()
@@ -68,7 +77,7 @@ def calibrate(
         reader = SidecarReader(side, opening=[model.token_bos()] if model.add_bos_token() else [], check=check)
         measured = measure(reader, lambda text: _tokenize(model, text), progress=reader.report)
         layers = [layer.il for layer in side.session.engine.layers]
-        return choose(measured, model=identity, layers=layers, shapes=side.keys.shapes)
+        return choose(measured, subject=subject, layers=layers, shapes=side.keys.shapes)
     except ValueError as err:  # a short context, or no tokenizer
         raise CalibrationError(str(err)) from err
     finally:

@@ -28,7 +28,6 @@ from ..native import library
 from ..policy.base import Scorer, Selective
 from ..policy.drafter import NAME as DRAFTER
 from ..session.session import Session
-from ..snapshot.fingerprint import ModelFile
 from . import parameters, sizing
 from .context import PagedContext
 from .sizing import PoolSize
@@ -149,17 +148,10 @@ class Llama(Keeping):
         if config.calibrate is False or session.reselector is None or not isinstance(self._scorer, Selective):
             return
         try:
-            identity = ModelFile(self.model_path).identity()
+            self._finder = HeadFinder(self, session, given=None if config.calibrate is True else config.calibrate)
         except (OSError, SnapshotError) as err:
             logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
             return
-        self._finder = HeadFinder(
-            session,
-            model=self._model,
-            identity=identity,
-            settings=self.context_params,
-            given=None if config.calibrate is True else config.calibrate,
-        )
         self._ctx._exit_stack.callback(self._finder.close)
 
     def _replace_batch(self) -> None:

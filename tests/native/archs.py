@@ -329,10 +329,11 @@ def _check_calibration(run: _Run) -> None:
     """Every question about one document instead of two is asked, and every head is measured."""
     from kvflash_ggml.calibration import choice, measure
     from kvflash_ggml.calibration.run import calibrate
+    from kvflash_ggml.calibration.subject import Subject
 
     measure.DOCUMENTS = 1
     heads = {(layer.il, head) for layer in run.llm._session.engine.layers for head in range(layer.n_head)}
-    found = calibrate(run.llm._model, identity="", settings=run.llm.context_params)
+    found = calibrate(run.llm._model, subject=Subject("", ""), settings=run.llm.context_params)
     assert found.questions == 24, f"calibration: {found.questions} questions"
     measured = {(x.layer, x.head) for x in found.heads}
     assert measured <= heads, f"calibration: heads that the model does not pool: {measured - heads}"

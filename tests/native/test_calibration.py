@@ -15,9 +15,11 @@ import pytest
 from kvflash_ggml.calibration import finder
 from kvflash_ggml.calibration.choice import heads_file, load, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
+from kvflash_ggml.calibration.subject import Subject, of_llama
 from kvflash_ggml.errors import CalibrationError, ConfigError, KVFlashError
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
+SUBJECT = Subject("x", "a model")
 SETTINGS = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 16}
 
 
@@ -61,7 +63,7 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert heads is None or len(heads) <= 8
     path = heads_file(ModelFile(llm.model_path).identity())
     layers = [layer.il for layer in llm._session.engine.layers]
-    known = load(path, layers=layers, shapes=llm._finder._shapes)
+    known = load(path, subject=of_llama(llm), layers=layers, shapes=llm._finder._shapes)
     assert known.questions == 48
     assert tuple(known.chosen) == (heads or ())
     if heads is not None:
@@ -76,14 +78,14 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
 def test_the_same_heads_again(pooled: Callable[..., Any]) -> None:
     llm = pooled()
     found = [
-        calibrate(llm._model, identity="x", settings=llm.context_params).heads for _ in range(2)
+        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params).heads for _ in range(2)
     ]  # fmt: skip
     assert found[0] == found[1]
 
 
 def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], tmp_path: Path) -> None:
     llm = pooled(kvflash_calibrate=False)
-    found = calibrate(llm._model, identity="x", settings=llm.context_params)
+    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
     layer = llm._session.engine.layers[1].il
     heads = [{"layer": layer, "head": 0, "found": 1.0, "control": 0.0, "first": 1.0, "chosen": True}]
     save(found, tmp_path / "mine.json")
@@ -96,6 +98,40 @@ def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray
     assert mine._session.reselector.scorer.units.tolist() == [[1, 0]]
     with pytest.raises(ConfigError, match="cannot be read"):
         pooled(kvflash_calibrate=tmp_path / "none.json")
+
+
+def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], tmp_path: Path) -> None:
+    small = pooled("small", kvflash_calibrate=False)
+    found = calibrate(small._model, subject=of_llama(small), settings=small.context_params)
+    save(found, tmp_path / "small.json")
+    with pytest.raises(
+        ConfigError, match=r"made for qwen3 scorer-qwen3, 3 layers .* this model is qwen3 recall-qwen3, 6"
+    ):
+        pooled(kvflash_calibrate=tmp_path / "small.json")
+
+
+def test_a_file_of_another_quantisation_is_taken_with_a_warning(
+    pooled: Callable[..., Any], tmp_path: Path, caplog: Any
+) -> None:
+    llm = pooled(kvflash_calibrate=False)
+    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
+    save(found, tmp_path / "q8.json")
+    assert pooled(kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(found.chosen)
+    assert "another file" not in caplog.text
+    assert pooled("f32", kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(found.chosen)
+    assert caplog.text.count("another file of this model") == 1
+
+
+def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> None:
+    """And what was found with other settings is kept by itself."""
+    usual, other = pooled(), pooled(rope_freq_base=500.0)
+    subjects = [of_llama(llm) for llm in (usual, other)]
+    assert subjects[0].identity == ModelFile(usual.model_path).identity()
+    assert subjects[0].identity != subjects[1].identity
+    assert subjects[0].title == subjects[1].title
+    assert of_llama(pooled(kv_overrides={"general.name": "x"})).identity != subjects[0].identity
+    first, second = (calibrate(llm._model, subject=SUBJECT, settings=llm.context_params) for llm in (usual, other))
+    assert first.heads != second.heads
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(
@@ -115,9 +151,9 @@ def test_it_can_be_stopped_and_limited(pooled: Callable[..., Any]) -> None:
     stop = Event()
     stop.set()
     with pytest.raises(Stopped):
-        calibrate(llm._model, identity="x", settings=llm.context_params, stop=stop)
+        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, stop=stop)
     with pytest.raises(CalibrationError, match="would take about"):
-        calibrate(llm._model, identity="x", settings=llm.context_params, limit=1e-6)
+        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, limit=1e-6)
 
 
 def test_a_failure_is_said_once_and_all_heads_count(
