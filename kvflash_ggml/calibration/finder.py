@@ -13,8 +13,9 @@ from ..errors import CalibrationError, ConfigError
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
+from . import slow
 from .choice import Calibration, heads_file, load, save
-from .run import Progress, Stopped, calibrate
+from .run import Progress, Stopped, TooSlow, calibrate
 from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")
@@ -35,9 +36,11 @@ class HeadFinder:
         self._model = llm._model
         self._settings = llm.context_params
         self._subject = of_llama(llm)
+        self._here = slow.circumstances(llm)
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
         self._stop = Event()
+        self._tried = False
         self._thread: Thread | None = None
         self._progress: Progress | None = None
         self._found: Calibration | None = None
@@ -60,10 +63,14 @@ class HeadFinder:
     def start(self, *, limit: float | None = PATIENCE) -> None:
         """Begin to find the heads on a thread of its own, unless they are known.
 
-        limit: see `calibrate`; with one only the first call does anything, without one a failure is tried again.
+        limit: see `calibrate`; with one only the first call does anything, and not even that where an earlier process
+        has found it too slow. Without one it is tried in any case.
         """
-        tried = self._thread is not None and (limit is not None or self.is_finding)
-        if self.calibration is not None or tried or self._stop.is_set():
+        tried, self._tried = self._tried, True
+        if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and limit is not None):
+            return
+        if limit is not None and slow.is_known(self._subject.identity, self._here):
+            logger.info("all heads count for the policy: to find those that matter has been too slow here")
             return
         thread = Thread(target=self._find, args=(limit,), name="kvflash-calibrate", daemon=True)
         try:
@@ -133,6 +140,9 @@ class HeadFinder:
             return
         except CalibrationError as err:
             logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds those that matter", err)
+            if isinstance(err, TooSlow):
+                with suppress(OSError):  # else the next process tries it again
+                    slow.remember(self._subject.identity, self._here)
             return
         except Exception:
             logger.exception("all heads count for the policy: the calibration failed")

@@ -42,13 +42,7 @@ class Sidecar:
         rope: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         with ExitStack() as stack:
-            native.probe(
-                ctypes.cast(model.model, ctypes.c_void_p).value or 0,
-                type_k=llama_cpp.GGML_TYPE_F16,
-                type_v=llama_cpp.GGML_TYPE_F16,
-                offload=settings.offload_kqv,
-                arch=model.metadata().get("general.architecture", "unknown"),
-            )
+            self.slot_bytes(model, settings)
             context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings, rope)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK
@@ -63,6 +57,17 @@ class Sidecar:
             self._ring = [np.empty(shape, np.float32) for shape in engine.query_shapes]
             self._flat = np.empty(sum(x.size for x in self._ring), np.float32)
             self._stack = stack.pop_all()
+
+    @staticmethod
+    def slot_bytes(model: Any, settings: Any) -> int:
+        """Bytes that a token takes in the cache of one. UnsupportedModelError if the model cannot run in a pool."""
+        return native.probe(
+            ctypes.cast(model.model, ctypes.c_void_p).value or 0,
+            type_k=llama_cpp.GGML_TYPE_F16,
+            type_v=llama_cpp.GGML_TYPE_F16,
+            offload=settings.offload_kqv,
+            arch=model.metadata().get("general.architecture", "unknown"),
+        )
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
         """Read on, and copy the chunks that this has sealed to the host."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,10 +15,12 @@ import numpy.typing as npt
 import pytest
 
 from kvflash_ggml.calibration import finder
-from kvflash_ggml.calibration.choice import heads_file, load, save
-from kvflash_ggml.calibration.run import Stopped, calibrate
+from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
+from kvflash_ggml.calibration.run import Stopped, TooSlow, calibrate
 from kvflash_ggml.calibration.subject import Subject, of_llama
-from kvflash_ggml.errors import CalibrationError, ConfigError, KVFlashError
+from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
+from kvflash_ggml.native import engine as native
+from kvflash_ggml.session import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 SUBJECT = Subject("x", "a model")
@@ -36,6 +40,16 @@ def pooled(llama: Callable[..., Any]) -> Callable[..., Any]:
         return llama(kind, **(SETTINGS | {"kvflash_calibrate": True} | changes))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def dense(models: dict[str, Path]) -> Calibration:
+    """Of the dense model, without a pool."""
+    from kvflash_ggml import Llama
+
+    layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
+    with closing(Llama(str(models["dense"]), n_gpu_layers=layers, n_threads_batch=1, verbose=False)) as llm:
+        return calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
 
 
 def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
@@ -75,20 +89,17 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert again._finder._thread is None, "they are known"
 
 
-def test_the_same_heads_again(pooled: Callable[..., Any]) -> None:
+def test_the_same_heads_again(pooled: Callable[..., Any], dense: Calibration) -> None:
     llm = pooled()
-    found = [
-        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params).heads for _ in range(2)
-    ]  # fmt: skip
-    assert found[0] == found[1]
+    assert calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params) == dense
 
 
-def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], tmp_path: Path) -> None:
-    llm = pooled(kvflash_calibrate=False)
-    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
-    layer = llm._session.engine.layers[1].il
+def test_a_file_is_taken_instead(
+    pooled: Callable[..., Any], dense: Calibration, tokens: npt.NDArray[np.int32], tmp_path: Path
+) -> None:
+    layer = 1
     heads = [{"layer": layer, "head": 0, "found": 1.0, "control": 0.0, "first": 1.0, "chosen": True}]
-    save(found, tmp_path / "mine.json")
+    save(dense, tmp_path / "mine.json")
     facts = json.loads((tmp_path / "mine.json").read_text()) | {"heads": heads}
     (tmp_path / "mine.json").write_text(json.dumps(facts))
     mine = pooled(kvflash_calibrate=tmp_path / "mine.json")
@@ -111,18 +122,16 @@ def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], tmp_path
 
 
 def test_a_file_of_another_quantisation_is_taken_with_a_warning(
-    pooled: Callable[..., Any], tmp_path: Path, caplog: Any
+    pooled: Callable[..., Any], dense: Calibration, tmp_path: Path, caplog: Any
 ) -> None:
-    llm = pooled(kvflash_calibrate=False)
-    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
-    save(found, tmp_path / "q8.json")
-    assert pooled(kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(found.chosen)
+    save(dense, tmp_path / "q8.json")
+    assert pooled(kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(dense.chosen)
     assert "another file" not in caplog.text
-    assert pooled("f32", kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(found.chosen)
+    assert pooled("f32", kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(dense.chosen)
     assert caplog.text.count("another file of this model") == 1
 
 
-def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> None:
+def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any], dense: Calibration) -> None:
     """And what was found with other settings is kept by itself."""
     usual, other = pooled(), pooled(rope_freq_base=500.0)
     subjects = [of_llama(llm) for llm in (usual, other)]
@@ -130,8 +139,7 @@ def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any]) -> 
     assert subjects[0].identity != subjects[1].identity
     assert subjects[0].title == subjects[1].title
     assert of_llama(pooled(kv_overrides={"general.name": "x"})).identity != subjects[0].identity
-    first, second = (calibrate(llm._model, subject=SUBJECT, settings=llm.context_params) for llm in (usual, other))
-    assert first.heads != second.heads
+    assert calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads != dense.heads
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(
@@ -152,7 +160,7 @@ def test_it_can_be_stopped_and_limited(pooled: Callable[..., Any]) -> None:
     stop.set()
     with pytest.raises(Stopped):
         calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, stop=stop)
-    with pytest.raises(CalibrationError, match="would take about"):
+    with pytest.raises(TooSlow, match="would take about"):
         calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, limit=1e-6)
 
 
@@ -177,6 +185,86 @@ def test_a_model_without_a_tokenizer_keeps_all_heads(pooled: Callable[..., Any],
     llm.kvflash.calibrated(lambda done, total: None)
     assert llm.kvflash.retrieval_heads is None
     assert sum("it has no tokenizer" in record.message for record in caplog.records) == 1
+
+
+def full_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(native, "device_memory", lambda model: (100 << 20, 8 << 30, True))
+    return "100 MiB are free"
+
+
+def no_context(monkeypatch: pytest.MonkeyPatch) -> str:
+    def fail(**settings: Any) -> None:
+        raise ValueError("Failed to create llama_context")
+
+    monkeypatch.setattr(sidecar.internals, "LlamaContext", fail)
+    return "Failed to create llama_context"
+
+
+def no_step(monkeypatch: pytest.MonkeyPatch) -> str:
+    reads = []
+    read = sidecar.Sidecar.read
+
+    def fail(self: Any, *args: Any, **keywords: Any) -> None:
+        reads.append(self)
+        if len(reads) == 4:
+            raise DecodeError("llama_decode returned -3")
+        read(self, *args, **keywords)
+
+    monkeypatch.setattr(sidecar.Sidecar, "read", fail)
+    return "llama_decode returned -3"
+
+
+@pytest.mark.parametrize("inject", [full_gpu, no_context, no_step])
+def test_without_memory_for_it_all_heads_count(
+    inject: Callable[[pytest.MonkeyPatch], str],
+    pooled: Callable[..., Any],
+    tokens: npt.NDArray[np.int32],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    llm = pooled()
+    with monkeypatch.context() as injected:
+        reason = inject(injected)
+        first = answer(llm, tokens[:2000])
+        llm.kvflash.calibrated(lambda done, total: None)
+    assert answer(llm, tokens[:2000]) == first
+    told = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert [reason in record.message and "all heads count" in record.message for record in told] == [True]
+    assert told[0].exc_info is None
+    assert llm.kvflash.retrieval_heads is None
+    llm.kvflash.calibrate()
+    assert llm.kvflash.retrieval_heads is not None, "it is tried again when it is asked for"
+
+
+def test_what_was_too_slow_is_not_begun_again(
+    pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: Any
+) -> None:
+    begun = []
+
+    def fail(*args: object, **keywords: object) -> None:
+        begun.append(keywords["limit"])
+        raise TooSlow("it would take about 700 s here")
+
+    def use(**changes: Any) -> Any:
+        llm = pooled(**changes)
+        answer(llm, tokens[:1000])
+        llm.kvflash.calibrated(lambda done, total: None)
+        return llm
+
+    monkeypatch.setattr(finder, "calibrate", fail)
+    for _ in range(2):
+        llm = use()
+        assert begun == [finder.PATIENCE]
+        assert caplog.text.count("700 s") == 1
+    use(n_threads_batch=2)
+    assert len(begun) == 2, "something has changed"
+    (record,) = cache.glob("*.slow")
+    os.utime(record, (0, 0))
+    use(n_threads_batch=2)
+    assert len(begun) == 3, "it was long ago"
+    use(n_threads_batch=2).kvflash.calibrate()
+    assert begun[3:] == [None], "it is asked for"
+    assert llm.kvflash.retrieval_heads is None
 
 
 def test_the_same_text_brings_the_same_chunks(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvflash_ggml.calibration import choice, measure
+from kvflash_ggml.calibration import choice, measure, pace
 from kvflash_ggml.calibration.choice import Calibration, choose, load, save
 from kvflash_ggml.calibration.documents import compose, question
 from kvflash_ggml.calibration.facts import FORMS, VALUES, make_facts
@@ -162,6 +162,21 @@ def test_a_short_context_is_refused() -> None:
     with pytest.raises(ValueError, match="context of 1000"):
         documents(Words(), 1000)
     assert len(documents(Words(), 1400)[0].tokens) < 1400
+
+
+def test_the_time_is_told_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
+    told = pace.Pace(128)
+    assert told.seconds(0, 1280) is None
+    now += 30
+    assert told.seconds(128, 1280) is None, "whatever has to be made ready first"
+    now += 1
+    assert told.seconds(200, 1280) is None
+    now += 1
+    assert told.seconds(256, 1280) == 20
+    now += 8
+    assert told.seconds(384, 1280) == 50
 
 
 def test_attention_that_is_not_finite_is_refused() -> None:
