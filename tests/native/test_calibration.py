@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from drafter_models import with_context, with_other_tokens
 
 from kvflash_ggml.calibration import finder
 from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
@@ -267,11 +268,24 @@ def test_what_was_too_slow_is_not_begun_again(
     assert llm.kvflash.retrieval_heads is None
 
 
-def test_the_same_text_brings_the_same_chunks(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]) -> None:
+@pytest.fixture(params=["qk", "drafter", "drafter with another tokenizer"])
+def policy(request: Any, models: dict[str, Path], loaded: None, tmp_path: Path) -> dict[str, Any]:
+    """The drafters have a window that is shorter than the text."""
+    if request.param == "qk":
+        return {"kvflash_calibrate": False}
+    path = with_context(models["small"], tmp_path / "small.gguf", 1024)
+    if request.param != "drafter":
+        path = with_other_tokens(path, tmp_path / "other.gguf")
+    return {"kvflash_policy": "drafter", "kvflash_drafter": path}
+
+
+def test_the_same_text_brings_the_same_chunks(
+    policy: dict[str, Any], pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]
+) -> None:
     """Whatever was read before. Without it, what was resident decides among equals."""
     seen = []
     for history in ([], [(0, 900)], [(500, 2600), (0, 2000), (0, 2400)]):
-        llm = pooled(kvflash_deterministic=True, kvflash_tau=None, kvflash_calibrate=False)
+        llm = pooled(kvflash_deterministic=True, kvflash_tau=None, **policy)
         for lo, hi in history:
             answer(llm, tokens[lo:hi], 3)
         stream = llm.generate(tokens[:2000].tolist(), temp=0.0)
