@@ -55,13 +55,13 @@ class SnapshotMismatch(SnapshotError):
     """A sound snapshot of another model, or made with other settings. field, found, expected: what differs."""
 
     def __init__(self, name: str, field: str, found: object, expected: object) -> None:
-        super().__init__(f"{name} was saved with {field} = {_brief(found)}, this model has {_brief(expected)}")
+        super().__init__(f"{name} was saved with {field} = {brief(found)}, this model has {brief(expected)}")
         self.field = field
         self.found = found
         self.expected = expected
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
     """A value from a stranger's file, fit for a terminal."""
     text = str(value)
     return ascii(text[:100])[1:-1] + "..." * (len(text) > 100)

@@ -30,7 +30,8 @@ A model here is a few random layers, made from the fixtures of upstream's `test-
 - with a pool that holds the whole context, the logits of {tokens} tokens (a prompt in steps of {ubatch}, then single
   steps) are bitwise those of stock llama.cpp with flash attention; for plain memories also after a cut in the middle;
 - with a pool of {pool} slots, chunks are paged out; they reach the host, and come back from it, bit for bit; a saved
-  state continues bitwise as the session it was saved from; every logit is finite.
+  state continues bitwise as the session it was saved from; every logit is finite;
+- a calibration, with one document instead of two, measures each query head of its pooled layers.
 
 "layers" counts those whose cache is pooled. The others keep a sliding window, a recurrent state or nothing, none of
 which grows with the context, or they read another layer's cache.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..calibration.choice import MOST, Calibration, HeadScore, save
+from ..snapshot.fingerprint import ModelFile
 
 Q4_K = gguf.GGMLQuantizationType.Q4_K
 F32 = gguf.GGMLQuantizationType.F32
@@ -81,14 +82,15 @@ def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
     writer.close()
 
 
-def write_heads(path: Path, shape: HybridShape, count: int = MOST) -> None:
-    """A calibration that names heads of `count` KV heads, spread over the layers."""
+def write_heads(path: Path, model: Path, shape: HybridShape, count: int = MOST) -> None:
+    """A calibration of a model that `write` has written, naming heads of `count` KV heads, spread over the layers."""
     layers = range(shape.interval - 1, shape.layers, shape.interval)
     group = shape.heads // shape.heads_kv
     units = [(layer, head * group) for layer in layers for head in range(shape.heads_kv)]
-    picked = [units[i * len(units) // count] for i in range(min(count, len(units)))]
+    count = min(count, len(units))
+    picked = [units[i * len(units) // count] for i in range(count)]
     heads = (HeadScore(layer=i, head=h, found=1.0, control=0.0, first=1.0, chosen=True) for i, h in picked)
-    save(Calibration(model="random weights", questions=0, tokens=0, heads=tuple(heads)), path)
+    save(Calibration(model=ModelFile(model).identity(), questions=0, tokens=0, heads=tuple(heads)), path)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, s: HybridShape) -> None:

@@ -162,7 +162,7 @@ def random_model(path: Path, shape: str) -> None:
         raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
     write(path, SHAPES[shape])
     heads = path.with_suffix(".heads.json")
-    write_heads(heads, SHAPES[shape])
+    write_heads(heads, path, SHAPES[shape])
     click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB; heads for --heads in {heads}", err=True)
 
 

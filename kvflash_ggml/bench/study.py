@@ -15,11 +15,11 @@ import numpy as np
 
 from ..arrays import Floats
 from ..calibration.run import calibrate
+from ..calibration.subject import of_llama
 from ..llama.llama import Llama
 from ..policy.base import REGISTRY, Keys, KeyShape, Scorer, ScoreRequest
 from ..policy.heads import Heads, every_head, newest
 from ..policy.qk import QKScorer
-from ..snapshot.fingerprint import ModelFile
 from ..state.session import Row
 from .asks import Ask, Case
 from .outcomes import Plan
@@ -168,8 +168,7 @@ def _heads(llm: Llama) -> Heads | None:
     """The retrieval heads of the model, found now."""
     session = llm._session
     assert session is not None
-    identity = ModelFile(llm.model_path).identity()
-    found = calibrate(llm._model, identity=identity, settings=llm.context_params)
+    found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
     return found.among([layer.il for layer in session.engine.layers])
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import env
-from ..errors import ConfigError
+from ..errors import ConfigError, brief
 from ..files import replacing
 from ..policy.base import KeyShape
 from ..policy.heads import Heads, as_heads, every_head
 from .measure import Measured
+from .subject import Subject
 
 KIND = "kvflash retrieval heads"
 VERSION = 1
@@ -50,12 +52,18 @@ class HeadScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What is known of a model. model: its identity. heads: the best ones, best first; none chosen: all count."""
+    """What is known of a model.
+
+    model, title: its identity and title (see Subject). heads: the best ones, best first; none chosen: all count.
+    agreed: how many of the chosen ones each document alone would have chosen too. None is for what is not known.
+    """
 
     model: str
     questions: int
     tokens: int
     heads: tuple[HeadScore, ...]
+    agreed: int | None = None
+    title: str | None = None
 
     @property
     def chosen(self) -> list[tuple[int, int]]:
@@ -69,15 +77,13 @@ class Calibration:
         return as_heads((layers.index(layer), head) for layer, head in self.chosen)
 
 
-def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
     """At most MOST heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
     heads = every_head(shapes)
-    order = np.argsort(-measured.score, kind="stable")[: max(MOST, LISTED)]
-    best = order[0]
-    recalls = measured.first[best] >= RECALLS and measured.score[best] >= CLEARLY
-    floor = FLOOR * measured.score[best]
+    chosen = _best(measured)
+    agreed = len(chosen.intersection(*map(_best, measured.alone))) if measured.alone else None
     found = []
-    for rank, i in enumerate(order.tolist()):
+    for i in _order(measured)[:LISTED].tolist():
         layer, head = heads[i].tolist()
         found.append(
             HeadScore(
@@ -86,10 +92,30 @@ def choose(measured: Measured, *, model: str, layers: Sequence[int], shapes: Seq
                 found=round(float(measured.found[i]), 4),
                 control=round(float(measured.control[i]), 4),
                 first=round(float(measured.first[i]), 4),
-                chosen=bool(recalls and rank < MOST and measured.score[i] >= floor),
+                chosen=i in chosen,
             )
         )
-    return Calibration(model=model, questions=measured.questions, tokens=measured.tokens, heads=tuple(found))
+    return Calibration(
+        model=subject.identity,
+        questions=measured.questions,
+        tokens=measured.tokens,
+        heads=tuple(found),
+        agreed=agreed,
+        title=subject.title,
+    )
+
+
+def _best(measured: Measured) -> set[int]:
+    """The heads that count, by their places among all."""
+    order = _order(measured)[:MOST]
+    best = order[0]
+    if measured.first[best] < RECALLS or measured.score[best] < CLEARLY:
+        return set()
+    return set(order[measured.score[order] >= FLOOR * measured.score[best]].tolist())
+
+
+def _order(measured: Measured) -> npt.NDArray[np.intp]:
+    return np.argsort(-measured.score, kind="stable")
 
 
 def heads_file(identity: str) -> Path:
@@ -105,8 +131,11 @@ def save(calibration: Calibration, path: Path) -> None:
         file.write(text.encode() + b"\n")
 
 
-def load(path: Path, *, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
-    """Read a file. ConfigError if it is none, or names heads that this model does not pool."""
+def load(path: Path, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
+    """Read a file. ConfigError if it is none, is of another model, or names heads that this one does not pool.
+
+    A file of the same model in another quantisation, or with other settings, is good: `Calibration.model` tells.
+    """
     try:
         facts = json.loads(path.read_bytes())
         calibration = _parse(facts)
@@ -114,6 +143,12 @@ def load(path: Path, *, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Ca
         raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as err:
         raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
+    if calibration.model != subject.identity and calibration.title != subject.title:
+        theirs = calibration.title or "another model"
+        raise ConfigError(
+            f"{path} was made for {brief(theirs)} ({brief(calibration.model)}); this model is {brief(subject.title)}"
+            f" ({subject.identity}): make a file for it with 'kvflash-run calibrate'"
+        )
     sizes = {layer: shape.n_head for layer, shape in zip(layers, shapes, strict=True)}
     for layer, head in calibration.chosen:
         if not 0 <= head < sizes.get(layer, 0):
@@ -135,8 +170,14 @@ def _parse(facts: Any) -> Calibration:
         )
         for x in facts["heads"]
     )
+    agreed, title = facts.get("agreed"), facts.get("title")  # older files do not say
     return Calibration(
-        model=str(facts["model"]), questions=_whole(facts["questions"]), tokens=_whole(facts["tokens"]), heads=heads
+        model=str(facts["model"]),
+        questions=_whole(facts["questions"]),
+        tokens=_whole(facts["tokens"]),
+        heads=heads,
+        agreed=None if agreed is None else _whole(agreed),
+        title=None if title is None else str(title),
     )
 
 

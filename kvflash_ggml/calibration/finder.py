@@ -14,9 +14,10 @@ from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
-from ..snapshot.fingerprint import ModelFile
+from . import slow
 from .choice import Calibration, heads_file, load, save
-from .run import Progress, Stopped, calibrate
+from .run import Progress, Stopped, TooSlow, calibrate
+from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -27,27 +28,29 @@ PATIENCE = 60.0
 class HeadFinder:
     """Of one model and its session. All heads count until the heads are known.
 
-    model: a llama_cpp LlamaModel. identity: the model's. settings: llama_context_params for
-    what concerns the machine. given: a file of heads (ConfigError if it does not fit), or None to find them.
+    llm: the `llama_cpp.Llama` of the session. given: a file of heads (ConfigError if it does not fit), or None to find
+    them. OSError or SnapshotError if the model's file cannot be read again.
     """
 
-    def __init__(self, session: Session, *, model: Any, identity: str, settings: Any, given: Path | None) -> None:
+    def __init__(self, llm: Any, session: Session, *, given: Path | None) -> None:
         self._session = session
-        self._model = model
-        self._identity = identity
-        self._settings = settings
+        self._model = llm._model
+        self._settings = llm.context_params
+        self._subject = of_llama(llm)
+        self._here = slow.circumstances(llm)
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
         self._stop = Event()
+        self._tried = False
         self._thread: Thread | None = None
         self._progress: Progress | None = None
         self._found: Calibration | None = None
         self.calibration: Calibration | None = None
         if given is not None:
-            self._take(load(given, layers=self._layers, shapes=self._shapes))
+            self._take(self._load(given))
             return
         with suppress(ConfigError):  # there is none, or it is damaged: then it is made
-            self._take(load(heads_file(self._identity), layers=self._layers, shapes=self._shapes))
+            self._take(self._load(heads_file(self._subject.identity)))
 
     @property
     def heads(self) -> Heads | None:
@@ -61,10 +64,14 @@ class HeadFinder:
     def start(self, *, limit: float | None = PATIENCE) -> None:
         """Begin to find the heads on a thread of its own, unless they are known.
 
-        limit: see `calibrate`; with one only the first call does anything, without one a failure is tried again.
+        limit: see `calibrate`; with one only the first call does anything, and not even that where an earlier process
+        has found it too slow. Without one it is tried in any case.
         """
-        tried = self._thread is not None and (limit is not None or self.is_finding)
-        if self.calibration is not None or tried or self._stop.is_set():
+        tried, self._tried = self._tried, True
+        if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and limit is not None):
+            return
+        if limit is not None and slow.is_known(self._subject.identity, self._here):
+            logger.info("all heads count for the policy: to find those that matter has been too slow here")
             return
         thread = Thread(target=self._find, args=(limit,), name="kvflash-calibrate", daemon=True)
         try:
@@ -104,6 +111,16 @@ class HeadFinder:
         if interrupted:
             raise KeyboardInterrupt
 
+    def _load(self, path: Path) -> Calibration:
+        found = load(path, subject=self._subject, layers=self._layers, shapes=self._shapes)
+        if found.model != self._subject.identity:
+            logger.warning(
+                "the heads of %s were found on another file of this model, or with other settings: "
+                "'kvflash-run calibrate' finds them on this one",
+                path,
+            )
+        return found
+
     def _take(self, calibration: Calibration) -> None:
         heads = calibration.among(self._layers)
         self.calibration = calibration
@@ -114,7 +131,7 @@ class HeadFinder:
         try:
             found = calibrate(
                 self._model,
-                identity=self._identity,
+                subject=self._subject,
                 settings=self._settings,
                 progress=self._report,
                 stop=self._stop,
@@ -124,6 +141,9 @@ class HeadFinder:
             return
         except CalibrationError as err:
             logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds those that matter", err)
+            if isinstance(err, TooSlow):
+                with suppress(OSError):  # else the next process tries it again
+                    slow.remember(self._subject.identity, self._here)
             return
         except Exception:
             logger.exception("all heads count for the policy: the calibration failed")
@@ -131,7 +151,7 @@ class HeadFinder:
         if not found.chosen:
             logger.warning("all heads count for the policy: none of this model finds what a question asks for")
         try:
-            save(found, heads_file(self._identity))
+            save(found, heads_file(self._subject.identity))
         except OSError as err:
             logger.warning("the retrieval heads are found again next time: %s", err)
         self._found = found
@@ -142,19 +162,16 @@ class HeadFinder:
             progress(done, total)
 
 
-def open_finder(session: Session, *, scorer: Scorer | None, model: Any, path: str, settings: Any) -> HeadFinder | None:
+def open_finder(llm: Any, session: Session, scorer: Scorer | None) -> HeadFinder | None:
     """Where the policy can ask some heads only: those that are known, or that are found behind the first answer.
 
-    path: of the model's file. See HeadFinder for the rest.
+    llm: the `llama_cpp.Llama` of the session.
     """
     given = session.config.calibrate
     if given is False or session.scoring is None or not isinstance(scorer, Selective):
         return None
     try:
-        identity = ModelFile(path).identity()
+        return HeadFinder(llm, session, given=None if given is True else given)
     except (OSError, SnapshotError) as err:
         logger.warning("all heads count for the policy: the model's file cannot be read again: %s", err)
         return None
-    return HeadFinder(
-        session, model=model, identity=identity, settings=settings, given=None if given is True else given
-    )

@@ -62,16 +62,24 @@ class Tally:
         self.first += hits.any(axis=1)
         self.questions += 1
 
+    def merge(self, other: Tally) -> None:
+        """Add the questions of another one."""
+        self.found += other.found
+        self.control += other.control
+        self.first += other.first
+        self.questions += other.questions
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the questions, per head [n_heads]; see Tally."""
+    """Means over the questions, per head [n_heads]; see Tally. alone: the same of each document by itself."""
 
     found: Floats
     control: Floats
     first: Floats
     questions: int
     tokens: int
+    alone: tuple[Measured, ...] = ()
 
     @property
     def score(self) -> Floats:
@@ -88,26 +96,38 @@ def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
 
 
 def measure(reader: Reader, tokenize: Tokenize, *, progress: Callable[[int, int], None]) -> Measured:
-    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all."""
+    """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all.
+
+    ValueError if the context is too short, or the model's attention is not finite.
+    """
     texts = documents(tokenize, reader.n_ctx)
     plan = [(document, list(_asks(document, tokenize, len(reader.opening)))) for document in texts]
-    total = sum(len(doc.tokens) + sum(len(tokens) for tokens, _, _ in asks) for doc, asks in plan)
-    tally, done = Tally(reader.n_heads), 0
+    sizes = [len(document.tokens) + sum(len(tokens) for tokens, _, _ in asks) for document, asks in plan]
+    total, done = sum(sizes), 0
+    whole = Tally(reader.n_heads)
+    tallies = [Tally(reader.n_heads) for _ in plan]
     progress(done, total)
-    for document, asks in plan:
+    for (document, asks), tally in zip(plan, tallies, strict=True):
         reader.read(np.concatenate([np.array(reader.opening, np.int32), document.tokens]))
         done += len(document.tokens)
         progress(done, total)
         for tokens, asked, others in asks:
             masses = reader.ask(tokens)
+            if not np.isfinite(masses).all():
+                raise ValueError("its attention is not finite")
             n = masses.shape[2]
             asked, others = [c for c in asked if c < n], [c for c in others if c < n]
             if asked and others:
                 tally.add(masses, asked, others)
             done += len(tokens)
             progress(done, total)
+        whole.merge(tally)
+    return _means(whole, total, tuple(map(_means, tallies, sizes)))
+
+
+def _means(tally: Tally, tokens: int, alone: tuple[Measured, ...] = ()) -> Measured:
     count = np.float32(max(1, tally.questions))
-    return Measured(tally.found / count, tally.control / count, tally.first / count, tally.questions, total)
+    return Measured(tally.found / count, tally.control / count, tally.first / count, tally.questions, tokens, alone)
 
 
 def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[Int32s, list[int], list[int]]]:

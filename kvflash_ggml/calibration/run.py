@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import time
 from collections.abc import Callable, Sequence
 from threading import Event
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..errors import CalibrationError
+from ..errors import CalibrationError, KVFlashError
+from ..native import engine as native
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
+from .pace import Pace
+from .subject import Subject, rope
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -27,14 +31,24 @@ ROOM = 256
 """Of the context beside the document: for the longest question, and rounding."""
 
 
+DEVICE_BYTES = 1 << 29
+"""What a context takes on a GPU beside its cache and its logits, roughly."""
+
+FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
+
+
 class Stopped(Exception):
     """Nobody waits for the calibration any more."""
+
+
+class TooSlow(CalibrationError):
+    """It would take longer than it may."""
 
 
 def calibrate(
     model: Any,
     *,
-    identity: str,
+    subject: Subject,
     settings: Any,
     progress: Progress = lambda done, total: None,
     stop: Event | None = None,
@@ -42,36 +56,58 @@ def calibrate(
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
-    model: a llama_cpp LlamaModel. identity: kept with the result. settings: llama_context_params for what concerns the
-    machine. progress: tokens done, and in all. limit: seconds that it may be expected to take.
+    model: a llama_cpp LlamaModel. subject: which one it is. settings: llama_context_params for what concerns the
+    machine, and for how positions are encoded. progress: tokens done, and in all. limit: seconds that it may be
+    expected to take.
 
-    CalibrationError if the model cannot be calibrated, or not within `limit`. Stopped once `stop` is set.
+    CalibrationError if the model cannot be calibrated, TooSlow if not within `limit`. Stopped once `stop` is set.
     """
     if stop is not None and stop.is_set():
         raise Stopped
     try:
-        side = Sidecar(model, n_ctx=TOKENS + ROOM, query_rows=QUESTION_ROWS, step=STEP, settings=settings)
-    except Exception as err:  # llama.cpp's wrappers raise ValueError, ours KVFlashError
+        _check_room(model, settings)
+        side = Sidecar(
+            model,
+            n_ctx=TOKENS + ROOM,
+            query_rows=QUESTION_ROWS,
+            step=STEP,
+            settings=settings,
+            rope=rope(settings),
+        )
+    except FAILURES as err:
         raise CalibrationError(f"no context for it: {err}") from err
-    began = time.monotonic()
+    pace = Pace(STEP)
 
     def check(done: int, total: int) -> None:
         if stop is not None and stop.is_set():
             raise Stopped
         progress(done, total)
-        expected = (time.monotonic() - began) * total / max(1, done)
-        if limit is not None and done >= STEP and expected > limit:
-            raise CalibrationError(f"it would take about {expected:.0f} s here")
+        expected = pace.seconds(done, total)
+        if limit is not None and expected is not None and expected > limit:
+            raise TooSlow(f"it would take about {expected:.0f} s here")
 
     try:
         reader = SidecarReader(side, opening=[model.token_bos()] if model.add_bos_token() else [], check=check)
         measured = measure(reader, lambda text: _tokenize(model, text), progress=reader.report)
         layers = [layer.il for layer in side.session.engine.layers]
-        return choose(measured, model=identity, layers=layers, shapes=side.keys.shapes)
-    except ValueError as err:  # a short context, or no tokenizer
-        raise CalibrationError(str(err)) from err
+        return choose(measured, subject=subject, layers=layers, shapes=side.keys.shapes)
+    except CalibrationError:
+        raise
+    except FAILURES as err:  # a short context, no tokenizer, or no memory for a step
+        raise CalibrationError(str(err) or type(err).__name__) from err
     finally:
         side.close()
+
+
+def _check_room(model: Any, settings: Any) -> None:
+    """MemoryError where a GPU has so little left that llama.cpp might end the process in the middle of a step."""
+    address = ctypes.cast(model.model, ctypes.c_void_p).value or 0
+    free, _, is_gpu = native.device_memory(address)
+    if not is_gpu:
+        return
+    needed = DEVICE_BYTES + (TOKENS + ROOM) * Sidecar.slot_bytes(model, settings) + STEP * 4 * model.n_vocab()
+    if free < needed:
+        raise MemoryError(f"it takes about {needed >> 20} MiB of the GPU's memory, and {free >> 20} MiB are free")
 
 
 class SidecarReader:
@@ -109,6 +145,8 @@ class SidecarReader:
 
 
 def _tokenize(model: Any, text: str) -> list[int]:
+    if model.vocab_type() == llama_cpp.LLAMA_VOCAB_TYPE_NONE:  # llama.cpp would end the process
+        raise ValueError("it has no tokenizer")
     try:
         return list(model.tokenize(text.encode(), add_bos=False, special=False))
     except (RuntimeError, ValueError) as err:

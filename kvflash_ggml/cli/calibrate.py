@@ -11,7 +11,6 @@ import click
 
 from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
-from ..snapshot.fingerprint import ModelFile
 from .model import gpu_layers, load_model, log_to_stderr, plain_errors
 from .options import ModelOptions, OutputOptions, model_options, output_options
 from .sections import SectionCommand, option
@@ -71,6 +70,8 @@ def table(found: Calibration) -> list[str]:
     lines.append("")
     if chosen:
         lines.append(f"{chosen} heads (*) are asked. Shares of attention on the fact asked for, and on the others")
+        if found.agreed is not None:
+            lines.append(f"{found.agreed} of these {chosen} would be chosen by each of the documents alone, too")
     else:
         lines.append("no head of this model finds what a question asks for: all are asked")
     return lines
@@ -78,13 +79,14 @@ def table(found: Calibration) -> list[str]:
 
 def _find(model: str, loading: ModelOptions, output: OutputOptions) -> Calibration:
     from ..calibration.run import calibrate as find
+    from ..calibration.subject import of_llama
 
     progress = Progress(shown=stderr_is_terminal() and not output.quiet, doing="asking the model")
     with load_model(model, loading=loading, n_gpu_layers=gpu_layers(loading), verbose=output.verbose) as llm:
         try:
             return find(
                 llm._model,
-                identity=ModelFile(model).identity(),
+                subject=of_llama(llm),
                 settings=llm.context_params,
                 progress=progress.update,
             )

@@ -138,9 +138,7 @@ class Llama(Keeping):
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
         self._open_keeper(self._session)
-        self._finder = open_finder(
-            self._session, scorer=self._scorer, model=self._model, path=self.model_path, settings=self.context_params
-        )
+        self._finder = open_finder(self, self._session, self._scorer)
         if self._finder is not None:
             self._ctx._exit_stack.callback(self._finder.close)
         self._ctx = PagedContext(self._ctx, self._session)

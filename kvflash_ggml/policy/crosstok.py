@@ -46,14 +46,18 @@ class TextReader:
         self._decode = decode
         self._encode = encode
         self._spell = spell
+        self._prefix = tuple(opening)
+        self._opening = len(opening)
         self.window = Window(drafter)
+        self._begin()
+
+    def _begin(self) -> None:
         self._tokens: Int32s = np.empty(0, np.int32)
         self._ends: list[int] = []  # byte offset after each target token
         self.text = bytearray()
-        self.drafted = list(opening)  # the text in the drafter's tokens
-        self.drafted_ends = [0] * len(opening)
-        self._opening = len(opening)
-        self._settled = len(opening)  # drafter tokens that more text does not change
+        self.drafted = list(self._prefix)  # the text in the drafter's tokens
+        self.drafted_ends = [0] * self._opening
+        self._settled = self._opening  # drafter tokens that more text does not change
 
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
         self._take(tokens)
@@ -62,6 +66,10 @@ class TextReader:
             return None
         self.window.follow(np.array(self.drafted, np.int32))
         return 0, self._map(len(tokens) // CHUNK)
+
+    def reset(self) -> None:
+        self._begin()
+        self.window.reset()
 
     def state(self) -> SavedReader:
         return self.window.state(

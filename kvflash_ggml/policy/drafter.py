@@ -85,6 +85,10 @@ class Reader(Protocol):
         """The first chunk that was scored, and scores from there on, NaN for none; None if the text is too short."""
         ...
 
+    def reset(self) -> None:
+        """Begin anew, as if nothing had been read."""
+        ...
+
     def state(self) -> SavedReader:
         """Where it is, to be released."""
         ...
@@ -124,6 +128,10 @@ class Window:
             self._drafter.push(new)
             self.pushed += len(new)
         self._text = text.copy()
+
+    def reset(self) -> None:
+        self._text, self.base = np.empty(0, np.int32), 0
+        self._drafter.truncate(0)
 
     def state(self, bridge: SavedBridge | None = None) -> SavedReader:
         """The text and the drafter's memory, to be released."""
@@ -173,6 +181,9 @@ class TokenReader:
         first = self.window.first // CHUNK
         return first, self._drafter.score_chunks()[first - self.window.base // CHUNK :]
 
+    def reset(self) -> None:
+        self.window.reset()
+
     def state(self) -> SavedReader:
         return self.window.state()
 
@@ -188,7 +199,9 @@ class DrafterScorer:
 
     load: gives the reader when the first look is due; what it raises is reported once, and tried again only after the
     text was reset. source: the drafter's file, for that report. idle: as long as the text has at most so many tokens
-    nothing can leave the pool, and nothing is loaded.
+    nothing can leave the pool, and nothing is loaded or read.
+
+    A text that was reset is scored as by a scorer that has just been made.
     """
 
     name = NAME
@@ -201,6 +214,7 @@ class DrafterScorer:
         self._source = source
         self._idle = idle
         self._reader: Reader | None = None
+        self._reading = False  # this text
         self._failed = False
         self._reported: set[str] = set()
         self._scores: Floats = np.empty(0, np.float32)
@@ -214,7 +228,10 @@ class DrafterScorer:
     def truncate(self, n_chunks: int) -> None:
         self._scores[n_chunks:] = np.nan
         if n_chunks == 0:
-            self._failed = False
+            self._failed = self._reading = False
+            self._resume = None
+            if self._reader is not None:
+                self._reset(self._reader)
 
     @property
     def layout(self) -> Layout:
@@ -230,8 +247,9 @@ class DrafterScorer:
     def score(self, request: ScoreRequest) -> Floats | None:
         if self._failed or request.n_chunks == 0:
             return None
-        if self._reader is None and len(request.tokens) <= self._idle:
+        if not self._reading and len(request.tokens) <= self._idle:
             return None
+        self._reading = True
         try:
             if self._reader is None:
                 self._reader = self._load()
@@ -251,9 +269,10 @@ class DrafterScorer:
         return self._known(request.n_chunks)
 
     def reader_state(self) -> SavedReader | None:
-        return None if self._reader is None else self._reader.state()
+        return self._reader.state() if self._reader is not None and self._reading else None
 
     def load_reader(self, saved: SavedReader, tokens: Int32s) -> None:
+        self._reading = True
         if self._reader is not None:
             self._reader.load(saved, tokens)
         else:
@@ -266,6 +285,12 @@ class DrafterScorer:
         if not known.any():
             return None
         return np.where(known, scores, scores[known].mean(dtype=np.float64)).astype(np.float32)
+
+    def _reset(self, reader: Reader) -> None:
+        try:
+            reader.reset()
+        except FAILURES as err:
+            self._give_up(err)
 
     def _give_up(self, err: BaseException) -> None:
         self._failed = True

@@ -37,12 +37,12 @@ class Pool:
         self.n_ubatch = n_ubatch
         self.blocks = BlockAllocator(info.n_slots // CHUNK, block_order)
         self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
-        self._rows = MaskRows(info.n_slots, n_ubatch, f32=info.mask_f32)
-        engine.use_mask(self._rows.data)
+        self.rows = MaskRows(info.n_slots, n_ubatch, f32=info.mask_f32)
+        engine.use_mask(self.rows.data)
 
     def make_mask(self) -> SlotMask:
         """What one more text sees."""
-        return (AlibiMask if self.engine.info.alibi else SlotMask)(self._rows)
+        return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
     def close(self) -> None:
         self.heap.close()

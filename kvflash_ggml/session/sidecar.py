@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import llama_cpp
@@ -26,20 +27,24 @@ class Sidecar:
     """A session that holds its whole context, and has the page images of its sealed chunks on the host.
 
     model: a llama_cpp LlamaModel, which must outlive this. query_rows: newest queries that are kept. step: tokens that
-    are read at once. settings: llama_context_params to take from what concerns the machine (threads). Raises what
+    are read at once. settings: llama_context_params to take from what concerns the machine (threads). rope: fields of
+    llama_context_params that say how positions are encoded, where the model's file is not to say it. Raises what
     llama.cpp's wrappers and the engine raise if the model cannot run in a pool, or there is no memory.
     """
 
-    def __init__(self, model: Any, *, n_ctx: int, query_rows: int, step: int, settings: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        n_ctx: int,
+        query_rows: int,
+        step: int,
+        settings: Any,
+        rope: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         with ExitStack() as stack:
-            native.probe(
-                ctypes.cast(model.model, ctypes.c_void_p).value or 0,
-                type_k=llama_cpp.GGML_TYPE_F16,
-                type_v=llama_cpp.GGML_TYPE_F16,
-                offload=settings.offload_kqv,
-                arch=model.metadata().get("general.architecture", "unknown"),
-            )
-            context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings)
+            self.slot_bytes(model, settings)
+            context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings, rope)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK
             engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, step)
@@ -50,6 +55,17 @@ class Sidecar:
             stack.callback(self.session.close)
             self.keys = HostKeys(engine, self.session.store)
             self._stack = stack.pop_all()
+
+    @staticmethod
+    def slot_bytes(model: Any, settings: Any) -> int:
+        """Bytes that a token takes in the cache of one. UnsupportedModelError if the model cannot run in a pool."""
+        return native.probe(
+            ctypes.cast(model.model, ctypes.c_void_p).value or 0,
+            type_k=llama_cpp.GGML_TYPE_F16,
+            type_v=llama_cpp.GGML_TYPE_F16,
+            offload=settings.offload_kqv,
+            arch=model.metadata().get("general.architecture", "unknown"),
+        )
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
         """Read on, and copy the chunks that this has sealed to the host."""
@@ -87,8 +103,10 @@ class Sidecar:
         self._stack.close()
 
 
-def _context(model: Any, n_ctx: int, query_rows: int, step: int, settings: Any) -> Any:
+def _context(model: Any, n_ctx: int, query_rows: int, step: int, settings: Any, rope: Mapping[str, Any]) -> Any:
     params = llama_cpp.llama_context_default_params()
+    for name, value in rope.items():
+        setattr(params, name, value)
     params.n_ctx = round_up(n_ctx, POOL_STEP)
     params.n_batch = params.n_ubatch = step
     params.n_threads = settings.n_threads

@@ -26,10 +26,10 @@ static void write(gguf_context * metadata, const llama_model & model, const std:
     }
 }
 
-// What upstream's fixtures lack, and a context that is longer than the pool under test.
+// What upstream's fixtures lack, and a context that is longer than the pool under test, and enough for a calibration.
 static void complete(gguf_context * metadata, llm_arch arch) {
     const LLM_KV key(arch);
-    gguf_set_val_u32(metadata, key(LLM_KV_CONTEXT_LENGTH).c_str(), 1024);
+    gguf_set_val_u32(metadata, key(LLM_KV_CONTEXT_LENGTH).c_str(), 1280);
     gguf_set_val_u32(metadata, key(LLM_KV_TOKENIZER_TOKEN_TYPE_COUNT).c_str(), 2);
     if (arch == LLM_ARCH_GEMMA4) {
         const uint32_t pattern[] = { 1, 1, 1, 1, 0 };

@@ -2,7 +2,7 @@
 
 Upstream's `test-llama-archs` has a fixture for almost every architecture. It is compiled here against the library
 under test, and each of its models is then run three times on the same tokens: stock, in a pool that holds the whole
-context, and in a pool that does not. A model that aborts takes only its child process along.
+context, and in a pool that does not. There it is calibrated too. A model that aborts takes only its child along.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ def run_model(path: Path, enter: Callable[[str], None], *, with_stock: bool) -> 
         whole.close()
         small = _Run(path, pool=POOL)
         _check_small_pool(small, stock.text)
+        _check_calibration(small)
         small.close()
     except Exception as error:
         return Result(**about, status="failed", reason=_line(error))
@@ -322,6 +323,23 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
 
     assert np.isfinite(run.after_cut()).all(), "cut: a logit is not finite"
     session.table.check_integrity()
+
+
+def _check_calibration(run: _Run) -> None:
+    """Every question about one document instead of two is asked, and every head is measured."""
+    from kvflash_ggml.calibration import choice, measure
+    from kvflash_ggml.calibration.run import calibrate
+    from kvflash_ggml.calibration.subject import Subject
+
+    measure.DOCUMENTS = 1
+    heads = {(layer.il, head) for layer in run.llm._session.engine.layers for head in range(layer.n_head)}
+    found = calibrate(run.llm._model, subject=Subject("", ""), settings=run.llm.context_params)
+    assert found.questions == 24, f"calibration: {found.questions} questions"
+    measured = {(x.layer, x.head) for x in found.heads}
+    assert measured <= heads, f"calibration: heads that the model does not pool: {measured - heads}"
+    assert len(found.heads) == len(measured) == min(len(heads), choice.LISTED), f"calibration: {len(found.heads)} heads"
+    shares = [share for x in found.heads for share in (x.found, x.control, x.first)]
+    assert all(0 <= share <= 1 for share in shares), "calibration: a share of attention is none"
 
 
 def _same(found: Any, wanted: Any, what: str) -> None:

@@ -139,7 +139,7 @@ def evaluate(
         engine.step(n, 0, [])
         engine.synchronize()
     finally:
-        engine.use_mask(bare.session.mask.rows)
+        engine.use_mask(bare.session.pool.rows.data)
     rows = [bare._ctx.get_logits_ith(i) for i in range(n)]
     return np.stack([np.ctypeslib.as_array(x, shape=(bare.n_vocab,)).copy() for x in rows])
 

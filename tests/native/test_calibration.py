@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -11,13 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from drafter_models import with_context, with_other_tokens
 
 from kvflash_ggml.calibration import finder
-from kvflash_ggml.calibration.choice import heads_file, load, save
-from kvflash_ggml.calibration.run import Stopped, calibrate
-from kvflash_ggml.errors import CalibrationError, ConfigError, KVFlashError
+from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
+from kvflash_ggml.calibration.run import Stopped, TooSlow, calibrate
+from kvflash_ggml.calibration.subject import Subject, of_llama
+from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
+from kvflash_ggml.native import engine as native
+from kvflash_ggml.session import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
+SUBJECT = Subject("x", "a model")
 SETTINGS = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 16}
 
 
@@ -34,6 +41,16 @@ def pooled(llama: Callable[..., Any]) -> Callable[..., Any]:
         return llama(kind, **(SETTINGS | {"kvflash_calibrate": True} | changes))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def dense(models: dict[str, Path]) -> Calibration:
+    """Of the dense model, without a pool."""
+    from kvflash_ggml import Llama
+
+    layers = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
+    with closing(Llama(str(models["dense"]), n_gpu_layers=layers, n_threads_batch=1, verbose=False)) as llm:
+        return calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
 
 
 def answer(llm: Any, tokens: npt.NDArray[np.int32], count: int = 8) -> list[int]:
@@ -61,7 +78,7 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert heads is None or len(heads) <= 8
     path = heads_file(ModelFile(llm.model_path).identity())
     layers = [layer.il for layer in llm._session.engine.layers]
-    known = load(path, layers=layers, shapes=llm._finder._shapes)
+    known = load(path, subject=of_llama(llm), layers=layers, shapes=llm._finder._shapes)
     assert known.questions == 48
     assert tuple(known.chosen) == (heads or ())
     if heads is not None:
@@ -73,20 +90,17 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert again._finder._thread is None, "they are known"
 
 
-def test_the_same_heads_again(pooled: Callable[..., Any]) -> None:
+def test_the_same_heads_again(pooled: Callable[..., Any], dense: Calibration) -> None:
     llm = pooled()
-    found = [
-        calibrate(llm._model, identity="x", settings=llm.context_params).heads for _ in range(2)
-    ]  # fmt: skip
-    assert found[0] == found[1]
+    assert calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params) == dense
 
 
-def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], tmp_path: Path) -> None:
-    llm = pooled(kvflash_calibrate=False)
-    found = calibrate(llm._model, identity="x", settings=llm.context_params)
-    layer = llm._session.engine.layers[1].il
+def test_a_file_is_taken_instead(
+    pooled: Callable[..., Any], dense: Calibration, tokens: npt.NDArray[np.int32], tmp_path: Path
+) -> None:
+    layer = 1
     heads = [{"layer": layer, "head": 0, "found": 1.0, "control": 0.0, "first": 1.0, "chosen": True}]
-    save(found, tmp_path / "mine.json")
+    save(dense, tmp_path / "mine.json")
     facts = json.loads((tmp_path / "mine.json").read_text()) | {"heads": heads}
     (tmp_path / "mine.json").write_text(json.dumps(facts))
     mine = pooled(kvflash_calibrate=tmp_path / "mine.json")
@@ -96,6 +110,37 @@ def test_a_file_is_taken_instead(pooled: Callable[..., Any], tokens: npt.NDArray
     assert mine._session.scoring.scorer.units.tolist() == [[1, 0]]
     with pytest.raises(ConfigError, match="cannot be read"):
         pooled(kvflash_calibrate=tmp_path / "none.json")
+
+
+def test_a_file_of_another_model_is_refused(pooled: Callable[..., Any], tmp_path: Path) -> None:
+    small = pooled("small", kvflash_calibrate=False)
+    found = calibrate(small._model, subject=of_llama(small), settings=small.context_params)
+    save(found, tmp_path / "small.json")
+    with pytest.raises(
+        ConfigError, match=r"made for qwen3 scorer-qwen3, 3 layers .* this model is qwen3 recall-qwen3, 6"
+    ):
+        pooled(kvflash_calibrate=tmp_path / "small.json")
+
+
+def test_a_file_of_another_quantisation_is_taken_with_a_warning(
+    pooled: Callable[..., Any], dense: Calibration, tmp_path: Path, caplog: Any
+) -> None:
+    save(dense, tmp_path / "q8.json")
+    assert pooled(kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(dense.chosen)
+    assert "another file" not in caplog.text
+    assert pooled("f32", kvflash_calibrate=tmp_path / "q8.json").kvflash.retrieval_heads == tuple(dense.chosen)
+    assert caplog.text.count("another file of this model") == 1
+
+
+def test_positions_are_encoded_as_in_the_session(pooled: Callable[..., Any], dense: Calibration) -> None:
+    """And what was found with other settings is kept by itself."""
+    usual, other = pooled(), pooled(rope_freq_base=500.0)
+    subjects = [of_llama(llm) for llm in (usual, other)]
+    assert subjects[0].identity == ModelFile(usual.model_path).identity()
+    assert subjects[0].identity != subjects[1].identity
+    assert subjects[0].title == subjects[1].title
+    assert of_llama(pooled(kv_overrides={"general.name": "x"})).identity != subjects[0].identity
+    assert calibrate(other._model, subject=SUBJECT, settings=other.context_params).heads != dense.heads
 
 
 def test_a_model_that_is_closed_meanwhile_stops_it(
@@ -115,9 +160,9 @@ def test_it_can_be_stopped_and_limited(pooled: Callable[..., Any]) -> None:
     stop = Event()
     stop.set()
     with pytest.raises(Stopped):
-        calibrate(llm._model, identity="x", settings=llm.context_params, stop=stop)
-    with pytest.raises(CalibrationError, match="would take about"):
-        calibrate(llm._model, identity="x", settings=llm.context_params, limit=1e-6)
+        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, stop=stop)
+    with pytest.raises(TooSlow, match="would take about"):
+        calibrate(llm._model, subject=SUBJECT, settings=llm.context_params, limit=1e-6)
 
 
 def test_a_failure_is_said_once_and_all_heads_count(
@@ -135,11 +180,112 @@ def test_a_failure_is_said_once_and_all_heads_count(
     assert sum("no room for it" in record.message for record in caplog.records) == 1
 
 
-def test_the_same_text_brings_the_same_chunks(pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]) -> None:
+def test_a_model_without_a_tokenizer_keeps_all_heads(pooled: Callable[..., Any], caplog: Any) -> None:
+    llm = pooled("uneven")
+    answer(llm, np.arange(5, 1500, dtype=np.int32))
+    llm.kvflash.calibrated(lambda done, total: None)
+    assert llm.kvflash.retrieval_heads is None
+    assert sum("it has no tokenizer" in record.message for record in caplog.records) == 1
+
+
+def full_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(native, "device_memory", lambda model: (100 << 20, 8 << 30, True))
+    return "100 MiB are free"
+
+
+def no_context(monkeypatch: pytest.MonkeyPatch) -> str:
+    def fail(**settings: Any) -> None:
+        raise ValueError("Failed to create llama_context")
+
+    monkeypatch.setattr(sidecar.internals, "LlamaContext", fail)
+    return "Failed to create llama_context"
+
+
+def no_step(monkeypatch: pytest.MonkeyPatch) -> str:
+    reads = []
+    read = sidecar.Sidecar.read
+
+    def fail(self: Any, *args: Any, **keywords: Any) -> None:
+        reads.append(self)
+        if len(reads) == 4:
+            raise DecodeError("llama_decode returned -3")
+        read(self, *args, **keywords)
+
+    monkeypatch.setattr(sidecar.Sidecar, "read", fail)
+    return "llama_decode returned -3"
+
+
+@pytest.mark.parametrize("inject", [full_gpu, no_context, no_step])
+def test_without_memory_for_it_all_heads_count(
+    inject: Callable[[pytest.MonkeyPatch], str],
+    pooled: Callable[..., Any],
+    tokens: npt.NDArray[np.int32],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    llm = pooled()
+    with monkeypatch.context() as injected:
+        reason = inject(injected)
+        first = answer(llm, tokens[:2000])
+        llm.kvflash.calibrated(lambda done, total: None)
+    assert answer(llm, tokens[:2000]) == first
+    told = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert [reason in record.message and "all heads count" in record.message for record in told] == [True]
+    assert told[0].exc_info is None
+    assert llm.kvflash.retrieval_heads is None
+    llm.kvflash.calibrate()
+    assert llm.kvflash.retrieval_heads is not None, "it is tried again when it is asked for"
+
+
+def test_what_was_too_slow_is_not_begun_again(
+    pooled: Callable[..., Any], tokens: npt.NDArray[np.int32], monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: Any
+) -> None:
+    begun = []
+
+    def fail(*args: object, **keywords: object) -> None:
+        begun.append(keywords["limit"])
+        raise TooSlow("it would take about 700 s here")
+
+    def use(**changes: Any) -> Any:
+        llm = pooled(**changes)
+        answer(llm, tokens[:1000])
+        llm.kvflash.calibrated(lambda done, total: None)
+        return llm
+
+    monkeypatch.setattr(finder, "calibrate", fail)
+    for _ in range(2):
+        llm = use()
+        assert begun == [finder.PATIENCE]
+        assert caplog.text.count("700 s") == 1
+    use(n_threads_batch=2)
+    assert len(begun) == 2, "something has changed"
+    (record,) = cache.glob("*.slow")
+    os.utime(record, (0, 0))
+    use(n_threads_batch=2)
+    assert len(begun) == 3, "it was long ago"
+    use(n_threads_batch=2).kvflash.calibrate()
+    assert begun[3:] == [None], "it is asked for"
+    assert llm.kvflash.retrieval_heads is None
+
+
+@pytest.fixture(params=["qk", "drafter", "drafter with another tokenizer"])
+def policy(request: Any, models: dict[str, Path], loaded: None, tmp_path: Path) -> dict[str, Any]:
+    """The drafters have a window that is shorter than the text."""
+    if request.param == "qk":
+        return {"kvflash_calibrate": False}
+    path = with_context(models["small"], tmp_path / "small.gguf", 1024)
+    if request.param != "drafter":
+        path = with_other_tokens(path, tmp_path / "other.gguf")
+    return {"kvflash_policy": "drafter", "kvflash_drafter": path}
+
+
+def test_the_same_text_brings_the_same_chunks(
+    policy: dict[str, Any], pooled: Callable[..., Any], tokens: npt.NDArray[np.int32]
+) -> None:
     """Whatever was read before. Without it, what was resident decides among equals."""
     seen = []
     for history in ([], [(0, 900)], [(500, 2600), (0, 2000), (0, 2400)]):
-        llm = pooled(kvflash_deterministic=True, kvflash_tau=None, kvflash_calibrate=False)
+        llm = pooled(kvflash_deterministic=True, kvflash_tau=None, **policy)
         for lo, hi in history:
             answer(llm, tokens[lo:hi], 3)
         stream = llm.generate(tokens[:2000].tolist(), temp=0.0)

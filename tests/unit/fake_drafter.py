@@ -19,6 +19,7 @@ class FakeDrafter:
         self.pushes: list[int] = []
         self.closed = 0
         self.fail: BaseException | None = None
+        self.fail_truncate: BaseException | None = None
         self._grain = grain
         self._score = score or (lambda token: -token.astype(np.float32))
 
@@ -35,6 +36,8 @@ class FakeDrafter:
         self.pushes.append(len(tokens))
 
     def truncate(self, length: int) -> int:
+        if self.fail_truncate is not None:
+            raise self.fail_truncate
         assert 0 <= length <= len(self.text)
         del self.text[length // self._grain * self._grain :]
         return len(self.text)

@@ -157,6 +157,36 @@ def test_scores_of_a_text_that_is_gone_are_forgotten() -> None:
     assert len(set(scores[:13].tolist())) == 1
 
 
+def test_a_reset_text_is_scored_as_by_a_new_scorer() -> None:
+    """However the drafter's window lay, and though it is loaded already."""
+    drafters, found = [FakeDrafter(n_ctx=512) for _ in range(2)], []
+    tokens = text(1500)
+    for drafter in drafters:
+        scorer = opened(Loads(drafter), idle=256)
+        if drafter is drafters[0]:
+            for length in (700, 1000):
+                scorer.score(look(np.concatenate([tokens[:600], text(length - 600, seed=5)])))
+            scorer.truncate(0)
+            drafter.pushes.clear()
+        found.append([scorer.score(look(tokens[:length])) for length in range(100, 1500, 100)])
+    assert drafters[0].pushes == drafters[1].pushes
+    np.testing.assert_equal(found[0], found[1])
+
+
+def test_a_reader_that_cannot_begin_anew_is_given_up(caplog: Any) -> None:
+    drafter = FakeDrafter()
+    load = Loads(drafter)
+    scorer = opened(load)
+    scorer.score(look(text(200)))
+    drafter.fail_truncate = OSError("gone")
+    scorer.truncate(0)
+    assert drafter.closed == 1
+    assert "gone" in caplog.text
+    load.drafter = FakeDrafter()
+    scorer.truncate(0)
+    np.testing.assert_array_equal(scorer.score(look(text(300))), best(text(300)))  # type: ignore[arg-type]
+
+
 def test_too_short_a_text_has_no_scores() -> None:
     drafter = FakeDrafter()
     assert TokenReader(drafter).read(text(QUERY_ROWS)) is None
