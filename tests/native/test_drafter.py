@@ -157,7 +157,7 @@ def test_queries_are_in_the_order_of_the_text(target: Any, tokens: Any) -> None:
 def test_a_cut_leaves_what_a_fresh_drafter_has(cut: int, target: Any, tokens: Any) -> None:
     small, fresh = load(SMALL, target)._drafter, load(SMALL, target)._drafter
     small.push(tokens[:1000])
-    assert small.cut(cut) == cut
+    assert small.truncate(cut) == cut
     other = np.concatenate([tokens[:cut], tokens[5000 : 5000 + 900 - cut]])
     small.push(other[cut:])
     fresh.push(other)
