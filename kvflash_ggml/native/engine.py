@@ -218,7 +218,7 @@ class Engine:
         """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""
         _check(lib.kvf_logits_set(self._engine, ffi.from_buffer("float[]", row), len(row)))
 
-    # --- host memory (store.HostMemory)
+    # --- host memory (host.slabs.HostMemory)
 
     def alloc(self, size: int) -> int:
         return int(ffi.cast("uintptr_t", lib.kvf_host_alloc(self._engine, size)))

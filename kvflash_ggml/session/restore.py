@@ -44,7 +44,7 @@ def freeze(session: Session, length: int | None = None) -> SavedSession:
         tokens=session.ids[:length].copy(),
         table=table,
         heap=session.paging.heap,
-        pages=session.paging.hold(length),
+        pages=session.paging.retain(length),
         state=state,
         checkpoints={pos: blob for pos, blob in session.checkpoints.freeze().items() if pos <= length},
         queries=_read_queries(session),

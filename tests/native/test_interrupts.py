@@ -11,7 +11,7 @@ from interrupter import Interrupter
 
 SESSION = tuple(f"session/{name}.py" for name in ("session", "unfinished", "paging", "checkpoints"))
 MAPPING = (*SESSION, "session/step.py", "pool/page_table.py", "pool/plan.py")
-BYTES = ("host/heap.py", "host/store.py", "native/engine.py")
+BYTES = (*(f"host/{name}.py" for name in ("heap", "lease", "image", "slabs", "spill", "store")), "native/engine.py")
 RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
 
