@@ -258,7 +258,9 @@ class PageHeap:
                 self._pages[page] = None  # which an interrupt may have kept from the books
                 self._pages.move_to_end(page)
                 return None
-        address = self._room(lease.thread)
+        address = self._room(page, lease.thread)
+        if not address:
+            return None
         image = self._memory.view(address, self.page_bytes)
         with self._lock:
             if page.address:  # another thread was faster
@@ -319,9 +321,9 @@ class PageHeap:
             self._orphans.remove(page)
             self._discard(page)
 
-    def _room(self, thread: int) -> int:
-        """An address that is free now."""
-        while True:
+    def _room(self, page: PageImage, thread: int) -> int:
+        """An address that is free now; 0 if another thread has brought the page to memory."""
+        while not page.address:
             try:
                 with self._lock:
                     self._end_reads()
@@ -333,9 +335,11 @@ class PageHeap:
                 continue
             if not address and not self._reclaim():
                 with self._lock:
-                    address = self._slabs.take() or self._evict(thread)
+                    if not page.address:  # else nothing else may be left that could leave
+                        address = self._slabs.take() or self._evict(thread)
             if address:
                 return address
+        return 0
 
     def _reclaim(self) -> bool:
         """Let something go that is only kept for later; False if there is nothing."""
@@ -343,24 +347,21 @@ class PageHeap:
 
     def _evict(self, thread: int) -> int:
         """The address of a page that leaves memory: the oldest that can be read again, or the oldest, spilled."""
+        others = self._leases.threads - {thread}  # before the pages, since a lease can end in between
         leased = self._leases.pages
         able = [page for page in self._pages if page not in leased]
         page = next((page for page in able if page.source is not None), None)
         if page is None:
-            page = self._spill_out(able[:1], thread)
+            if self._spill is None or not able:
+                raise (_AllLeased if others else HostMemoryError)(
+                    f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
+                    f"chunk): raise host_limit, give a spill folder, or use a larger pool"
+                )
+            page = able[0]
+            self._memory.wait(page.ticket)
+            page.place = self._spill.write(self.view(page))
         self._unload(page)
         return self._slabs.take()
-
-    def _spill_out(self, able: Sequence[PageImage], thread: int) -> PageImage:
-        if self._spill is None or not able:
-            raise (_AllLeased if self._leases.threads - {thread} else HostMemoryError)(
-                f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
-                f"chunk): raise host_limit, give a spill folder, or use a larger pool"
-            )
-        (page,) = able
-        self._memory.wait(page.ticket)
-        page.place = self._spill.write(self.view(page))
-        return page
 
     def _read_back(self, page: PageImage, image: memoryview) -> None:
         assert self._spill is not None

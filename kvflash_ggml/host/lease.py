@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from types import TracebackType
-from weakref import WeakSet
+from weakref import ref
 
 from .image import PageImage
 
@@ -44,24 +44,28 @@ class Lease:
 
 
 class Leases:
-    """Those that last. Whoever uses it has a lock. ended: how many have."""
+    """Those that last. Whoever uses it has a lock; a lease may end without it. ended: how many have ended with it."""
 
     def __init__(self) -> None:
         self.ended = 0
-        self._leases: WeakSet[Lease] = WeakSet()
+        self._leases: list[ref[Lease]] = []  # a WeakSet is not made for several threads
+
+    def __iter__(self) -> Iterator[Lease]:
+        return (lease for each in self._leases if (lease := each()) is not None and lease.pages)
 
     def __contains__(self, page: PageImage) -> bool:
-        return any(page in lease.pages for lease in self._leases)
+        return any(page in lease.pages for lease in self)
 
     @property
     def pages(self) -> set[PageImage]:
         """All pages that are leased."""
-        return set().union(*(lease.pages for lease in self._leases))
+        return set().union(*(lease.pages for lease in self))
 
     @property
     def threads(self) -> set[int]:
         """The threads that have some."""
-        return {lease.thread for lease in self._leases if lease.pages}
+        return {lease.thread for lease in self}
 
     def add(self, lease: Lease) -> None:
-        self._leases.add(lease)
+        self._leases = [each for each in self._leases if each() is not None]
+        self._leases.append(ref(lease))

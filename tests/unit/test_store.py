@@ -22,6 +22,7 @@ from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import NOWHERE, PageImage
+from kvflash_ggml.host.lease import Lease
 from kvflash_ggml.host.store import HostStore
 
 PAGE = 100
@@ -471,7 +472,7 @@ class Disk:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: chunk -> bytes for two texts, and pages that snapshots hold."""
+    """The model: chunk -> bytes for two texts, pages that snapshots hold, and leases with what they were given."""
 
     @initialize(limit=st.sampled_from([2, 1, 3, 5, 7, None]), spill=st.booleans())
     def begin(self, limit: int | None, spill: bool) -> None:
@@ -483,6 +484,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores = [HostStore(self.heap), HostStore(self.heap)]
         self.models: list[dict[int, PageImage]] = [{}, {}]
         self.held: list[PageImage] = []
+        self.leases: list[tuple[Lease, dict[PageImage, int]]] = []
         self.data: dict[PageImage, bytes] = {}
         self.busy: dict[int, int] = {}  # address -> the transfer that must be over before it is used again
         self.serial = 0
@@ -492,9 +494,14 @@ class StoreMachine(RuleBasedStateMachine):
     def live(self) -> set[PageImage]:
         return {*self.models[0].values(), *self.models[1].values(), *self.held}
 
+    def leased(self) -> set[PageImage]:
+        """Pages that may not leave, whoever holds them."""
+        return {page for _, addresses in self.leases for page in addresses}
+
     def must_stay(self) -> int:
-        """Pages that nothing but memory can hold."""
-        return sum(page.source is None and page.place == NOWHERE for page in self.live())
+        """Pages that nothing but memory can hold, or that are leased."""
+        stay = {page for page in self.live() if page.source is None and page.place == NOWHERE}
+        return len(stay | self.leased())
 
     def image(self) -> bytes:
         self.serial += 1
@@ -541,7 +548,7 @@ class StoreMachine(RuleBasedStateMachine):
             except HostMemoryError:
                 assert self.limit is not None
                 assert not fits
-                assert trouble or not self.spill or len(chunks) > self.limit
+                assert trouble or not self.spill or len(chunks) + len(self.leased()) > self.limit
                 return
         assert fits or self.spill
         assert len(set(addresses)) == len(chunks)
@@ -606,7 +613,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, trouble=st.booleans())
     def lease(self, seed: int, trouble: bool) -> None:
         for page in self.pick(seed):
-            room = self.limit is None or self.must_stay() < self.limit or self.spill or bool(page.address)
+            spare = self.limit is None or len(self.leased()) < self.limit
+            room = self.limit is None or self.must_stay() < self.limit or (self.spill and spare) or bool(page.address)
             with self.trouble(trouble):
                 try:
                     with self.heap.lease([page]) as (address,):
@@ -621,15 +629,27 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def lease_some(self, seed: int) -> None:
         pages = self.pick(seed)
+        together = [len(self.leased() | set(pages[:n])) for n in range(1, len(pages) + 1)]
+        fit = sum(self.limit is None or count <= self.limit for count in together)
+        lease = self.heap.lease_some(pages)
         try:
-            with self.heap.lease_some(pages) as addresses:
-                assert 0 < len(addresses) <= len(pages)
-                assert self.limit is None or not self.spill or len(addresses) == min(len(pages), self.limit)
-                for page, address in zip(pages, addresses, strict=False):
-                    assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+            addresses = lease.__enter__()
         except HostMemoryError:
             assert self.must_stay() == self.limit
-            assert not self.spill
+            assert not self.spill or fit == 0
+            return
+        assert 0 < len(addresses) <= fit
+        assert self.limit is not None or len(addresses) == len(pages)
+        assert not self.spill or len(addresses) == fit
+        for page, address in zip(pages, addresses, strict=False):
+            assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+        self.leases.append((lease, dict(zip(pages, addresses, strict=False))))
+
+    @precondition(lambda self: self.leases)
+    @rule(seed=SEEDS)
+    def end_a_lease(self, seed: int) -> None:
+        lease, _ = self.leases.pop(seed % len(self.leases))
+        lease.__exit__(None, None, None)
 
     @precondition(lambda self: self.models[0] or self.models[1])
     @rule(data=st.data())
@@ -659,8 +679,13 @@ class StoreMachine(RuleBasedStateMachine):
             assert page.place == NOWHERE or not page.address, "a place in the file is wasted"
             if page.address:
                 assert bytes(self.memory.view(page.address, PAGE)) == self.data[page]
-        assert set(heap._pages) == {page for page in live if page.address}
-        assert heap.host_bytes == sum(bool(page.address) for page in live) * PAGE
+        for _, addresses in self.leases:
+            for page, address in addresses.items():
+                assert page.address == address, "it has moved while it was leased"
+                assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+        inside = {page for page in live | self.leased() if page.address}
+        assert set(heap._pages) == inside
+        assert heap.host_bytes == len(inside) * PAGE
         assert heap.spilled_bytes == sum(page.place != NOWHERE for page in live) * PAGE
         places = [page.place for page in live if page.place != NOWHERE]
         if heap._spill is not None:
@@ -670,6 +695,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "heap"):
+            while self.leases:
+                self.end_a_lease(0)
             for page in self.live():
                 assert self.heap.bytes_of(page) == self.data[page]
             for page in self.held:
