@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
@@ -39,10 +39,9 @@ class Cost:
 
 
 class MadeUp:
-    """The host's page images of a text that was never read (pool.store.HostStore): every chunk has one of IMAGES."""
+    """The host's page images of a text that was never read (host.store.HostStore): every chunk has one of IMAGES."""
 
     def __init__(self, engine: Engine) -> None:
-        self.lock = nullcontext()
         self._engine = engine
         self._size = engine.info.page_bytes
         self._slab = engine.alloc(IMAGES * self._size)
@@ -51,14 +50,14 @@ class MadeUp:
     def ticket(self, chunk: int) -> int:
         return 0
 
-    def fetch(self, chunk: int) -> int:
-        return self._slab + chunk % IMAGES * self._size
+    def lease(self, chunks: Sequence[int]) -> AbstractContextManager[list[int]]:
+        return nullcontext([self._slab + chunk % IMAGES * self._size for chunk in chunks])
 
-    def fetch_some(self, chunks: Sequence[int]) -> list[int]:
-        return [self.fetch(chunk) for chunk in chunks]
+    lease_some = lease
 
     def bytes_of(self, chunk: int) -> bytes:
-        return bytes(self._engine.view(self.fetch(chunk), self._size))
+        with self.lease([chunk]) as (image,):
+            return bytes(self._engine.view(image, self._size))
 
     def close(self) -> None:
         self._engine.free(self._slab)

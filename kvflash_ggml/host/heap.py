@@ -1,100 +1,63 @@
-"""Page images: raw cache bytes of chunks, in page-locked slabs where the backend has them.
+"""Page images: raw cache bytes of chunks, in memory, in a spill file, or still in the file they come from.
 
-A page is written once and read back bit for bit. It may be held by several owners: the text that is being read, a
-snapshot that is being written, texts that are kept for later. Beyond the ceiling, the pages that have waited longest
-go to an unlinked file in the spill folder, and are checked when they come back, or `HostMemoryError` is raised. A page
-that came from a file is not read before it is needed, and needs no spilling.
+A page is written once and read back bit for bit. It may have several holders: the text that is being read, a snapshot
+that is being written, texts that are kept for later. Beyond the ceiling, the pages that have waited longest go to the
+spill file, and are checked when they come back, or `HostMemoryError` is raised. A page that came from a file is not
+read before it is needed, and needs no spilling.
+
+Who reads or writes an image has a lease of its page. One lock guards the books, and the spill file: nobody else is
+called with it, nor is any other file read.
 
 An interrupt can come between any two statements. They are in an order in which it may lose a place in memory or in the
-file for good, but no bytes, and no place has two pages.
+spill file for good, but no bytes, and no place has two pages.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-import zlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from io import FileIO
-from itertools import islice
+from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import RLock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from ..errors import ConfigError, HostMemoryError, SnapshotError
-
-SLAB_BYTES = 64 << 20
-NOWHERE = -1
-READERS = min(8, os.cpu_count() or 1)
-"""Pages that are read at once: checksums take longer than reading."""
+from ..errors import HostMemoryError, SnapshotError
+from .image import NOWHERE, PageImage, Read, Readers
+from .lease import Lease, Leases
+from .slabs import HostMemory, Slabs
+from .spill import SpillFile
 
 T = TypeVar("T")
 
-
-class HostMemory(Protocol):
-    """Where slabs come from. `view` gives writable bytes of an address."""
-
-    def alloc(self, size: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def view(self, address: int, size: int) -> memoryview: ...
-    def wait(self, ticket: int) -> None: ...
+POLL_SECONDS = 0.001
+"""Between two looks whether a lease has ended: one that ends with its object tells nobody."""
 
 
-class PageSource(Protocol):
-    """An image in a file. Raises SnapshotError if it cannot be read or is damaged."""
-
-    def read_into(self, image: memoryview) -> None: ...
-
-
-class Page:
-    """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`.
-
-    checksum: of the image in the spill file.
-    """
-
-    __slots__ = ("address", "checksum", "holders", "place", "source", "ticket")
-
-    def __init__(self, *, address: int = 0, source: PageSource | None = None) -> None:
-        self.address = address
-        self.place = NOWHERE
-        self.checksum = 0
-        self.source = source
-        self.ticket = 0  # the last transfer that fills or reads it
-        self.holders = 1
+class _AllLeased(HostMemoryError):
+    """There is no room now. There may be once another thread's lease has ended."""
 
 
 class PageHeap:
-    """All page images of one model.
+    """All page images of one model, for any thread.
 
     memory: source of slabs. page_bytes: size of one image. limit: ceiling in bytes, None for none. spill: folder.
-    lock: held while addresses are in use, since pages are read by a scoring thread and a writing thread too.
     """
 
     def __init__(self, memory: HostMemory, page_bytes: int, *, limit: int | None, spill: Path | None) -> None:
-        if spill is not None and not (spill.is_dir() and os.access(spill, os.W_OK | os.X_OK)):
-            raise ConfigError(f"spill = {spill} is no folder that can be written to: make it, or name another")
         self.page_bytes = page_bytes
         self.limit = limit
-        self.spill_folder = spill
-        self.lock = RLock()
         self._memory = memory
-        self._slabs: list[int] = []
         self._most = None if limit is None else limit // page_bytes
-        self._made = 0  # pages in the slabs
-        self._free: list[int] = []
-        self._pages: OrderedDict[Page, None] = OrderedDict()  # those in memory, the longest-waiting first
-        self._spilled = 0
-        self._places = 0  # in the spill file
-        self._free_places: list[int] = []
-        self._file: FileIO | None = None
-        # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
-        self._next: Future[int] | None = None
+        self._spill = None if spill is None else SpillFile(spill, page_bytes)
+        self._slabs = Slabs(memory, page_bytes, self._most)
+        self._pages: OrderedDict[PageImage, None] = OrderedDict()  # those in memory, the longest-waiting first
+        self._orphans: list[PageImage] = []  # without a holder, to be discarded when their leases have ended
+        self._leases = Leases()
+        self._reads: list[Read] = []  # under way
+        self._reclaimers: list[Callable[[], bool]] = []
         self._closed = False
-        self.reclaim: Callable[[], bool] | None = None  # lets go of something that is only kept for later
+        self._lock = RLock()
 
     # --- queries
 
@@ -105,7 +68,7 @@ class PageHeap:
 
     @property
     def spilled_bytes(self) -> int:
-        return self._spilled * self.page_bytes
+        return 0 if self._spill is None else self._spill.used * self.page_bytes
 
     def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
         """The pages in groups whose images fit in memory at the same time."""
@@ -113,127 +76,99 @@ class PageHeap:
         for at in range(0, len(pages), size):
             yield pages[at : at + size]
 
-    # --- changes
+    # --- holders
 
-    def new(self, count: int) -> list[Page]:
+    def new(self, count: int) -> list[PageImage]:
         """Pages in memory, to be written: all of them, or HostMemoryError and none."""
-        done: list[int] = []
-        with self.lock:
-            try:
-                for _ in range(count):
-                    done.append(self._room())
-            except BaseException:
-                self._free.extend(reversed(done))
-                raise
-            pages = [Page(address=address) for address in done]
-            self._pages.update(dict.fromkeys(pages))
-        return pages
+        pages = [PageImage(fresh=True) for _ in range(count)]
+        try:
+            with self.lease(pages):
+                return pages
+        except BaseException:
+            for page in reversed(pages):
+                self.release(page)
+            raise
 
-    def hold(self, page: Page) -> Page:
-        """Another owner of the page."""
-        with self.lock:
+    def retain(self, page: PageImage) -> PageImage:
+        """Another holder of the page."""
+        with self._lock:
+            assert page.holders > 0, "a page that has been released"
             page.holders += 1
         return page
 
-    def release(self, page: Page) -> None:
-        """One owner less; the last one gives its memory back."""
-        with self.lock:
-            assert page.holders > 0
+    def release(self, page: PageImage) -> None:
+        """One holder less; the last one gives its memory back, or the last lease if that ends later."""
+        with self._lock:
+            assert page.holders > 0, "a page that has been released"
             page.holders -= 1
             if page.holders or self._closed:
                 return
-            if page.address:
-                self._unload(page)
-            if page.place != NOWHERE:
-                self._free_place(page)
-            page.source = None
+            if page in self._leases:
+                self._orphans.append(page)
+            else:
+                self._discard(page)
 
-    def fetch(self, page: Page) -> int:
-        """The address of the image, read back from its file if it was there. Valid while the lock is held."""
-        return self._fetch(page, beside=0)
+    def add_reclaimer(self, reclaim: Callable[[], bool]) -> None:
+        """Call `reclaim` when memory is full, from any thread: it lets go of something, or has nothing and is False."""
+        self._reclaimers.append(reclaim)
 
-    def fetch_some(self, pages: Sequence[Page]) -> list[int]:
-        """Addresses of the first pages, as many as fit in memory together, at least one. Valid while the lock is held.
+    def remove_reclaimer(self, reclaim: Callable[[], bool]) -> None:
+        self._reclaimers.remove(reclaim)
 
-        HostMemoryError if not even one does.
+    # --- leases
+
+    def lease(self, pages: Sequence[PageImage]) -> Lease:
+        """The addresses of all these images.
+
+        Entering it raises HostMemoryError if they do not fit in memory together, what `PageSource` does, SnapshotError
+        for a damaged spill file, and LookupError for a page that nobody holds any more. It waits for leases of other
+        threads if it must, and if this thread has no other one.
         """
-        addresses: list[int] = []
-        with self.lock:
-            if self._most is None:  # else reading ahead could push out what has just been read
-                self.load(pages)
-            for page in pages:
-                try:
-                    addresses.append(self._fetch(page, beside=len(addresses)))
-                except HostMemoryError:
-                    if not addresses:
-                        raise
-                    break
-        return addresses
+        return Lease(pages, len(pages), self._begin, self._end)
 
-    def _fetch(self, page: Page, *, beside: int) -> int:
-        """beside: so many pages, those fetched last, stay in memory."""
-        with self.lock:
-            if not page.address:
-                address = self._room(beside)
-                try:
-                    self._read(page, self._memory.view(address, self.page_bytes))
-                except BaseException:
-                    self._free.append(address)
-                    raise
-                self._loaded(page, address)
-                if page.place != NOWHERE:
-                    self._free_place(page)
-            self._pages[page] = None
-            self._pages.move_to_end(page)
-            return page.address
+    def lease_some(self, pages: Sequence[PageImage]) -> Lease:
+        """The addresses of the first of these images: as many as fit in memory together, at least one."""
+        return Lease(pages, min(1, len(pages)), self._begin, self._end)
 
-    def load(self, pages: Sequence[Page]) -> None:
-        """Bring pages from their sources into memory, several at a time. They stay until others need the room.
+    def load(self, pages: Sequence[PageImage]) -> None:
+        """Bring pages from their sources into memory. They stay until others need the room.
 
-        Raises what `PageSource` does, and HostMemoryError; the heap is sound then, and some of the pages are in memory.
+        Raises what a lease does; the heap is sound then, and some of the pages are in memory.
         """
         waiting = [page for page in pages if not page.address and page.source is not None]
-        for group in self.fitting(waiting):
-            with self.lock, ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load") as readers:
-                reads: list[tuple[Page, int, Future[None]]] = []
-                try:
-                    for page in group:  # memory is made while the pages before are read
-                        address = self._room()
-                        image = self._memory.view(address, self.page_bytes)
-                        assert page.source is not None
-                        reads.append((page, address, readers.submit(page.source.read_into, image)))
-                finally:
-                    wait(read for _, _, read in reads)
-                    for page, address, read in reads:
-                        if read.exception() is None:
-                            self._loaded(page, address)
-                        else:
-                            self._free.append(address)
-                for _, _, read in reads:
-                    read.result()
+        while waiting:
+            with self.lease_some(waiting) as images:
+                waiting = waiting[len(images) :]
 
-    def _loaded(self, page: Page, address: int) -> None:
-        """The image has been read. Without a ceiling it stays in memory, and its file can be closed."""
-        page.address = address
-        if self._most is None:
-            page.source = None
-        self._pages[page] = None
-
-    def view(self, page: Page) -> memoryview:
-        """Writable bytes of a page that is in memory."""
+    def view(self, page: PageImage) -> memoryview:
+        """Writable bytes of a page that is leased."""
         return self._memory.view(page.address, self.page_bytes)
 
-    def bytes_of(self, page: Page) -> bytes:
-        """A copy of the image, once its transfer is done. The page stays where it is."""
-        with self.lock:
+    def bytes_of(self, page: PageImage) -> bytes:
+        """A copy of the image, once its transfer is done. The page stays where it is, and no room is needed."""
+        lease = self.lease(())
+        with self._lock:
+            source = page.source
             if page.address:
+                self._leases.add(lease)
+                lease.pages.add(page)
+            elif page.place != NOWHERE:
+                data = bytearray(self.page_bytes)
+                self._read_back(page, memoryview(data))
+                return bytes(data)
+        try:
+            if lease.pages:
                 self._memory.wait(page.ticket)
                 return bytes(self.view(page))
-            data = bytearray(self.page_bytes)
-            self._read(page, memoryview(data))
-            return bytes(data)
+        finally:
+            self._end(lease)
+        if source is None:
+            raise LookupError("the page image has been released, or was never written")
+        data = bytearray(self.page_bytes)
+        source.read_into(memoryview(data))
+        return bytes(data)
 
-    def readable(self, page: Page) -> bool:
+    def readable(self, page: PageImage) -> bool:
         """Can the image be had? One in memory can."""
         if page.address:
             return True
@@ -244,140 +179,195 @@ class PageHeap:
         return True
 
     def close(self) -> None:
-        """Give all memory and the spill file back. Pages are void after this."""
-        for page in self._pages:
-            self._memory.wait(page.ticket)
-        self._pages.clear()
-        self._closed = True
-        self._ahead.shutdown()
-        if self._next is not None:
-            with contextlib.suppress(HostMemoryError):
-                self._slabs.append(self._next.result())
-            self._next = None
-        for address in self._slabs:
-            self._memory.free(address)
-        self._slabs.clear()
-        self._free.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Give all memory and the spill file back. Pages are void after this, and nobody may have a lease."""
+        with self._lock:
+            for page in self._pages:
+                self._memory.wait(page.ticket)
+            wait(read.done for read in self._reads)
+            self._closed = True
+            self._pages.clear()
+            self._orphans.clear()
+            self._slabs.close()
+            if self._spill is not None:
+                self._spill.close()
 
-    # --- memory
+    # --- how a lease begins and ends
 
-    def _room(self, beside: int = 0) -> int:
-        """An address that is free now. The last pages used, so many, keep theirs."""
-        if not self._free and self._slab_pages() > 0:
+    def _begin(self, lease: Lease) -> list[int]:
+        with self._lock:
+            self._leases.add(lease)
+        while True:
+            ended = self._leases.ended
             try:
-                self._add_slab()
-            except HostMemoryError:
-                if not self._reclaim():
+                return self._bring(lease)
+            except _AllLeased:
+                self._end(lease)  # others may wait for what it has
+                if not self._wait_for_another(lease.thread, ended + 1):
                     raise
-        if not self._free and not self._reclaim():
-            self._make_room(beside)
-        return self._free.pop()
 
-    def _reclaim(self) -> bool:
-        """Let go of what is only kept for later until there is room; False if that gives none."""
-        while not self._free and self.reclaim is not None and self.reclaim():
-            pass
-        return bool(self._free)
+    def _end(self, lease: Lease) -> None:
+        lease.pages.clear()  # all at once, so that an interrupt cannot end half of it
+        with self._lock:
+            self._leases.ended += 1
+            self._discard_orphans()
 
-    def _unload(self, page: Page) -> None:
+    def _wait_for_another(self, thread: int, ended: int) -> bool:
+        """Wait while as many leases have ended as before. False if others may wait for this thread."""
+        while self._leases.ended == ended:
+            with self._lock:
+                busy = self._leases.threads
+            if not busy or thread in busy:
+                return not busy
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _bring(self, lease: Lease) -> list[int]:
+        """Bring the first of its pages to memory, as many as fit together, or `lease.least` at the least."""
+        readers = Readers()
+        reads: list[Future[None]] = []
+        count = 0
+        try:
+            for page in lease.wanted:
+                try:
+                    read = self._pin(page, lease, readers)
+                except HostMemoryError:
+                    lease.pages.discard(page)
+                    if count < lease.least:
+                        raise
+                    break
+                count += 1
+                if read is not None:
+                    reads.append(read)
+        finally:
+            readers.end()
+            with self._lock:
+                self._end_reads()
+        for read in reads:
+            read.result()
+        return [page.address for page in lease.wanted[:count]]
+
+    def _pin(self, page: PageImage, lease: Lease, readers: Readers) -> Future[None] | None:
+        """Bring a page to memory, where it stays for the lease, or begin to read it from its source."""
+        if page in lease.pages:
+            return None
+        with self._lock:
+            if not page.holders:
+                raise LookupError("the page image has been released")
+            lease.pages.add(page)
+            if page.address:
+                self._pages[page] = None  # which an interrupt may have kept from the books
+                self._pages.move_to_end(page)
+                return None
+        address = self._room(page, lease.thread)
+        if not address:
+            return None
+        image = self._memory.view(address, self.page_bytes)
+        with self._lock:
+            if page.address:  # another thread was faster
+                self._slabs.give_back(address)
+            elif page.place != NOWHERE:
+                try:
+                    self._read_back(page, image)
+                except BaseException:
+                    self._slabs.give_back(address)
+                    raise
+                self._loaded(page, address)
+                self._free_place(page)
+            elif page.fresh:
+                self._loaded(page, address)
+                page.fresh = False
+            else:
+                assert page.source is not None, "a page without bytes"
+                read = readers.begin(page.source, image)
+                self._reads.append(Read(page, address, read))
+                return read
+        return None
+
+    # --- the books; whoever calls these has the lock, but for _room and _reclaim
+
+    def _loaded(self, page: PageImage, address: int) -> None:
+        page.address = address
+        self._pages[page] = None
+
+    def _end_reads(self) -> None:
+        """Pages that have been read are in memory, whoever asked for them."""
+        for read in [read for read in self._reads if read.done.done()]:
+            self._reads.remove(read)
+            page, wanted = read.page, read.page.holders or read.page in self._leases
+            if wanted and not page.address and read.done.exception() is None:
+                self._loaded(page, read.address)
+                if self._most is None:  # it stays in memory, and its file can be closed
+                    page.source = None
+            else:
+                self._slabs.give_back(read.address)
+
+    def _unload(self, page: PageImage) -> None:
         self._memory.wait(page.ticket)
         page.ticket = 0
         self._pages.pop(page, None)
         address, page.address = page.address, 0
-        self._free.append(address)
+        self._slabs.give_back(address)
 
-    def _slab_pages(self) -> int:
-        """Pages of the next slab; 0 if the ceiling allows none."""
-        pages = max(1, SLAB_BYTES // self.page_bytes)
-        return pages if self._most is None else min(pages, self._most - self._made)
+    def _discard(self, page: PageImage) -> None:
+        """Nobody needs the page any more."""
+        if page.address:
+            self._unload(page)
+        if page.place != NOWHERE:
+            self._free_place(page)
+        page.source = None
 
-    def _new_slab(self, pages: int) -> int:
-        size = pages * self.page_bytes
-        address = self._memory.alloc(size)
-        if not address:
-            raise HostMemoryError(
-                f"could not get {size >> 20} MiB of host memory for paged-out chunks: free memory, set a lower "
-                f"host_limit together with a spill folder, or use a smaller context"
-            )
-        return address
+    def _discard_orphans(self) -> None:
+        for page in [page for page in self._orphans if page not in self._leases]:
+            self._orphans.remove(page)
+            self._discard(page)
 
-    def _add_slab(self) -> None:
-        count = self._slab_pages()
-        ahead, self._next = self._next, None
-        # what was refused ahead of need may be had now
-        refused = ahead is None or ahead.exception() is not None
-        address = self._new_slab(count) if refused or ahead is None else ahead.result()
-        self._slabs.append(address)
-        self._made += count
-        pages = range(address, address + count * self.page_bytes, self.page_bytes)
-        self._free.extend(reversed(pages))  # neighbours in the text become neighbours in memory
-        if self._slab_pages() > 0:
-            self._next = self._ahead.submit(self._new_slab, self._slab_pages())
+    def _room(self, page: PageImage, thread: int) -> int:
+        """An address that is free now; 0 if another thread has brought the page to memory."""
+        while not page.address:
+            try:
+                with self._lock:
+                    self._end_reads()
+                    self._discard_orphans()
+                    address = self._slabs.take()
+            except HostMemoryError:
+                if not self._reclaim():
+                    raise
+                continue
+            if not address and not self._reclaim():
+                with self._lock:
+                    if not page.address:  # else nothing else may be left that could leave
+                        address = self._slabs.take() or self._evict(thread)
+            if address:
+                return address
+        return 0
 
-    # --- files
+    def _reclaim(self) -> bool:
+        """Let something go that is only kept for later; False if there is nothing."""
+        return any(reclaim() for reclaim in tuple(self._reclaimers))
 
-    def _make_room(self, beside: int) -> None:
-        """One page leaves memory: the oldest that can be read again from where it came, or the oldest, spilled."""
-        able = len(self._pages) - beside
-        page = next((page for page in islice(self._pages, able) if page.source is not None), None)
+    def _evict(self, thread: int) -> int:
+        """The address of a page that leaves memory: the oldest that can be read again, or the oldest, spilled."""
+        others = self._leases.threads - {thread}  # before the pages, since a lease can end in between
+        leased = self._leases.pages
+        able = [page for page in self._pages if page not in leased]
+        page = next((page for page in able if page.source is not None), None)
         if page is None:
-            page = self._spill_oldest(able)
+            if self._spill is None or not able:
+                raise (_AllLeased if others else HostMemoryError)(
+                    f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
+                    f"chunk): raise host_limit, give a spill folder, or use a larger pool"
+                )
+            page = able[0]
+            self._memory.wait(page.ticket)
+            page.place = self._spill.write(self.view(page))
         self._unload(page)
+        return self._slabs.take()
 
-    def _spill_oldest(self, able: int) -> Page:
-        if self.spill_folder is None or able < 1:
-            raise HostMemoryError(
-                f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
-                f"chunk): raise host_limit, give a spill folder, or use a larger pool"
-            )
-        page = next(iter(self._pages))
-        self._memory.wait(page.ticket)
-        place = self._free_places[-1] if self._free_places else self._places
-        data = self.view(page)
-        page.checksum = zlib.crc32(data)
-        try:
-            if self._file is None:
-                # without a name, so that nothing is left behind however the process ends; without a buffer, so that a
-                # full disk shows here and not at some later call
-                self._file = tempfile.TemporaryFile(buffering=0, dir=self.spill_folder)  # noqa: SIM115
-            self._file.seek(place * self.page_bytes)
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as err:
-            raise HostMemoryError(f"could not write a chunk to {self.spill_folder}: {err}") from err
-        if self._free_places:
-            self._free_places.pop()
-        else:
-            self._places += 1
-        self._spilled += 1
-        page.place = place
-        return page
+    def _read_back(self, page: PageImage, image: memoryview) -> None:
+        assert self._spill is not None
+        self._spill.read(page.place, image)
 
-    def _free_place(self, page: Page) -> None:
+    def _free_place(self, page: PageImage) -> None:
+        assert self._spill is not None
         place, page.place = page.place, NOWHERE
-        self._spilled -= 1
-        self._free_places.append(place)
-
-    def _read(self, page: Page, image: memoryview) -> None:
-        if page.place == NOWHERE:
-            assert page.source is not None, "a page without bytes"
-            page.source.read_into(image)
-            return
-        assert self._file is not None
-        rest = image
-        try:
-            self._file.seek(page.place * self.page_bytes)
-            while rest:
-                read = self._file.readinto(rest)
-                if not read:
-                    raise OSError("the spill file was cut short")
-                rest = rest[read:]
-        except OSError as err:
-            raise HostMemoryError(f"could not read a chunk back from {self.spill_folder}: {err}") from err
-        if zlib.crc32(image) != page.checksum:
-            raise SnapshotError(
-                f"a chunk in the spill file in {self.spill_folder} is damaged: read the text again, and check the disk"
-            )
+        self._spill.give_back(place)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from threading import RLock
 
-from .heap import Page, PageHeap
+from .heap import PageHeap
+from .image import PageImage
+from .lease import Lease
 
 
 class HostStore:
-    """Maps a chunk to its page image, and holds it. The images themselves belong to the heap."""
+    """Maps a chunk to its page image, and retains it. The images themselves belong to the heap.
+
+    One thread changes it. Others may read: a chunk that is dropped meanwhile is a LookupError for them.
+    """
 
     def __init__(self, heap: PageHeap) -> None:
         self.heap = heap
-        self._pages: dict[int, Page] = {}
+        self._pages: dict[int, PageImage] = {}
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._pages
@@ -21,16 +25,11 @@ class HostStore:
     def __iter__(self) -> Iterator[int]:
         return iter(self._pages)
 
-    @property
-    def lock(self) -> RLock:
-        """To be held while addresses are in use."""
-        return self.heap.lock
-
-    def page(self, chunk: int) -> Page:
+    def page(self, chunk: int) -> PageImage:
         return self._pages[chunk]
 
-    def pages(self) -> list[Page]:
-        """All images it holds."""
+    def pages(self) -> list[PageImage]:
+        """All images it retains."""
         return list(self._pages.values())
 
     def ticket(self, chunk: int) -> int:
@@ -38,44 +37,40 @@ class HostStore:
         page = self._pages.get(chunk)
         return 0 if page is None else page.ticket
 
-    def allocate(self, chunks: Sequence[int]) -> list[int]:
-        """Addresses for new images of the chunks: all of them, or HostMemoryError and none."""
+    def allocate(self, chunks: Sequence[int]) -> Lease:
+        """New images of the chunks, to be written during the lease: all of them, or HostMemoryError and none."""
         assert not any(chunk in self for chunk in chunks), "a chunk has an image"
-        with self.lock:
-            pages = self.heap.new(len(chunks))
-            self._pages.update(zip(chunks, pages, strict=True))
-            return [page.address for page in pages]
+        pages = self.heap.new(len(chunks))
+        self._pages.update(zip(chunks, pages, strict=True))
+        return self.heap.lease(pages)
 
-    def put(self, chunk: int, page: Page) -> None:
-        """Hold an image that others hold too."""
+    def put(self, chunk: int, page: PageImage) -> None:
+        """Retain an image that others have too."""
         assert chunk not in self, "a chunk has an image"
-        self._pages[chunk] = self.heap.hold(page)
+        self._pages[chunk] = self.heap.retain(page)
 
-    def written(self, chunk: int, ticket: int) -> None:
-        """The transfer `ticket` fills or reads the image."""
-        self._pages[chunk].ticket = ticket
+    def written(self, chunks: Sequence[int], ticket: int) -> None:
+        """The transfer `ticket` fills or reads the images. To be said during their lease."""
+        for chunk in chunks:
+            self._pages[chunk].ticket = ticket
 
-    def fetch(self, chunk: int) -> int:
-        """The address of the image, read back from its file if it was there. KeyError if there is none."""
-        with self.lock:
-            return self.heap.fetch(self._pages[chunk])
+    def lease(self, chunks: Sequence[int]) -> Lease:
+        """The images of the chunks. See `PageHeap.lease`."""
+        return self.heap.lease([self._pages[chunk] for chunk in chunks])
 
-    def fetch_some(self, chunks: Sequence[int]) -> list[int]:
-        """The same for the first chunks, as many as fit in memory together, at least one."""
-        with self.lock:
-            return self.heap.fetch_some([self._pages[chunk] for chunk in chunks])
+    def lease_some(self, chunks: Sequence[int]) -> Lease:
+        """The images of the first chunks, as many as fit in memory together, at least one."""
+        return self.heap.lease_some([self._pages[chunk] for chunk in chunks])
 
     def bytes_of(self, chunk: int) -> bytes:
         """A copy of the image, once its transfer is done."""
-        with self.lock:
-            return self.heap.bytes_of(self._pages[chunk])
+        return self.heap.bytes_of(self._pages[chunk])
 
     def drop(self, chunk: int) -> None:
         """Let go of the image, if there is one."""
-        with self.lock:
-            page = self._pages.pop(chunk, None)
-            if page is not None:
-                self.heap.release(page)
+        page = self._pages.pop(chunk, None)
+        if page is not None:
+            self.heap.release(page)
 
     def clear(self) -> None:
         for chunk in list(self):

@@ -195,7 +195,7 @@ class Engine:
         """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""
         check(lib.kvf_logits_set(self._engine, ffi.from_buffer("float[]", row), len(row)))
 
-    # --- host memory (store.HostMemory)
+    # --- host memory (host.slabs.HostMemory)
 
     def alloc(self, size: int) -> int:
         """Address of so many bytes, page-locked where the device can use that; 0 if there is no memory."""

@@ -80,7 +80,7 @@ class Prefixes:
                 limits=session.limits(n_vocab),
             )
         session.paging.keep_images = True
-        heap.reclaim = self._memory.evict
+        heap.add_reclaimer(self._memory.evict)
 
     def restore(self, tokens: Int32s, mine: int, then: Callable[[SavedSession], None]) -> None:
         """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
@@ -191,7 +191,7 @@ class Prefixes:
         self.flush()
         self._writer.shutdown()
         self._memory.clear()
-        self._session.paging.heap.reclaim = None
+        self._session.paging.heap.remove_reclaimer(self._memory.evict)
 
     def _write(self, saved: SavedSession) -> None:
         assert self._disk is not None

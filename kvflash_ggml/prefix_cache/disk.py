@@ -18,7 +18,8 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import SnapshotError
 from ..files import replacing
-from ..host.heap import Page, PageHeap
+from ..host.heap import PageHeap
+from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format
 from ..snapshot.container import VERSION, Container, StoredPage, Writer
@@ -148,7 +149,7 @@ class DiskTier:
                 if not np.array_equal(saved.tokens, tokens):
                     raise SnapshotError(f"{found.tip.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
-        saved.pages = [Page(source=page) for page in pages]
+        saved.pages = [PageImage(source=page) for page in pages]
         saved.policy = saved.policy or fresh
         if saved.policy is not None:
             saved.policy = replace(saved.policy, statistics=done(statistics))

@@ -1,12 +1,14 @@
-"""Texts that were read lately, in memory. Their page images are those of the host store, held and not copied."""
+"""Texts that were read lately, in memory. Their page images are those of the host store, retained and not copied."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
+from threading import RLock
 
 from ..arrays import Int32s, common_prefix
-from ..host.heap import Page, PageHeap
+from ..host.heap import PageHeap
+from ..host.image import PageImage
 from ..state.session import SavedSession
 
 MOST_TEXTS = 128
@@ -16,17 +18,18 @@ MOST_TEXTS = 128
 class MemoryTier:
     """Saved sessions by their text, the one used longest ago first.
 
-    capacity: in bytes. in_use: the pages of the text at hand. The heap's lock guards everything, since the heap lets
-    go of texts from whichever thread finds it full.
+    capacity: in bytes. in_use: the pages of the text at hand. A lock guards everything, since the heap lets go of texts
+    from whichever thread finds it full.
     """
 
-    def __init__(self, heap: PageHeap, capacity: int, in_use: Callable[[], Iterable[Page]]) -> None:
+    def __init__(self, heap: PageHeap, capacity: int, in_use: Callable[[], Iterable[PageImage]]) -> None:
         self._heap = heap
         self._capacity = capacity
         self._in_use = in_use
         self._entries: list[SavedSession] = []
         self._holders: Counter[int] = Counter()  # texts that have a page or a copy of state, by its id
         self._shared_bytes = 0
+        self._lock = RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -34,7 +37,7 @@ class MemoryTier:
     @property
     def size(self) -> int:
         """Bytes that are held for later alone: what several texts share counts once, a page in use not at all."""
-        with self._heap.lock:
+        with self._lock:
             in_use = sum(id(page) in self._holders for page in self._in_use())
             own = sum(entry.own_size for entry in self._entries)
             return self._shared_bytes - in_use * self._heap.page_bytes + own
@@ -44,7 +47,7 @@ class MemoryTier:
 
         Letting go of a text frees only the pages that no other text has, so a shared beginning stays to the last.
         """
-        with self._heap.lock:
+        with self._lock:
             self._entries.append(saved)
             for key, size in self._parts(saved):
                 self._holders[key] += 1
@@ -59,7 +62,7 @@ class MemoryTier:
         stateful: it can be continued only from its end and from its checkpoints.
         """
         best, most = None, (0, False)
-        with self._heap.lock:
+        with self._lock:
             for entry in self._entries:
                 length = common_prefix(entry.tokens, tokens)
                 # at the end of what is asked for, logits are needed: without them a token is evaluated again
@@ -73,12 +76,12 @@ class MemoryTier:
 
     def known(self, tokens: Int32s) -> int:
         """How long a beginning of a text is known, whether or not it can be continued from there."""
-        with self._heap.lock:
+        with self._lock:
             return max((common_prefix(entry.tokens, tokens) for entry in self._entries), default=0)
 
     def take(self, saved: SavedSession) -> SavedSession | None:
         """A session to be restored and released, whatever happens to the one that is kept; None if it is gone."""
-        with self._heap.lock:
+        with self._lock:
             if saved not in self._entries:
                 return None
             self._entries.remove(saved)
@@ -87,7 +90,7 @@ class MemoryTier:
 
     def evict(self) -> bool:
         """Let go of the session used longest ago; False if there is none."""
-        with self._heap.lock:
+        with self._lock:
             if not self._entries:
                 return False
             self.drop(self._entries[0])
@@ -95,7 +98,7 @@ class MemoryTier:
 
     def drop(self, saved: SavedSession) -> None:
         """Let go of a session, if it is still there."""
-        with self._heap.lock:
+        with self._lock:
             if saved not in self._entries:
                 return
             self._entries.remove(saved)
@@ -106,7 +109,7 @@ class MemoryTier:
                     self._shared_bytes -= size
             saved.release()
 
-    def drop_holders(self, pages: Set[Page]) -> None:
+    def drop_holders(self, pages: Set[PageImage]) -> None:
         """Let go of all sessions that have one of these pages."""
         for entry in list(self._entries):
             if not pages.isdisjoint(entry.pages):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +25,13 @@ def key_shapes(engine: Engine) -> list[KeyShape]:
 
 
 class Images(Protocol):
-    """Where page images are: what is needed of pool.store.HostStore to read keys."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]: ...
+    """Where page images are: what is needed of host.store.HostStore to read keys."""
 
     def ticket(self, chunk: int) -> int: ...
 
-    def fetch(self, chunk: int) -> int: ...
+    def lease(self, chunks: Sequence[int]) -> AbstractContextManager[list[int]]: ...
 
-    def fetch_some(self, chunks: Sequence[int]) -> list[int]: ...
+    def lease_some(self, chunks: Sequence[int]) -> AbstractContextManager[list[int]]: ...
 
     def bytes_of(self, chunk: int) -> bytes: ...
 
@@ -55,19 +52,16 @@ class HostKeys:
         return self._engine.layer_keys(self._page(chunk), layer)
 
     def _page(self, chunk: int) -> npt.NDArray[np.uint8]:
-        with self._store.lock:
-            return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
+        return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
 
     def index_size(self, units: Pairs) -> int:
         return self._engine.index_size(units)
 
     def index(self, chunk: int, units: Pairs) -> Row:
         out = np.empty(self.index_size(units), np.uint8)
-        # waiting for the transfer with the lock in hand would hold up the thread that feeds the device
-        self._engine.wait(self._store.ticket(chunk))
-        with self._store.lock:
+        with self._store.lease([chunk]) as (image,):
             self._engine.wait(self._store.ticket(chunk))
-            self._engine.build_index(units, self._store.fetch(chunk), out)
+            self._engine.build_index(units, image, out)
         return out
 
     def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
@@ -79,9 +73,8 @@ class HostKeys:
         heads = every_head(self.shapes) if heads is None else heads
         queries = queries_of(heads, request, self.shapes)
         parts = []
-        with self._store.lock:
-            while len(chunks):
-                images = self._store.fetch_some(chunks)
+        while len(chunks):
+            with self._store.lease_some(chunks) as images:
                 chunks = chunks[len(images) :]
                 parts.append(self._engine.score_keys(heads, images, request.rows, queries, self._threads))
         return np.concatenate(parts, axis=1)

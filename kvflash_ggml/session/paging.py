@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..arrays import Int32s
 from ..constants import CHUNK
-from ..host.heap import Page, PageHeap
+from ..host.heap import PageHeap
+from ..host.image import PageImage
 from ..host.store import HostStore
 from ..pool.masks import SlotMask
 from ..pool.page_table import PageTable
@@ -93,62 +95,54 @@ class Paging:
 
     def save(self) -> None:
         """Copy chunks that have been sealed to the host, behind the compute."""
-        try:
-            for chunks in self.heap.fitting(self._table.unsaved):
-                self._save(chunks)
-        except BaseException:
-            self._engine.synchronize()  # the ticket of a transfer may be lost, and its images are given back
-            raise
+        for chunks in self.heap.fitting(self._table.unsaved):
+            self._save(chunks)
 
     def _save(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
             self.store.drop(chunk)  # an image from before a truncation
-        with self.store.lock:  # or the scoring thread could spill an image that is not written yet
-            images = self.store.allocate(chunks)
+        with self.store.allocate(chunks) as images, self._known_transfers():
             ticket = self._engine.page_out([self._table.chunks[chunk].block for chunk in chunks], images)
-            for chunk in chunks:
-                self.store.written(chunk, ticket)
+            self.store.written(chunks, ticket)
         self._sealed(chunks)
         self.page_outs += len(chunks)
         for chunk in chunks:
             self._table.saved(chunk)
 
-    def hold(self, length: int) -> list[Page]:
-        """One image per chunk of the first `length` tokens, each held for the caller.
+    def retain(self, length: int) -> list[PageImage]:
+        """One image per chunk of the first `length` tokens, each retained for the caller.
 
         Images that the host has are shared. The rest are copied, which waits for the compute. HostMemoryError, and
-        nothing held, if there is no memory for them.
+        nothing retained, if there is no memory for them.
         """
-        pages: list[Page] = []
+        pages: list[PageImage] = []
         try:
             for c in range(-(-length // CHUNK)):
-                pages.append(self._hold(c, min(CHUNK, length - c * CHUNK)))
+                pages.append(self._retain(c, min(CHUNK, length - c * CHUNK)))
         except BaseException:
-            self._engine.synchronize()
             for page in pages:
                 self.heap.release(page)
             raise
         return pages
 
-    def _hold(self, chunk: int, rows: int) -> Page:
+    def _retain(self, chunk: int, rows: int) -> PageImage:
         """The image of the first rows of a chunk."""
         entry = self._table.chunks[chunk]
-        with self.heap.lock:
-            if rows == CHUNK and entry.on_host:
-                return self.heap.hold(self.store.page(chunk))
-            (page,) = self.heap.new(1)
-            try:
+        if rows == CHUNK and entry.on_host:
+            return self.heap.retain(self.store.page(chunk))
+        (page,) = self.heap.new(1)
+        try:
+            with self.heap.lease([page]) as images, self._known_transfers():
                 if entry.block >= 0:
-                    page.ticket = self._engine.page_out([entry.block], [page.address])
+                    page.ticket = self._engine.page_out([entry.block], images)
                 else:
                     self.heap.view(page)[:] = self.store.bytes_of(chunk)
                 if rows < CHUNK:
                     self._engine.wait(page.ticket)
                     self._engine.blank(self.heap.view(page), rows)
-            except BaseException:
-                self._engine.synchronize()
-                self.heap.release(page)
-                raise
+        except BaseException:
+            self.heap.release(page)
+            raise
         if self.keep_images and chunk < self._table.length // CHUNK and rows == CHUNK:
             self.store.drop(chunk)
             self.store.put(chunk, page)
@@ -157,7 +151,7 @@ class Paging:
 
     # --- in
 
-    def load(self, pages: Sequence[Page], length: int) -> None:
+    def load(self, pages: Sequence[PageImage], length: int) -> None:
         """Fill the blocks of a table that has been loaded from images; keep those that are the only true copy."""
         for c, page in enumerate(pages):
             self.store.put(c, page)
@@ -176,13 +170,23 @@ class Paging:
     def _fill(self, pages: Sequence[tuple[int, int]], length: int) -> None:
         """Copy page images into their blocks, ahead of the next compute."""
         while pages:
-            with self.store.lock:  # or the scoring thread could spill an image that is being read
-                images = self.store.fetch_some([chunk for chunk, _ in pages])
+            with self.store.lease_some([chunk for chunk, _ in pages]) as images, self._known_transfers():
                 group, pages = pages[: len(images)], pages[len(images) :]
                 ticket = self._engine.page_in([block for _, block in group], images)
-                for chunk, _ in group:
-                    self.store.written(chunk, ticket)  # the image must outlive the transfer that reads it
+                self.store.written([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
             for chunk, block in group:
                 lo = chunk * CHUNK
                 self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
                 self._mask.place(block, chunk)
+
+    @contextmanager
+    def _known_transfers(self) -> Iterator[None]:
+        """Within a lease, whose memory may be used for something else when it ends: until then a ticket says when.
+
+        If that is lost, nothing is under way any more.
+        """
+        try:
+            yield
+        except BaseException:
+            self._engine.synchronize()
+            raise

@@ -37,7 +37,7 @@ def state(text: Text, length: int | None = None) -> SavedSession:
         tokens=text.ids[:length].copy(),
         table=table,
         heap=text.paging.heap,
-        pages=text.paging.hold(length),
+        pages=text.paging.retain(length),
         state=unpooled,
         checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
         queries=text.queries.read(),

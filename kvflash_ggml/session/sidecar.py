@@ -72,10 +72,10 @@ class Sidecar:
         session, before = self.session, self.session.length // CHUNK
         session.extend(np.asarray(tokens, np.int32), progress=progress)
         for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
-            images = session.store.allocate(chunks)
-            ticket = session.engine.page_out([session.table.chunks[chunk].block for chunk in chunks], images)
+            with session.store.allocate(chunks) as images:
+                ticket = session.engine.page_out([session.table.chunks[chunk].block for chunk in chunks], images)
+                session.store.written(chunks, ticket)
             for chunk in chunks:
-                session.store.written(chunk, ticket)
                 session.table.saved(chunk)
 
     def truncate(self, length: int) -> int:

@@ -153,7 +153,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One page image, not read yet (pool.heap.PageSource)."""
+    """One page image, not read yet (host.image.PageSource)."""
 
     source: Source
     salt: str

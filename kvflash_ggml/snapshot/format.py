@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError, SnapshotMismatch
-from ..host.heap import Page, PageHeap
+from ..host.heap import PageHeap
+from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
 from ..state.blob import Blob
@@ -97,7 +98,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
         raise ContextFull(f"the saved text has {length} tokens, the context window {limits.n_ctx}")
     saved = read_sections(container, heap, limits)
     stored = container.pages("pages", heap.page_bytes, count=len(saved.table.blocks))
-    saved.pages = [Page(source=page) for page in stored]
+    saved.pages = [PageImage(source=page) for page in stored]
     if saved.policy is not None and "statistics" in container:
         read_rows = partial(read_statistics, container, saved.length // CHUNK, heap.page_bytes)
         saved.policy.statistics = _beside(read_rows)
@@ -147,7 +148,7 @@ def _read_reader(container: Container, length: int) -> SavedReader:
 def _open_reader(part: Container, heap: PageHeap, limits: Limits) -> SavedSession:
     session = read_sections(part, heap, limits)
     session.pages = [
-        Page(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
+        PageImage(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
     ]
     return session
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ..arrays import Floats, Int32s, Int64s
 from ..errors import SnapshotError
-from ..host.heap import Page, PageHeap
+from ..host.heap import PageHeap
+from ..host.image import PageImage
 from ..pool.page_table import PageTableState
 from .blob import Blob
 
@@ -113,7 +114,7 @@ class SavedPolicy:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SavedSession:
-    """tokens: all that were read. pages: an image per chunk, held until `release`. state, checkpoints: what is not
+    """tokens: all that were read. pages: an image per chunk, retained until `release`. state, checkpoints: what is not
     pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
     of the last token, if it was just evaluated. seed: of the next random numbers.
     """
@@ -121,7 +122,7 @@ class SavedSession:
     tokens: Int32s
     table: PageTableState
     heap: PageHeap
-    pages: list[Page]
+    pages: list[PageImage]
     state: Blob
     checkpoints: dict[int, Blob]
     queries: Floats
@@ -165,7 +166,7 @@ class SavedSession:
         if self._released:
             raise SnapshotError("this session has been released")
         for page in self.pages:
-            self.heap.hold(page)
+            self.heap.retain(page)
         return replace(self, policy=self.policy and replace(self.policy, reader=None))
 
     def release(self) -> None:

@@ -121,7 +121,7 @@ def test_requests_do_not_add_up(llama: Any, tokens: Any) -> None:
         assert len(list(small._session.store)) == 1500 // CHUNK
     llm.close()
     assert small.model.model is None
-    assert not small._session.store.heap._slabs
+    assert not small._session.store.heap._slabs._slabs
 
 
 # --- scores

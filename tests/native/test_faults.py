@@ -124,14 +124,14 @@ def test_a_spill_file_that_cannot_be_read(llama: Any, tokens: Any, tmp_path: Pat
     llm = make(llama, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     before = pages(llm)
-    heap = llm._session.store.heap
-    heap._file = BrokenFile(heap._file)
+    spill = llm._session.store.heap._spill
+    spill._file = BrokenFile(spill._file)
     llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
     with pytest.raises(HostMemoryError, match="could not read a chunk back"):
         llm.eval(tokens[1500:1501].tolist())
     assert llm.n_tokens == 1500
     check(llm)
-    heap._file = heap._file.file
+    spill._file = spill._file.file
     llm.eval(tokens[1500:1501].tolist())
     check(llm)
     assert 5 in llm.kvflash.resident_chunks
@@ -144,13 +144,13 @@ def test_a_recall_that_fails_half_way(llama: Any, tokens: Any, tmp_path: Path) -
     llm = make(llama, kvflash=768, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     assert not {5, 6} & set(llm.kvflash.resident_chunks)
-    heap = llm._session.store.heap
-    heap._file = BrokenFile(heap._file, good=1)
+    spill = llm._session.store.heap._spill
+    spill._file = BrokenFile(spill._file, good=1)
     llm.kvflash.pin(5 * CHUNK, 7 * CHUNK)
     with pytest.raises(HostMemoryError, match="could not read a chunk back"):
         llm.eval(tokens[1500:1501].tolist())
     check(llm)
-    heap._file = heap._file.file
+    spill._file = spill._file.file
     llm.eval(tokens[1500:1501].tolist())
     check(llm)
     assert {5, 6} <= set(llm.kvflash.resident_chunks)

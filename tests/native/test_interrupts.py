@@ -12,7 +12,8 @@ from interrupter import Interrupter
 PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
 SESSION = tuple(f"session/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
-BYTES = ("host/heap.py", "host/store.py", "native/engine.py", "native/status.py")
+HOST = ("heap", "lease", "image", "slabs", "spill", "store")
+BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py")
 RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
 

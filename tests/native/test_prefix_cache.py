@@ -395,7 +395,7 @@ def test_caches_take_turns(make: Any, texts: Any, tmp_path: Path) -> None:
     assert ask(llm, texts["system"] + texts["b"]).read == 400
     llm.set_cache(LlamaRAMCache())
     assert llm._prefixes is None
-    assert llm._session.paging.heap.reclaim is None
+    assert not llm._session.paging.heap._reclaimers
     prompt = llm.detokenize(texts["system"]).decode()
     one = llm.create_completion(prompt, max_tokens=4, temperature=0.0)
     llm.create_completion("Something else", max_tokens=1)

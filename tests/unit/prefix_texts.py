@@ -85,7 +85,7 @@ def session(
 ) -> SavedSession:
     """A session that has read the text. after: one whose full chunks are the beginning of it, and are shared."""
     chunks = -(-len(tokens) // CHUNK)
-    pages = [] if after is None else [heap.hold(page) for page in after.pages[: after.length // CHUNK]]
+    pages = [] if after is None else [heap.retain(page) for page in after.pages[: after.length // CHUNK]]
     for c in range(len(pages), chunks):
         (page,) = heap.new(1)
         heap.view(page)[:PAGE] = image_of(tokens, c)

@@ -1,60 +1,120 @@
-"""Ctrl-C at every line of what moves page images about: no place has two pages, and no bytes are lost."""
+"""Ctrl-C at every line of what moves page images about: no place has two pages, no bytes are lost, no lease goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 from fake_engine import PAGE_BYTES, FakeHost
 from interrupter import Interrupter
 
-from kvflash_ggml.host import heap as heap_module
-from kvflash_ggml.host.heap import NOWHERE, Page, PageHeap
+from kvflash_ggml.host import slabs
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.host.image import NOWHERE, PageImage
+from kvflash_ggml.host.store import HostStore
+
+FILES = tuple(f"host/{name}.py" for name in ("heap", "lease", "image", "slabs", "spill", "store"))
 
 
-def write(heap: PageHeap, page: Page, value: int) -> None:
-    heap.view(page)[:] = bytes([value]) * PAGE_BYTES
+class Stored:
+    """An image in a file, full of one number."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def read_into(self, image: memoryview) -> None:
+        image[:] = bytes([self.value]) * PAGE_BYTES
 
 
-def read(heap: PageHeap, page: Page) -> set[int]:
-    return set(heap.bytes_of(page))
+class World:
+    """Five pages in a memory of three, the rest on the disk, and some that are still in their files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.heap = PageHeap(FakeHost(), PAGE_BYTES, limit=3 * PAGE_BYTES, spill=folder)
+        self.values: dict[PageImage, int] = {}
+        self.pages = [self.write(value) for value in range(1, 6)]
+        self.filed = [PageImage(source=Stored(value)) for value in range(20, 23)]
+        self.values.update((page, page.source.value) for page in self.filed)  # type: ignore[union-attr]
+        self.store = HostStore(self.heap)
+        for chunk, page in enumerate(self.pages):
+            self.store.put(chunk, page)
+
+    def write(self, value: int) -> PageImage:
+        (page,) = self.heap.new(1)
+        with self.heap.lease([page]):
+            self.heap.view(page)[:] = bytes([value]) * PAGE_BYTES
+        self.values[page] = value
+        return page
+
+    def read(self, page: PageImage) -> None:
+        with self.heap.lease([page]) as (address,):
+            assert page.address == address
+            assert set(self.heap.view(page)) == {self.values[page]}
+
+    def check(self, live: list[PageImage], where: str) -> None:
+        heap = self.heap
+        assert not heap._leases.threads, f"{where}: a lease goes on"
+        assert [set(heap.bytes_of(page)) for page in live] == [{self.values[page]} for page in live], where
+        for kind in ("address", "place"):
+            places = [getattr(page, kind) for page in live if getattr(page, kind) not in (0, NOWHERE)]
+            assert len(places) == len(set(places)), f"{where}: two pages at one {kind}"
+            assert not set(places) & set(heap._slabs._free if kind == "address" else heap._spill._free), where
 
 
-def work(heap: PageHeap, pages: list[Page]) -> None:
+def let_go(world: World) -> None:
     """Pages are let go of, made, spilled and brought back."""
+    heap, pages = world.heap, world.pages
+    for chunk in (0, 4):
+        world.store.drop(chunk)
     heap.release(pages.pop())
     heap.release(pages.pop(0))
-    for _ in range(3):
+    for _ in range(2):
         heap.release(heap.new(1)[0])
-    for page in [*pages, *reversed(pages)]:
-        heap.fetch(page)
+    for page in reversed(pages):
+        world.read(page)
 
 
-def test_every_line(tmp_path: Path) -> None:
+def lease(world: World) -> None:
+    """One in another, some that do not all fit, pages whose last holder lets go of them meanwhile."""
+    heap, pages = world.heap, world.pages
+    with heap.lease(pages[:2]) as two, heap.lease_some(pages) as most:
+        assert most[:2] == two
+        assert len(most) == 3
+        world.store.drop(0)
+        heap.release(pages.pop(0))
+        heap.bytes_of(pages[-1])
+    with world.store.allocate([10]) as (address,):
+        heap.view(world.store.page(10))[:] = bytes([9]) * PAGE_BYTES
+        world.store.written([10], 0)
+        assert world.store.page(10).address == address
+    with world.store.lease_some([3, 10, 1]):
+        pass
+
+
+def load(world: World) -> None:
+    """Pages come from their files, more than fit."""
+    world.heap.load(world.filed)
+    with world.heap.lease_some([*world.filed, *world.pages]):
+        pass
+    world.heap.release(world.filed.pop())
+
+
+@pytest.mark.parametrize("work", [let_go, lease, load])
+def test_every_line(work: Callable[[World], None], tmp_path: Path) -> None:
     k, done = 0, False
     while not done:
         k += 1
-        with mock.patch.object(heap_module, "SLAB_BYTES", 3 * PAGE_BYTES):
-            heap = PageHeap(FakeHost(), PAGE_BYTES, limit=4 * PAGE_BYTES, spill=tmp_path)
-            pages: list[Page] = []
-            for value in range(1, 8):
-                pages += heap.new(1)
-                write(heap, pages[-1], value)
-            values = {page: value for value, page in enumerate(pages, 1)}
-            done = not Interrupter(k, ("host/heap.py",)).run(lambda heap=heap, pages=pages: work(heap, pages))
-            fresh = []
-            for value in range(100, 103):
-                fresh += heap.new(1)
-                write(heap, fresh[-1], value)
-                values[fresh[-1]] = value
-            live = [*pages, *fresh]
-            assert [read(heap, page) for page in live] == [{values[page]} for page in live], f"line {k}"
+        with mock.patch.object(slabs, "SLAB_BYTES", 2 * PAGE_BYTES):
+            world = World(tmp_path)
+            done = not Interrupter(k, FILES).run(lambda world=world: work(world))
+            live = [*world.pages, *world.filed]
+            world.check(live, f"line {k}")
+            live += [world.write(value) for value in (100, 101)]
             for page in np.random.default_rng(k).permutation(np.array(live, object)):
-                heap.fetch(page)
-            assert [read(heap, page) for page in live] == [{values[page]} for page in live], f"line {k}"
-            for kind in ("address", "place"):
-                places = [getattr(page, kind) for page in live if getattr(page, kind) not in (0, NOWHERE)]
-                assert len(places) == len(set(places)), f"line {k}: two pages at one {kind}"
-            heap.close()
-    assert k > 200
+                world.read(page)
+            world.check(live, f"line {k}")
+            world.heap.close()
+    assert k > 150

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from kvflash_ggml.errors import HostMemoryError, SnapshotError
-from kvflash_ggml.host.heap import Page, PageHeap
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.host.image import PageImage
 
 PAGE = 64
 
@@ -49,10 +50,10 @@ class Stored:
         image[:] = bytes([self.number]) * len(image)
 
 
-def make(count: int, *, most: int | None = None, damaged: int = -1) -> tuple[PageHeap, list[Page], list[Stored]]:
+def make(count: int, *, most: int | None = None, damaged: int = -1) -> tuple[PageHeap, list[PageImage], list[Stored]]:
     heap = PageHeap(Memory(), PAGE, limit=None if most is None else most * PAGE, spill=None)
     stored = [Stored(n, damaged=n == damaged) for n in range(count)]
-    return heap, [Page(source=x) for x in stored], stored
+    return heap, [PageImage(source=x) for x in stored], stored
 
 
 def test_each_page_is_read_once() -> None:
@@ -71,8 +72,8 @@ def test_more_than_fit_are_all_read_and_the_last_stay() -> None:
     assert heap.host_bytes <= 4 * PAGE
     assert [x.reads for x in stored] == [1] * 10
     for n, page in enumerate(pages):
-        heap.fetch(page)
-        assert bytes(heap.view(page)) == bytes([n]) * PAGE
+        with heap.lease([page]):
+            assert bytes(heap.view(page)) == bytes([n]) * PAGE
     heap.close()
 
 
@@ -112,6 +113,6 @@ def test_pages_are_read_by_other_threads() -> None:
         def read_into(self, image: memoryview) -> None:
             seen.add(threading.get_ident())
 
-    heap.load([Page(source=Here(n)) for n in range(4)])
+    heap.load([PageImage(source=Here(n)) for n in range(4)])
     assert threading.get_ident() not in seen
     heap.close()

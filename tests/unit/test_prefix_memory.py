@@ -10,8 +10,9 @@ import pytest
 from prefix_texts import N_VOCAB, PAGE, ROW_BYTES, make_heap, session, text
 
 from kvflash_ggml.errors import HostMemoryError
-from kvflash_ggml.host import heap
-from kvflash_ggml.host.heap import Page, PageHeap
+from kvflash_ggml.host import slabs
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.host.image import PageImage
 from kvflash_ggml.prefix_cache import hashes as chain
 from kvflash_ggml.prefix_cache.memory import MemoryTier
 from kvflash_ggml.state.blob import Bytes
@@ -19,7 +20,7 @@ from kvflash_ggml.state.blob import Bytes
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "SLAB_BYTES", 8 * PAGE)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 8 * PAGE)
 
 
 # --- names
@@ -61,12 +62,12 @@ class Bench:
 
     def __init__(self, capacity: int = 1 << 30, limit: int | None = None) -> None:
         self.heap: PageHeap = make_heap(limit)
-        self.in_use: list[Page] = []
+        self.in_use: list[PageImage] = []
         self.tier = MemoryTier(self.heap, capacity, lambda: self.in_use)
 
     @property
     def free(self) -> int:
-        return len(self.heap._free)
+        return len(self.heap._slabs._free)
 
     @property
     def pages(self) -> int:
@@ -129,7 +130,7 @@ def test_the_text_used_longest_ago_goes_first() -> None:
 def test_a_page_goes_exactly_with_its_last_holder(bench: Bench) -> None:
     a = session(bench.heap, text((1, 256)))
     b = session(bench.heap, text((1, 256), (2, 64)), after=a)
-    in_use = bench.heap.hold(a.pages[3])
+    in_use = bench.heap.retain(a.pages[3])
     bench.tier.put(a)
     bench.tier.put(b)
     shared = b.share()
@@ -206,7 +207,7 @@ def test_holders_of_a_lost_page_are_dropped(bench: Bench) -> None:
 
 def test_a_full_heap_takes_back_what_is_only_kept() -> None:
     bench = Bench(limit=8 * PAGE)
-    bench.heap.reclaim = bench.tier.evict
+    bench.heap.add_reclaimer(bench.tier.evict)
     a = session(bench.heap, text((1, 256)))
     b = session(bench.heap, text((2, 192)))
     bench.tier.put(a)
@@ -225,11 +226,11 @@ def test_a_full_heap_takes_back_what_is_only_kept() -> None:
 
 def test_memory_that_is_refused_is_taken_back_too() -> None:
     bench = Bench()
-    bench.heap.reclaim = bench.tier.evict
+    bench.heap.add_reclaimer(bench.tier.evict)
     bench.tier.put(session(bench.heap, text((1, 256))))
     bench.heap._memory.refuse_alloc = True  # type: ignore[attr-defined]
     bench.heap.new(bench.free)
-    if bench.heap._next is not None:  # it was made ahead of need
+    if bench.heap._slabs._next is not None:  # it was made ahead of need
         bench.heap.new(1)
         bench.heap.new(bench.free)
     assert len(bench.tier) == 1
@@ -241,7 +242,7 @@ def test_memory_that_is_refused_is_taken_back_too() -> None:
 
 def test_a_session_that_was_taken_outlives_a_full_heap() -> None:
     bench = Bench(limit=4 * PAGE)
-    bench.heap.reclaim = bench.tier.evict
+    bench.heap.add_reclaimer(bench.tier.evict)
     a = session(bench.heap, text((1, 256)))
     bench.tier.put(a)
     saved = bench.tier.take(a)
@@ -251,7 +252,8 @@ def test_a_session_that_was_taken_outlives_a_full_heap() -> None:
     assert len(bench.tier) == 0
     assert bench.tier.take(a) is None
     for page in saved.pages:
-        bench.heap.fetch(page)
+        with bench.heap.lease([page]):
+            pass
     saved.release()
     assert bench.pages == 0
 
@@ -259,7 +261,7 @@ def test_a_session_that_was_taken_outlives_a_full_heap() -> None:
 def test_another_thread_can_find_the_heap_full_at_any_time() -> None:
     """The policy's thread recalls pages while texts are looked up, taken and kept."""
     bench = Bench(limit=24 * PAGE)
-    bench.heap.reclaim = bench.tier.evict
+    bench.heap.add_reclaimer(bench.tier.evict)
     stop, failed = threading.Event(), []
 
     def fill() -> None:

@@ -27,8 +27,8 @@ from saving import Digest, dump, keeper, load, seen, settle_scores
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
-from kvflash_ggml.host import heap as heap_module
-from kvflash_ggml.host.heap import NOWHERE
+from kvflash_ggml.host import slabs, spill
+from kvflash_ggml.host.image import NOWHERE
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.session.session import Session
@@ -68,8 +68,8 @@ def small_slabs(pages: int = 3) -> Iterator[None]:
         return FaultyFile(fd, "r+b")
 
     with (
-        mock.patch.object(heap_module, "SLAB_BYTES", pages * PAGE_BYTES),
-        mock.patch.object(heap_module.tempfile, "TemporaryFile", spill_file),
+        mock.patch.object(slabs, "SLAB_BYTES", pages * PAGE_BYTES),
+        mock.patch.object(spill.tempfile, "TemporaryFile", spill_file),
     ):
         FaultyFile.trouble = None
         yield
@@ -84,14 +84,14 @@ def stored(session: Session, image: Any, chunk: int) -> bytes:
         data = bytearray(PAGE_BYTES)
         page.source.read_into(memoryview(data))
         return bytes(data)
-    assert heap._file is not None
-    return os.pread(heap._file.fileno(), PAGE_BYTES, page.place * PAGE_BYTES)
+    assert heap._spill is not None
+    return os.pread(heap._spill._file.fileno(), PAGE_BYTES, page.place * PAGE_BYTES)
 
 
 def settle_ahead(session: Session) -> None:
     """Let the slab that is being made ahead arrive, so that a refusal hits a known call."""
-    if session.store.heap._next is not None:
-        concurrent.futures.wait([session.store.heap._next])
+    if session.store.heap._slabs._next is not None:
+        concurrent.futures.wait([session.store.heap._slabs._next])
 
 
 def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = ()) -> None:
@@ -129,9 +129,10 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = 
     live = set(held)
     assert all(page.holders == held.count(page) for page in live)
     assert set(heap._pages) == {page for page in live if page.address}
-    assert len(heap._pages) + len(heap._free) == slab_pages(session)
+    assert len(heap._pages) + len(heap._slabs._free) == slab_pages(session)
     places = [page.place for page in live if page.place != NOWHERE]
-    assert sorted([*places, *heap._free_places]) == list(range(heap._places))
+    if heap._spill is not None:
+        assert sorted([*places, *heap._spill._free]) == list(range(heap._spill._places))
     if heap.limit is not None:
         assert heap.host_bytes <= heap.limit
 
@@ -139,10 +140,10 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = 
 def slab_pages(session: Session) -> int:
     heap, engine = session.store.heap, session.engine
     settle_ahead(session)
-    ahead = heap._next
+    ahead = heap._slabs._next
     unused = {ahead.result()} if ahead is not None and not ahead.exception() else set()
-    size = sum(len(slab) for base, slab in engine.slabs.items() if base in heap._slabs)
-    assert {base for base in engine.slabs if base not in heap._slabs} == unused | query_buffers(session)
+    size = sum(len(slab) for base, slab in engine.slabs.items() if base in heap._slabs._slabs)
+    assert {base for base in engine.slabs if base not in heap._slabs._slabs} == unused | query_buffers(session)
     return size // PAGE_BYTES
 
 
@@ -181,7 +182,7 @@ def close(session: Session) -> None:
     session.close()
     assert session.engine.closed
     assert not session.engine.slabs, "host memory was not given back"
-    assert session.store.heap._file is None
+    assert session.store.heap._spill is None or session.store.heap._spill._file is None
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def decode(session: Session, count: int) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_slabs() -> Iterator[None]:
-    with mock.patch("kvflash_ggml.host.heap.SLAB_BYTES", 4 * PAGE_BYTES):
+    with mock.patch("kvflash_ggml.host.slabs.SLAB_BYTES", 4 * PAGE_BYTES):
         yield
 
 

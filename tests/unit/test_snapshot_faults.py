@@ -36,7 +36,7 @@ REFUSALS = (SnapshotError, ConfigError, ContextFull)
 
 @pytest.fixture(autouse=True)
 def small_slabs() -> Iterator[None]:
-    with mock.patch("kvflash_ggml.host.heap.SLAB_BYTES", 4 * PAGE_BYTES):
+    with mock.patch("kvflash_ggml.host.slabs.SLAB_BYTES", 4 * PAGE_BYTES):
         yield
 
 

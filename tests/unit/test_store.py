@@ -7,7 +7,8 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
-from kvflash_ggml.host import heap as heap_module
-from kvflash_ggml.host.heap import NOWHERE, Page, PageHeap
+from kvflash_ggml.host import slabs
+from kvflash_ggml.host.heap import PageHeap
+from kvflash_ggml.host.image import NOWHERE, PageImage
+from kvflash_ggml.host.lease import Lease
 from kvflash_ggml.host.store import HostStore
 
 PAGE = 100
@@ -29,7 +32,7 @@ SEEDS = st.integers(0, 1 << 16)
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap_module, "SLAB_BYTES", SLAB * PAGE + 50)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", SLAB * PAGE + 50)
 
 
 @pytest.fixture
@@ -63,18 +66,29 @@ def close(store: HostStore) -> None:
 
 
 def write(store: HostStore, memory: FakeHost, chunk: int, ticket: int = 0) -> bytes:
-    (address,) = store.allocate([chunk])
     data = bytes([chunk % 256]) * PAGE
-    memory.view(address, PAGE)[:] = data
-    if ticket:
-        store.written(chunk, ticket)
+    with store.allocate([chunk]) as (address,):
+        memory.view(address, PAGE)[:] = data
+        if ticket:
+            store.written([chunk], ticket)
     return data
 
 
+def allocate(store: HostStore, chunks: Sequence[int]) -> list[int]:
+    with store.allocate(chunks) as addresses:
+        return addresses
+
+
+def fetch(store: HostStore, chunk: int) -> bytes:
+    """The image, by way of its memory."""
+    with store.lease([chunk]):
+        return bytes(store.heap.view(store.page(chunk)))
+
+
 def settle(store: HostStore) -> None:
-    if store.heap._next is not None:
+    if store.heap._slabs._next is not None:
         with contextlib.suppress(HostMemoryError):
-            store.heap._next.result()
+            store.heap._slabs._next.result()
 
 
 def test_images_come_back(build: Any, memory: FakeHost) -> None:
@@ -82,7 +96,7 @@ def test_images_come_back(build: Any, memory: FakeHost) -> None:
     data = {chunk: write(store, memory, chunk) for chunk in range(10)}
     for chunk in (3, 9, 0):
         assert store.bytes_of(chunk) == data[chunk]
-        assert bytes(memory.view(store.fetch(chunk), PAGE)) == data[chunk]
+        assert fetch(store, chunk) == data[chunk]
     assert sorted(store) == list(range(10))
     assert 5 in store
     assert 10 not in store
@@ -91,7 +105,7 @@ def test_images_come_back(build: Any, memory: FakeHost) -> None:
 
 
 def test_neighbours_in_the_text_are_neighbours_in_memory(build: Any) -> None:
-    a, b, c = build().allocate([0, 1, 2])
+    a, b, c = allocate(build(), [0, 1, 2])
     assert (b - a, c - b) == (PAGE, PAGE)
 
 
@@ -121,7 +135,7 @@ def test_all_or_none(build: Any, memory: FakeHost) -> None:
     with pytest.raises(HostMemoryError):
         store.allocate([1, 2, 3, 4])
     assert list(store) == [0]
-    assert len(store.allocate([1, 2, 3])) == 3
+    assert len(allocate(store, [1, 2, 3])) == 3
 
 
 def test_a_ceiling_below_one_page_is_an_error_at_use(build: Any) -> None:
@@ -133,7 +147,7 @@ def test_a_ceiling_below_one_page_is_an_error_at_use(build: Any) -> None:
 def test_the_longest_waiting_is_spilled(build: Any, memory: FakeHost, tmp_path: Path) -> None:
     store = build(4, spill=True)
     data = {chunk: write(store, memory, chunk) for chunk in range(4)}
-    store.fetch(0)
+    fetch(store, 0)
     data[4] = write(store, memory, 4)
     assert [chunk for chunk in store if store.page(chunk).place != NOWHERE] == [1]
     assert (store.heap.host_bytes, store.heap.spilled_bytes) == (4 * PAGE, PAGE)
@@ -149,8 +163,8 @@ def test_places_in_the_file_are_used_again(build: Any, memory: FakeHost) -> None
         write(store, memory, chunk)
         if chunk > 2:
             store.drop(chunk - 2)
-    assert store.heap._file is not None
-    assert os.fstat(store.heap._file.fileno()).st_size <= 4 * PAGE
+    spill = store.heap._spill
+    assert os.fstat(spill._file.fileno()).st_size <= 4 * PAGE
 
 
 def test_a_page_is_reused_only_after_its_transfer(build: Any, memory: FakeHost) -> None:
@@ -243,7 +257,7 @@ def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
     store = build(1, spill=True)
     data = {chunk: write(store, memory, chunk) for chunk in range(3)}
     store.drop(0)  # its place in the file is free, the one of chunk 1 behind it is not
-    store.heap._file = disk = Disk(store.heap._file)
+    store.heap._spill._file = disk = Disk(store.heap._spill._file)
     disk.trouble = True
     with pytest.raises(HostMemoryError, match="No space"):
         store.allocate([3])
@@ -257,9 +271,9 @@ def test_a_full_disk_costs_no_image(build: Any, memory: FakeHost) -> None:
 def test_a_spilled_page_that_has_changed_is_not_believed(how: str, build: Any, memory: FakeHost) -> None:
     store = build(1, spill=True)
     data = {chunk: write(store, memory, chunk) for chunk in (1, 2, 3)}
-    store.heap._file.seek(0)
-    store.heap._file.write(b"\xff" if how == "bit" else bytes(PAGE))
-    for read in (store.fetch, store.bytes_of):
+    store.heap._spill._file.seek(0)
+    store.heap._spill._file.write(b"\xff" if how == "bit" else bytes(PAGE))
+    for read in (partial(fetch, store), store.bytes_of):
         with pytest.raises(SnapshotError, match="damaged"):
             read(1)
     assert not store.heap.readable(store.page(1))
@@ -281,7 +295,7 @@ def test_a_page_lives_as_long_as_somebody_holds_it(build: Any, memory: FakeHost)
     data = write(text, memory, 0)
     page = text.page(0)
     other.put(7, page)
-    kept = text.heap.hold(page)
+    kept = text.heap.retain(page)
     text.drop(0)
     assert other.bytes_of(7) == text.heap.bytes_of(kept) == data
     with pytest.raises(AssertionError, match="has an image"):
@@ -293,13 +307,13 @@ def test_a_page_lives_as_long_as_somebody_holds_it(build: Any, memory: FakeHost)
     assert text.heap.host_bytes == 0
     with pytest.raises(AssertionError):
         text.heap.release(kept)
-    assert sorted(text.allocate(range(4))) == sorted({text.page(chunk).address for chunk in range(4)})
+    assert sorted(allocate(text, range(4))) == sorted({text.page(chunk).address for chunk in range(4)})
 
 
 def test_a_spilled_page_that_is_held_twice_has_one_place(build: Any, memory: FakeHost) -> None:
     store = build(1, spill=True)
     data = write(store, memory, 0)
-    kept = store.heap.hold(store.page(0))
+    kept = store.heap.retain(store.page(0))
     write(store, memory, 1)
     assert store.heap.spilled_bytes == PAGE
     store.drop(0)
@@ -313,7 +327,7 @@ def test_a_spilled_page_that_is_held_twice_has_one_place(build: Any, memory: Fak
 
 
 class Origin:
-    """A page image in a file (heap.PageSource)."""
+    """A page image in a file (host.image.PageSource)."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -331,14 +345,14 @@ class Origin:
 def test_a_page_of_a_file_is_read_when_it_is_needed(build: Any, memory: FakeHost) -> None:
     store = build()
     origin = Origin(b"o" * PAGE)
-    page = Page(source=origin)
+    page = PageImage(source=origin)
     store.put(3, page)
     store.heap.release(page)
     assert (store.heap.host_bytes, origin.reads) == (0, 0)
     assert store.bytes_of(3) == origin.data
     assert (store.heap.host_bytes, origin.reads) == (0, 1)
-    assert bytes(memory.view(store.fetch(3), PAGE)) == origin.data
-    store.fetch(3)
+    assert fetch(store, 3) == origin.data
+    fetch(store, 3)
     assert store.bytes_of(3) == origin.data
     assert (store.heap.host_bytes, origin.reads) == (PAGE, 2)
 
@@ -348,16 +362,16 @@ def test_pages_of_a_file_leave_first_and_are_not_spilled(build: Any, memory: Fak
     for spill in (False, True):
         store = build(2, spill=spill)
         data = write(store, memory, 0)
-        page = Page(source=Origin(b"o" * PAGE))
+        page = PageImage(source=Origin(b"o" * PAGE))
         store.put(1, page)
-        store.fetch(1)
+        fetch(store, 1)
         write(store, memory, 2)
         assert (page.address, page.place) == (0, NOWHERE)
         assert store.heap.spilled_bytes == 0
         assert store.bytes_of(0) == data
         assert store.bytes_of(1) == b"o" * PAGE
     with pytest.raises(HostMemoryError):
-        build(0, slack=50).heap.fetch(page)
+        build(0, slack=50).heap.lease([page]).__enter__()
 
 
 @pytest.mark.parametrize(("pages", "spill"), [(1, True), (2, True), (2, False), (3, False)])
@@ -366,13 +380,12 @@ def test_pages_that_are_fetched_together_stay_together(build: Any, memory: FakeH
     store = build(pages, spill=spill)
     own = {chunk: write(store, memory, chunk) for chunk in range(pages if spill else 1)}
     for chunk in range(10, 14):
-        page = Page(source=Origin(bytes([chunk]) * PAGE))
+        page = PageImage(source=Origin(bytes([chunk]) * PAGE))
         store.put(chunk, page)
         store.heap.release(page)
     left, groups = [10, 11, 0, 12, 13], []
     while left:
-        with store.lock:
-            addresses = store.fetch_some(left)
+        with store.lease_some(left) as addresses:
             assert len(set(addresses)) == len(addresses) > 0
             for chunk, address in zip(left, addresses, strict=False):
                 assert bytes(memory.view(address, PAGE)) == bytes([chunk]) * PAGE
@@ -385,16 +398,16 @@ def test_pages_that_are_fetched_together_stay_together(build: Any, memory: FakeH
 def test_a_damaged_file_costs_no_memory(build: Any, memory: FakeHost) -> None:
     store = build(1)
     origin = Origin(b"o" * PAGE)
-    store.put(0, Page(source=origin))
+    store.put(0, PageImage(source=origin))
     origin.trouble = True
     for _ in range(5):
         with pytest.raises(SnapshotError):
-            store.fetch(0)
+            fetch(store, 0)
         with pytest.raises(SnapshotError):
             store.bytes_of(0)
     assert store.heap.host_bytes == 0
     origin.trouble = False
-    assert bytes(memory.view(store.fetch(0), PAGE)) == origin.data
+    assert fetch(store, 0) == origin.data
 
 
 def test_threads_share_a_heap(build: Any, memory: FakeHost) -> None:
@@ -404,17 +417,18 @@ def test_threads_share_a_heap(build: Any, memory: FakeHost) -> None:
     for chunk in range(12):
         write(store, memory, chunk)
     wrong: list[object] = []
+    changing = threading.Lock()
 
     def look(seed: int) -> None:
         rng = random.Random(seed)
         try:
             for _ in range(300):
                 chunk = rng.randrange(12)
-                with store.lock:
-                    page = heap.hold(store.page(chunk))
+                with changing:
+                    page = heap.retain(store.page(chunk))
                 if rng.random() < 0.5:
-                    with heap.lock:
-                        data = bytes(memory.view(heap.fetch(page), PAGE))
+                    with heap.lease([page]) as (address,):
+                        data = bytes(memory.view(address, PAGE))
                 else:
                     data = heap.bytes_of(page)
                 if data != bytes([chunk]) * PAGE:
@@ -429,7 +443,7 @@ def test_threads_share_a_heap(build: Any, memory: FakeHost) -> None:
     rng = random.Random(9)
     for _ in range(300):
         chunk = rng.randrange(12)
-        with store.lock:
+        with changing:
             store.drop(chunk)
             write(store, memory, chunk)
     for thread in threads:
@@ -458,7 +472,7 @@ class Disk:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The model: chunk -> bytes for two texts, and pages that snapshots hold."""
+    """The model: chunk -> bytes for two texts, pages that snapshots hold, and leases with what they were given."""
 
     @initialize(limit=st.sampled_from([2, 1, 3, 5, 7, None]), spill=st.booleans())
     def begin(self, limit: int | None, spill: bool) -> None:
@@ -468,20 +482,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.heap = PageHeap(self.memory, PAGE, limit=None if limit is None else limit * PAGE, spill=folder)
         self.spill = spill
         self.stores = [HostStore(self.heap), HostStore(self.heap)]
-        self.models: list[dict[int, Page]] = [{}, {}]
-        self.held: list[Page] = []
-        self.data: dict[Page, bytes] = {}
+        self.models: list[dict[int, PageImage]] = [{}, {}]
+        self.held: list[PageImage] = []
+        self.leases: list[tuple[Lease, dict[PageImage, int]]] = []
+        self.data: dict[PageImage, bytes] = {}
         self.busy: dict[int, int] = {}  # address -> the transfer that must be over before it is used again
         self.serial = 0
 
     # --- what the model says
 
-    def live(self) -> set[Page]:
+    def live(self) -> set[PageImage]:
         return {*self.models[0].values(), *self.models[1].values(), *self.held}
 
+    def leased(self) -> set[PageImage]:
+        """Pages that may not leave, whoever holds them."""
+        return {page for _, addresses in self.leases for page in addresses}
+
     def must_stay(self) -> int:
-        """Pages that nothing but memory can hold."""
-        return sum(page.source is None and page.place == NOWHERE for page in self.live())
+        """Pages that nothing but memory can hold, or that are leased."""
+        stay = {page for page in self.live() if page.source is None and page.place == NOWHERE}
+        return len(stay | self.leased())
 
     def image(self) -> bytes:
         self.serial += 1
@@ -490,9 +510,10 @@ class StoreMachine(RuleBasedStateMachine):
     @contextlib.contextmanager
     def trouble(self, on: bool) -> Iterator[None]:
         """The disk fails: the spill file, and the files that pages came from."""
-        if self.heap._file is not None and not isinstance(self.heap._file, Disk):
-            self.heap._file = Disk(self.heap._file)  # type: ignore[assignment]
-        ill = [self.heap._file, *(page.source for page in self.live())] if on else []
+        spill = self.heap._spill
+        if spill is not None and spill._file is not None and not isinstance(spill._file, Disk):
+            spill._file = Disk(spill._file)  # type: ignore[assignment]
+        ill = [spill and spill._file, *(page.source for page in self.live())] if on else []
         for each in ill:
             if each is not None:
                 each.trouble = True  # type: ignore[union-attr]
@@ -501,7 +522,7 @@ class StoreMachine(RuleBasedStateMachine):
             if each is not None:
                 each.trouble = False  # type: ignore[union-attr]
 
-    def pick(self, seed: int, most: int = 5) -> list[Page]:
+    def pick(self, seed: int, most: int = 5) -> list[PageImage]:
         """Some pages, in any order, the ones that are not in memory rather than others."""
         rng = random.Random(seed)
         pages = sorted(self.live(), key=lambda page: self.data[page])
@@ -523,11 +544,11 @@ class StoreMachine(RuleBasedStateMachine):
         fits = self.limit is None or self.must_stay() + len(chunks) <= self.limit
         with self.trouble(trouble):
             try:
-                addresses = store.allocate(chunks)
+                addresses = allocate(store, chunks)
             except HostMemoryError:
                 assert self.limit is not None
                 assert not fits
-                assert trouble or not self.spill or len(chunks) > self.limit
+                assert trouble or not self.spill or len(chunks) + len(self.leased()) > self.limit
                 return
         assert fits or self.spill
         assert len(set(addresses)) == len(chunks)
@@ -538,7 +559,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.data[page] = self.image()
             self.memory.view(address, PAGE)[:] = self.data[page]
             if transfer:
-                store.written(chunk, self.serial)
+                store.written([chunk], self.serial)
                 self.busy[address] = self.serial
 
     @rule(which=st.integers(0, 1), chunk=st.integers(0, 30), keep=st.booleans())
@@ -546,7 +567,7 @@ class StoreMachine(RuleBasedStateMachine):
         if chunk in self.models[which]:
             return
         data = self.image()
-        page = Page(source=Origin(data))
+        page = PageImage(source=Origin(data))
         self.stores[which].put(chunk, page)
         self.models[which][chunk] = page
         self.data[page] = data
@@ -565,9 +586,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live())
     @rule(seed=SEEDS)
-    def hold(self, seed: int) -> None:
+    def retain(self, seed: int) -> None:
         for page in self.pick(seed):
-            assert self.heap.hold(page) is page
+            assert self.heap.retain(page) is page
             self.held.append(page)
 
     @precondition(lambda self: self.held)
@@ -590,33 +611,45 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live())
     @rule(seed=SEEDS, trouble=st.booleans())
-    def fetch(self, seed: int, trouble: bool) -> None:
+    def lease(self, seed: int, trouble: bool) -> None:
         for page in self.pick(seed):
-            room = self.limit is None or self.must_stay() < self.limit or self.spill or bool(page.address)
+            spare = self.limit is None or len(self.leased()) < self.limit
+            room = self.limit is None or self.must_stay() < self.limit or (self.spill and spare) or bool(page.address)
             with self.trouble(trouble):
                 try:
-                    address = self.heap.fetch(page)
+                    with self.heap.lease([page]) as (address,):
+                        assert bytes(self.memory.view(address, PAGE)) == self.data[page]
                 except (HostMemoryError, SnapshotError):
                     assert trouble or not room
                     continue
             assert room
-            assert bytes(self.memory.view(address, PAGE)) == self.data[page]
             self.holds()
 
     @precondition(lambda self: self.live())
     @rule(seed=SEEDS)
-    def fetch_some(self, seed: int) -> None:
+    def lease_some(self, seed: int) -> None:
         pages = self.pick(seed)
+        together = [len(self.leased() | set(pages[:n])) for n in range(1, len(pages) + 1)]
+        fit = sum(self.limit is None or count <= self.limit for count in together)
+        lease = self.heap.lease_some(pages)
         try:
-            addresses = self.heap.fetch_some(pages)
+            addresses = lease.__enter__()
         except HostMemoryError:
             assert self.must_stay() == self.limit
-            assert not self.spill
+            assert not self.spill or fit == 0
             return
-        assert 0 < len(addresses) <= len(pages)
-        assert self.limit is None or not self.spill or len(addresses) == min(len(pages), self.limit)
+        assert 0 < len(addresses) <= fit
+        assert self.limit is not None or len(addresses) == len(pages)
+        assert not self.spill or len(addresses) == fit
         for page, address in zip(pages, addresses, strict=False):
             assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+        self.leases.append((lease, dict(zip(pages, addresses, strict=False))))
+
+    @precondition(lambda self: self.leases)
+    @rule(seed=SEEDS)
+    def end_a_lease(self, seed: int) -> None:
+        lease, _ = self.leases.pop(seed % len(self.leases))
+        lease.__exit__(None, None, None)
 
     @precondition(lambda self: self.models[0] or self.models[1])
     @rule(data=st.data())
@@ -646,16 +679,24 @@ class StoreMachine(RuleBasedStateMachine):
             assert page.place == NOWHERE or not page.address, "a place in the file is wasted"
             if page.address:
                 assert bytes(self.memory.view(page.address, PAGE)) == self.data[page]
-        assert set(heap._pages) == {page for page in live if page.address}
-        assert heap.host_bytes == sum(bool(page.address) for page in live) * PAGE
+        for _, addresses in self.leases:
+            for page, address in addresses.items():
+                assert page.address == address, "it has moved while it was leased"
+                assert bytes(self.memory.view(address, PAGE)) == self.data[page]
+        inside = {page for page in live | self.leased() if page.address}
+        assert set(heap._pages) == inside
+        assert heap.host_bytes == len(inside) * PAGE
         assert heap.spilled_bytes == sum(page.place != NOWHERE for page in live) * PAGE
         places = [page.place for page in live if page.place != NOWHERE]
-        assert sorted([*places, *heap._free_places]) == list(range(heap._places))
+        if heap._spill is not None:
+            assert sorted([*places, *heap._spill._free]) == list(range(heap._spill._places))
         if self.limit is not None:
             assert self.memory.allocated <= self.limit * PAGE
 
     def teardown(self) -> None:
         if hasattr(self, "heap"):
+            while self.leases:
+                self.end_a_lease(0)
             for page in self.live():
                 assert self.heap.bytes_of(page) == self.data[page]
             for page in self.held:

@@ -1,0 +1,86 @@
+"""Memory for page images: places in page-locked slabs, where the backend has them, made ahead of need."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from ..errors import HostMemoryError
+
+SLAB_BYTES = 64 << 20
+
+
+class HostMemory(Protocol):
+    """Where slabs come from. `view` gives writable bytes of an address."""
+
+    def alloc(self, size: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def view(self, address: int, size: int) -> memoryview: ...
+    def wait(self, ticket: int) -> None: ...
+
+
+class Slabs:
+    """Addresses of `page_bytes` bytes each, at most `most` of them, None for no ceiling. Whoever uses it has a lock."""
+
+    def __init__(self, memory: HostMemory, page_bytes: int, most: int | None) -> None:
+        self._memory = memory
+        self._page_bytes = page_bytes
+        self._most = most
+        self._slabs: list[int] = []
+        self._made = 0  # pages in the slabs
+        self._free: list[int] = []
+        # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
+        self._next: Future[int] | None = None
+
+    def take(self) -> int:
+        """A free address; 0 if the ceiling allows no more. HostMemoryError if memory is refused."""
+        if not self._free:
+            if self._slab_pages() == 0:
+                return 0
+            self._add_slab()
+        return self._free.pop()
+
+    def give_back(self, address: int) -> None:
+        self._free.append(address)
+
+    def close(self) -> None:
+        """Free all memory."""
+        self._ahead.shutdown()
+        if self._next is not None:
+            with contextlib.suppress(HostMemoryError):
+                self._slabs.append(self._next.result())
+            self._next = None
+        for address in self._slabs:
+            self._memory.free(address)
+        self._slabs.clear()
+        self._free.clear()
+
+    def _slab_pages(self) -> int:
+        """Pages of the next slab; 0 if the ceiling allows none."""
+        pages = max(1, SLAB_BYTES // self._page_bytes)
+        return pages if self._most is None else min(pages, self._most - self._made)
+
+    def _add_slab(self) -> None:
+        count = self._slab_pages()
+        ahead, self._next = self._next, None
+        # what was refused ahead of need may be had now
+        refused = ahead is None or ahead.exception() is not None
+        address = self._new_slab(count) if refused or ahead is None else ahead.result()
+        self._slabs.append(address)
+        self._made += count
+        pages = range(address, address + count * self._page_bytes, self._page_bytes)
+        self._free.extend(reversed(pages))  # neighbours in the text become neighbours in memory
+        if self._slab_pages() > 0:
+            self._next = self._ahead.submit(self._new_slab, self._slab_pages())
+
+    def _new_slab(self, pages: int) -> int:
+        size = pages * self._page_bytes
+        address = self._memory.alloc(size)
+        if not address:
+            raise HostMemoryError(
+                f"could not get {size >> 20} MiB of host memory for paged-out chunks: free memory, set a lower "
+                f"host_limit together with a spill folder, or use a smaller context"
+            )
+        return address
