@@ -53,6 +53,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [60_000, 1 << 30])
 def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
     workers = [start(tmp_path, capacity, seed, ROUNDS) for seed in range(4)]

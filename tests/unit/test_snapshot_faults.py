@@ -52,6 +52,7 @@ def session() -> Iterator[Session]:
 # --- processes that die, disks that fail
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_save_leaves_the_old_file_whole(tmp_path: Path) -> None:
     command = [sys.executable, HERE / "save_forever.py", tmp_path, "200"]
@@ -335,6 +336,7 @@ RAW: list[Mutation] = [flip, cut, shuffle]
 FORGED: list[Mutation] = [forge_prefix, forge_directory, forge_section, swap_sections]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", RAW + FORGED)
 def test_hostile_files(mutation: Mutation, victim: Victim) -> None:
     """Ten thousand in all: refused with a typed error, or harmless."""
