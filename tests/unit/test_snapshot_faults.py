@@ -350,6 +350,7 @@ def test_hostile_files(mutation: Mutation, victim: Victim) -> None:
     assert victim.take(victim.data, forged=False), "it still takes what is sound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", RAW + FORGED)
 def test_hostile_files_cost_no_memory(mutation: Mutation, victim: Victim) -> None:
     """Nothing beyond the size of the file and a constant, whatever its numbers say."""
@@ -369,6 +370,7 @@ def test_hostile_files_cost_no_memory(mutation: Mutation, victim: Victim) -> Non
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 6 << 20, 2**31 - 1])
 def test_large_sections_are_not_read(length: int | None, victim: Victim) -> None:
     """A file that is nearly all of one section, such as one of holes, is refused before that is read."""
