@@ -21,8 +21,8 @@ import numpy as np
 import plain_reader
 import pytest
 from fake_engine import PAGE_BYTES, ROW_BYTES
-from saving import dump, keeper, load, save, seen
-from test_snapshot import EXTREMES, NONSENSE, decode, make, text
+from saving import decode, dump, keeper, load, make, save, seen, text
+from snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
@@ -71,12 +71,11 @@ import os, signal, sys, warnings
 from pathlib import Path
 sys.path.insert(0, {str(HERE)!r})
 warnings.simplefilter("ignore")
-from saving import dump, keeper
-from test_session_fake import make, some
+from saving import dump, keeper, make, text
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
 session = make()
-session.extend(some(700))
+session.extend(text(700))
 each = keeper(session)
 cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
 each.save(session.freeze(), Path({str(tmp_path / "a")!r}), compress=False).result()
@@ -86,7 +85,7 @@ child = os.fork()
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 signal.alarm(60)
-session.extend(some(100))
+session.extend(text(100))
 assert len(dump(session)) > 1000
 try:
     each.save(session.freeze(), Path({str(tmp_path / "b")!r}), compress=False)
