@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from residency_map import CHUNKS, draw
+
 from kvflash_ggml import Llama
 from kvflash_ggml.bench.tasks import zebra_task
 
@@ -17,6 +19,7 @@ POOL, DOCUMENT = 1024, 24_000
 
 
 def main() -> int:
+    sys.stdout.reconfigure(errors="replace")  # the map, on a terminal that cannot show it
     llm = Llama(str(MODEL), n_ctx=DOCUMENT + 1024, kvflash=POOL, verbose=False)
     view = llm.kvflash
     assert view is not None
@@ -35,6 +38,7 @@ def main() -> int:
         print(f"\rreading {100 * done // total:3d} %", end="\n" if done == total else "", file=sys.stderr)
 
     llm.kvflash_progress = progress if sys.stderr.isatty() else None
+    trace = view.record()
     began = time.perf_counter()
     answer = llm.create_completion(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"]
     seconds = time.perf_counter() - began
@@ -46,6 +50,9 @@ def main() -> int:
     print(f"On the host:   {view.host_bytes / 2**20:.1f} MiB; {view.page_outs} page-outs, {view.page_ins} page-ins.")
     needle = task.position // 64
     print(f"The chunk of that sentence, {needle}, is {'' if needle in view.resident_chunks else 'not '}resident.")
+
+    print(f"\nWhich chunks were on the device after so many tokens, {CHUNKS} chunks a character: · none, ▁ one, █ all.")
+    print(*draw(trace.moments, needle, "^ the sentence"), sep="\n")
     llm.close()
     return 0 if right else 1
 

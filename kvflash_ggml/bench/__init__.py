@@ -1,4 +1,4 @@
-"""`kvflash-bench`: every figure in the README comes from here. The last line of stdout is one JSON document."""
+"""`kvflash-bench`: every figure of docs/benchmarks.md comes from here. The last line of stdout is one JSON document."""
 
 from __future__ import annotations
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..llama.llama import Llama
 from .opening import opened
 from .outcomes import Arm
 from .reading import losses_at
 from .tasks import SPREAD, compose
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

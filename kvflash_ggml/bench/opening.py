@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
-from ..llama.llama import Llama
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 ALL_HEADS = "qk-all"
 """The policy `qk` asking every head, as it does before its heads are known."""
@@ -30,6 +32,8 @@ def opened(
     options: keywords of `Llama`, and `heads`: a file of retrieval heads. Without one they are those in the user's cache
     folder, or are found now. fields: more of KVFlashConfig.
     """
+    from ..llama.llama import Llama  # not before: it loads the library, which counting results does without
+
     options = dict(options)
     heads = options.pop("heads", None)
     if pool is not None:

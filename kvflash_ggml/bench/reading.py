@@ -9,16 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..llama.llama import Llama
 from .asks import Setting
 from .opening import opened
 from .outcomes import Arm, Plan
 from .references import refer
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
-from ..native import engine as native
 
 SPEED_CAP = 16_384
 """Tokens. Beyond this, attention over the pool costs more time than a larger pool gains in recall."""
@@ -31,6 +30,8 @@ def fit(config: KVFlashConfig, model: Any, params: Any, *, reserved: int = 0) ->
 
     reserved: bytes of device memory that something else will take.
     """
+    from ..native import engine as native  # here, as below: the arithmetic needs no library
+
     free, _, _ = native.device_memory(_address(model))
     n_ctx = params.n_ctx or model.n_ctx_train()
     return resolve(config, n_ctx=n_ctx, free_bytes=free - reserved, slot_bytes=slot_size(model, params))
@@ -38,6 +39,8 @@ def fit(config: KVFlashConfig, model: Any, params: Any, *, reserved: int = 0) ->
 
 def slot_size(model: Any, params: Any) -> int:
     """Bytes that one token takes in the pool. UnsupportedModelError if the model cannot run in one."""
+    from ..native import engine as native
+
     return native.probe(
         _address(model),
         type_k=params.type_k,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -87,6 +88,18 @@ def test_a_library_in_a_program(package: str, program: str, pool: str, question:
     assert done.returncode == 0, done.stderr
     assert CODE in done.stdout
     assert f"kvflash: pool {pool} tokens" in done.stderr
+
+
+def test_langchain_as_the_examples_say(question: str, tmp_path: Path) -> None:
+    needs("langchain-community")
+    page = (REPO / "docs/examples.md").read_text(encoding="utf-8")
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "langchain" in block)
+    (tmp_path / "model.gguf").symlink_to(MODEL)
+    (tmp_path / "book.txt").write_text(question.rpartition("\n")[0], encoding="utf-8")
+    done = run("python", "-c", f"import os; os.chdir({str(tmp_path)!r})\n{example}")
+    assert done.returncode == 0, done.stderr
+    assert CODE in done.stdout
+    assert "kvflash: pool 1024 of 131072 tokens" in done.stdout
 
 
 def test_a_library_without_a_pool(question: str) -> None:

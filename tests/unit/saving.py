@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fake_engine import FakeEngine, make_session
 
+from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
 from kvflash_ggml.session.scoring import Scoring
 from kvflash_ggml.session.session import Session
@@ -55,6 +57,25 @@ class Digest:
         return int(self._index.nbytes)
 
     def close(self) -> None: ...
+
+
+def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info: Any) -> Session:
+    """A session on an engine of its own."""
+    policy = scorer and scorer()
+    engine = FakeEngine(n_slots, 64, **({"query_rows": 4} if policy else {}), **info)
+    config = KVFlashConfig(tail=2, tau=16)
+    return make_session(engine, config, n_ctx=n_ctx, n_batch=64, n_ubatch=64, scorer=policy)
+
+
+def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, N_VOCAB, count, dtype=np.int32)
+
+
+def decode(session: Session, count: int) -> None:
+    """Generate, as it were: one token after the other."""
+    for token in text(count, 2):
+        session.extend(np.array([token], np.int32))
 
 
 def keeper(session: Session) -> Keeper:

@@ -20,6 +20,10 @@ FACTS: dict[str, Any] = {
     "settings": {"pool": 1024, "n_ctx": 4096, "policy": "lru"},
 }
 
+EXTREMES = [2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1]
+NONSENSE = [1.5, "7", None, True, [], {}, float("nan"), float("inf"), [[0]]]
+"""Values that a field of a directory should not have."""
+
 
 def write(
     path: Path, *, blocks: Sequence[int] = (0, -1, 1), compress: bool = False, facts: dict[str, Any] | None = None

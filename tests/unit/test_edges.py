@@ -76,7 +76,7 @@ def test_only_the_best_are_read():
     chunks = list(range(0, 40, 2))
     scores = np.full(40, -50.0, np.float32)
     scores[chunks] = -np.arange(20)
-    keys = Keys({c: (0, 0, CHUNK - 1) for c in chunks})
+    keys = Keys(dict.fromkeys(chunks, (0, 0, CHUNK - 1)))
     columns = np.zeros((18, 40), np.float32)
     columns[LAYER0, chunks] = 9
     follow(keys, look(n_chunks=40), HEADS, columns, chunks, scores)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import PAGE_BYTES, FakeEngine, FakeHost
+from fake_engine import PAGE_BYTES, FakeEngine, FakeHost, make_session
 from saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
@@ -21,7 +21,6 @@ from kvflash_ggml.host import heap as heap_module
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import NOWHERE, PageImage
-from kvflash_ggml.session.session import Session
 
 PAGE = PAGE_BYTES
 PATIENCE = 60  # seconds after which something that should have happened never will
@@ -313,10 +312,10 @@ class Shortlist(Digest):
         self.reader = keys
         self.on = False
 
-    def score(self, look: Any) -> Any:
+    def score(self, request: Any) -> Any:
         if self.on:
-            self.reader.score_keys(range(4), look)
-        return np.zeros(look.n_chunks, np.float32)
+            self.reader.score_keys(range(4), request)
+        return np.zeros(request.n_chunks, np.float32)
 
 
 @pytest.mark.parametrize("limit", [None, 8])
@@ -332,7 +331,7 @@ def test_a_chunk_is_sealed_while_a_shortlist_is_scored(limit: int | None, tmp_pa
     engine.score_keys = score_keys  # type: ignore[attr-defined]
     config = KVFlashConfig(pool=512, tail=2, tau=4, host_limit=limit and limit * PAGE, spill=limit and tmp_path)
     scorer = Shortlist()
-    session = Session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
+    session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
     session.extend(np.arange(700, dtype=np.int32))
     scorer.on = True
     before, sealed = session.page_outs, session.length // CHUNK

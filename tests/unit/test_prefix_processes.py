@@ -53,6 +53,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [60_000, 1 << 30])
 def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
     workers = [start(tmp_path, capacity, seed, ROUNDS) for seed in range(4)]
@@ -80,6 +81,7 @@ def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
             assert known or capacity < 1 << 30
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_while_there_is_room(tmp_path: Path) -> None:
     """Two processes write the same texts at the same time; afterwards each of them is there."""
     workers = [start(tmp_path, 1 << 30, seed, "common") for seed in (0, 2, 4)]

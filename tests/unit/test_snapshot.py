@@ -13,12 +13,12 @@ from unittest import mock
 import numpy as np
 import plain_reader
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, FakeLayer, make_session
+from fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
 from hypothesis import given
 from hypothesis import strategies as st
-from saving import N_VOCAB, Digest, dump, keeper, load, save, seen
+from saving import N_VOCAB, Digest, decode, dump, keeper, load, make, save, seen, text
+from snapshot_files import EXTREMES, NONSENSE
 
-from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, SnapshotMismatch
 from kvflash_ggml.session.session import Session
@@ -26,22 +26,6 @@ from kvflash_ggml.snapshot.source import BytesSource, FileSource
 from kvflash_ggml.state.session import Layout
 
 LENGTH = 700
-
-
-def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info: Any) -> Session:
-    policy = scorer and scorer()
-    engine = FakeEngine(n_slots, 64, **({"query_rows": 4} if policy else {}), **info)
-    config = KVFlashConfig(tail=2, tau=16)
-    return make_session(engine, config, n_ctx=n_ctx, n_batch=64, n_ubatch=64, scorer=policy)
-
-
-def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, N_VOCAB, count, dtype=np.int32)
-
-
-def decode(session: Session, count: int) -> None:
-    for token in text(count, 2):
-        session.extend(np.array([token], np.int32))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -428,10 +412,6 @@ def replace_table(data: bytes, table: bytes) -> bytes:
     at = entry[1]
     whole = data[:at] + table + data[at + len(table) :]
     return replace_sections(whole, {"pages": [*entry[:3], plain_reader.checksum(table, "pages")]})
-
-
-EXTREMES = [2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1]
-NONSENSE = [1.5, "7", None, True, [], {}, float("nan"), float("inf"), [[0]]]
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])

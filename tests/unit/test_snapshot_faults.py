@@ -21,8 +21,8 @@ import numpy as np
 import plain_reader
 import pytest
 from fake_engine import PAGE_BYTES, ROW_BYTES
-from saving import dump, keeper, load, save, seen
-from test_snapshot import EXTREMES, NONSENSE, decode, make, text
+from saving import decode, dump, keeper, load, make, save, seen, text
+from snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
@@ -52,6 +52,7 @@ def session() -> Iterator[Session]:
 # --- processes that die, disks that fail
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_save_leaves_the_old_file_whole(tmp_path: Path) -> None:
     command = [sys.executable, HERE / "save_forever.py", tmp_path, "200"]
@@ -70,12 +71,11 @@ import os, signal, sys, warnings
 from pathlib import Path
 sys.path.insert(0, {str(HERE)!r})
 warnings.simplefilter("ignore")
-from saving import dump, keeper
-from test_session_fake import make, some
+from saving import dump, keeper, make, text
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
 session = make()
-session.extend(some(700))
+session.extend(text(700))
 each = keeper(session)
 cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
 each.save(session.state(), Path({str(tmp_path / "a")!r}), compress=False).result()
@@ -85,7 +85,7 @@ child = os.fork()
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 signal.alarm(60)
-session.extend(some(100))
+session.extend(text(100))
 assert len(dump(session)) > 1000
 try:
     each.save(session.state(), Path({str(tmp_path / "b")!r}), compress=False)
@@ -335,6 +335,7 @@ RAW: list[Mutation] = [flip, cut, shuffle]
 FORGED: list[Mutation] = [forge_prefix, forge_directory, forge_section, swap_sections]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", RAW + FORGED)
 def test_hostile_files(mutation: Mutation, victim: Victim) -> None:
     """Ten thousand in all: refused with a typed error, or harmless."""
@@ -348,6 +349,7 @@ def test_hostile_files(mutation: Mutation, victim: Victim) -> None:
     assert victim.take(victim.data, forged=False), "it still takes what is sound"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", RAW + FORGED)
 def test_hostile_files_cost_no_memory(mutation: Mutation, victim: Victim) -> None:
     """Nothing beyond the size of the file and a constant, whatever its numbers say."""
@@ -367,6 +369,7 @@ def test_hostile_files_cost_no_memory(mutation: Mutation, victim: Victim) -> Non
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, 6 << 20, 2**31 - 1])
 def test_large_sections_are_not_read(length: int | None, victim: Victim) -> None:
     """A file that is nearly all of one section, such as one of holes, is refused before that is read."""

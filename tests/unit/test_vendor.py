@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -77,6 +78,13 @@ def trees(tmp_path: Path) -> tuple[Path, Path]:
     return base, edited
 
 
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that says its version, wherever only what a compiler says is asked for."""
+    for variable in ("CC", "CXX"):
+        monkeypatch.setenv(variable, sys.executable)
+
+
 def _patch(folder: Path, name: str, diff: str = "", header: str = HEADER) -> Patch:
     path = folder / name
     path.write_text(header + diff)
@@ -146,6 +154,7 @@ def test_developer_tree_is_used_as_it_is(
     assert "NOT APPLIED" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("compilers")
 def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*_: object) -> Path:
         raise AssertionError("fetched the sdist")
@@ -275,6 +284,7 @@ def test_a_better_header_rebuilds_nothing(tmp_path: Path) -> None:
     assert patches.series_hash([one]) != patches.series_hash([])
 
 
+@pytest.mark.usefixtures("compilers")
 def test_cmake_args_reach_the_build_and_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = toolchain.Toolchain(defines=toolchain.user_defines())
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_NATIVE=off -D GGML_LTO:BOOL=on -DLLAMA_BUILD=OFF")
@@ -314,6 +324,7 @@ def test_only_changed_files_get_a_new_time(tmp_path: Path) -> None:
     assert not (b / "README").exists()
 
 
+@pytest.mark.usefixtures("compilers")
 def test_a_patch_rebuilds_ggml_only_if_it_touches_it(pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_pin", lambda: pin)
     monkeypatch.setattr(build, "patched_tree", source.pristine_tree)

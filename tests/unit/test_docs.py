@@ -1,0 +1,183 @@
+"""What README, CONTRIBUTING and docs/ say: links lead somewhere, commands parse, examples do what is said of them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, make_session
+
+from kvflash_ggml import bench, cli
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.llama.keywords import PoolKeywords
+from kvflash_ggml.policy.base import Scorer
+
+REPO = Path(__file__).parents[2]
+FOLDERS = ("", "docs", "patches", "vendor", "tests/models", "tests/text", "scripts/train_recall")
+PAGES = [page for folder in FOLDERS for page in sorted((REPO / folder).glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(REPO))
+
+
+def text_of(name: str) -> str:
+    return (REPO / name).read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# --- pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 120
+
+
+def test_the_index_names_every_page() -> None:
+    index = text_of("docs/README.md")
+    assert [page.name for page in (REPO / "docs").glob("*.md") if f"({page.name})" not in index] == ["README.md"]
+
+
+def test_the_readme_explains_every_keyword() -> None:
+    cells = re.findall(r"^\| (`kvflash.*?) \|", text_of("README.md"), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(PoolKeywords.__annotations__)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/policies.md"])
+def test_tables_have_one_number_a_cell(name: str) -> None:
+    rows = [line for line in text_of(name).splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in row.split("|")]
+    assert [cell for cell in cells if re.search(r"\d\)? / [\d(]", cell)] == []
+
+
+def test_contributing_names_what_the_tests_read() -> None:
+    text = text_of("CONTRIBUTING.md")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (REPO / "tests").rglob("*.py"))
+    names = {*re.findall(r"KVFLASH_TEST_\w+", sources), *re.findall(r'register_profile\(\s*"(\w+-\w+)"', sources)}
+    assert len(names) == 2
+    assert [name for name in names if name not in text] == []
+
+
+def test_paths_that_contributing_names_are_there() -> None:
+    paths = re.findall(r"[\w./]*\w/[\w.]+\w", re.sub(r"\]\([^)]*\)|https:\S+", "", text_of("CONTRIBUTING.md")))
+    paths = [path for path in paths if not path.startswith(".venv")]
+    assert len(paths) > 15
+    assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+def test_the_hooks_fetch_nothing() -> None:
+    hooks = text_of(".pre-commit-config.yaml")
+    assert re.findall(r"repo: (\S+)", hooks) == ["local"]
+    entries = re.findall(r"entry: (\S+)", hooks)
+    assert len(entries) == 4
+    assert [entry for entry in entries if not entry.startswith(".venv/bin/")] == []
+
+
+# --- commands
+
+
+def commands(program: str) -> list[Any]:
+    found = []
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "sh")).splitlines():
+            words = shlex.split(line, comments=True)
+            if program in words:
+                words = words[words.index(program) + 1 :]
+                found.append(pytest.param(words, id=f"{page.name}: {' '.join(words)[:60]}"))
+    return found
+
+
+def parse(group: click.Command, words: list[str]) -> None:
+    """UsageError for an option that is not there, or one without its value."""
+    command = group
+    while isinstance(command, click.Group):
+        command = command.commands[words.pop(0)] if words[0] in command.commands else command.commands["run"]
+    context = click.Context(command, **command.context_settings)
+    command.make_parser(context).parse_args(words)
+
+
+@pytest.mark.parametrize("words", commands("kvflash-run"))
+def test_commands_can_be_typed(words: list[str]) -> None:
+    parse(cli.main, words)
+
+
+@pytest.mark.parametrize("words", commands("kvflash-bench"))
+def test_benchmarks_can_be_typed(words: list[str]) -> None:
+    parse(bench.main, words)
+
+
+def test_a_command_that_cannot_be_typed_is_found() -> None:
+    with pytest.raises(click.NoSuchOption):
+        parse(cli.main, ["model.gguf", "--kv-flash", "4096"])
+
+
+# --- examples
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_examples_are_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, name_of(page), "exec")
+
+
+@pytest.fixture
+def example() -> Any:
+    (block,) = (block for block in blocks(REPO / "docs/policies.md", "python") if "class SharedTokens" in block)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/policies.md", "exec"), names)
+    return names["SharedTokens"]()
+
+
+def resident_after_question(scorer: Any) -> tuple[int, ...]:
+    """30 chunks of common tokens, with rare ones in chunk 7 that the last tokens repeat; eight fit."""
+    tokens = np.random.default_rng(0).integers(0, 50, 30 * CHUNK).astype(np.int32)
+    tokens[7 * CHUNK + 20 : 7 * CHUNK + 24] = tokens[-8:-4] = (90, 91, 92, 93)
+    session = make_session(
+        FakeEngine(8 * CHUNK, CHUNK), KVFlashConfig(pool=8 * CHUNK), n_ctx=4096, n_batch=CHUNK, n_ubatch=CHUNK,
+        scorer=scorer,
+    )  # fmt: skip
+    session.extend(tokens)
+    resident = session.table.resident_chunks
+    session.close()
+    return resident
+
+
+def test_the_policy_of_ones_own_finds_what_is_asked_for(example: Any) -> None:
+    assert isinstance(example, Scorer)
+    assert 7 not in resident_after_question(None)
+    assert 7 in resident_after_question(example)
+
+
+def test_its_scores_are_one_a_chunk(example: Any) -> None:
+    for n_chunks in (0, 1, 5):
+        tokens = np.arange(n_chunks * CHUNK + 3, dtype=np.int32)
+        assert example.score(SimpleNamespace(tokens=tokens, n_chunks=n_chunks)).shape == (n_chunks,)
