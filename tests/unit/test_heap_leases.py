@@ -296,7 +296,8 @@ def test_reclaimers_are_asked_one_after_the_other_until_there_is_room(build: Any
     assert asked == ["one"]
     heap.new(1)
     assert asked == ["one", "one", "two"]
-    heap.remove_reclaimer(two)
+    for _ in range(2):
+        heap.remove_reclaimer(two)
     with pytest.raises(HostMemoryError):
         heap.new(1)
     assert asked == ["one", "one", "two", "one"]
