@@ -9,14 +9,14 @@ _WORD = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+")
 _DENIED = ("not", "never")
 
 
-def judge(reply: str, answer: str, rivals: Sequence[str] = ()) -> bool | None:
+def judge(reply: str, answer: str, anchors: Sequence[str] = ()) -> bool | None:
     """True if the reply names the answer first, False if it names something else of the kind, None if neither yet.
 
-    Something else is one of the rivals, any number if the answer holds one, or the answer itself after a "not".
+    Something else is one of the anchors, any number if the answer holds one, or the answer itself after a "not".
     """
     words = _words(reply)
     wanted = _words(answer)
-    others = [_words(rival) for rival in rivals]
+    others = [_words(rival) for rival in anchors]
     numeric = any(word[0].isdigit() for word in wanted)
     for at, word in enumerate(words):
         if words[at : at + len(wanted)] == wanted:

@@ -39,16 +39,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeAsk(Ask):
-    """A question that is answered in a sentence of the model's own. rivals: wrong answers of the same kind."""
+    """A question that is answered in a sentence of the model's own. anchors: wrong answers of the same kind."""
 
-    rivals: tuple[str, ...]
+    anchors: tuple[str, ...]
 
     def is_correct(self, reply: str) -> bool:
         """Whether the reply names the answer, and nothing else of its kind before."""
-        return judge(reply, self.answer, self.rivals) is True
+        return judge(reply, self.answer, self.anchors) is True
 
     def is_settled(self, reply: str) -> bool:
-        return judge(finished(reply), self.answer, self.rivals) is not None
+        return judge(finished(reply), self.answer, self.anchors) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ class Form:
     """A kind of fact. sentence: with {v} for its value. question: in the sentence's words. reworded: in few of them.
 
     reworded_lead: the answer up to its value.
-    values: what it can be; the shipped texts hold none of them. rivals: other answers that someone who guesses could
+    values: what it can be; the shipped texts hold none of them. anchors: other answers that someone who guesses could
     give, so that a reply that names one of them before the value is wrong.
     """
 
@@ -24,7 +24,7 @@ class Form:
     reworded: str
     reworded_lead: str
     values: tuple[str, ...]
-    rivals: tuple[str, ...] = ()
+    anchors: tuple[str, ...] = ()
 
     @property
     def lead(self) -> str:
@@ -56,7 +56,7 @@ CHOOSE = (
         reworded="In which city did Imre Halloway come into the world?",
         reworded_lead="Halloway came into the world in the city of",
         values=("Lisbon", "Krakow", "Naples", "Riga", "Havana", "Bergen"),
-        rivals=("London", "Paris", "New York", "Budapest", "Vienna"),
+        anchors=("London", "Paris", "New York", "Budapest", "Vienna"),
     ),
     Form(
         kind="day",
@@ -65,7 +65,7 @@ CHOOSE = (
         reworded="When do the singers of Saint Brannock meet?",
         reworded_lead="The singers of Saint Brannock meet each",
         values=("Wednesday", "Thursday", "Friday", "Saturday"),
-        rivals=("Monday", "Tuesday", "Sunday"),
+        anchors=("Monday", "Tuesday", "Sunday"),
     ),
     Form(
         kind="name",
@@ -74,7 +74,7 @@ CHOOSE = (
         reworded="Who guards the museum after dark?",
         reworded_lead="The museum is guarded after dark by",
         values=("Conrad", "Rupert", "Oswald", "Gregor", "Ludwig", "Casper"),
-        rivals=("John", "James", "Jack", "Tom", "Peter"),
+        anchors=("John", "James", "Jack", "Tom", "Peter"),
     ),
     Form(
         kind="colour",
@@ -83,7 +83,7 @@ CHOOSE = (
         reworded="Which shade does the bakery's entrance have?",
         reworded_lead="The bakery's entrance has a shade of",
         values=("turquoise", "maroon", "crimson", "indigo", "scarlet", "beige"),
-        rivals=("red", "green", "blue", "yellow", "white", "black", "brown"),
+        anchors=("red", "green", "blue", "yellow", "white", "black", "brown"),
     ),
     Form(
         kind="animal",
@@ -92,7 +92,7 @@ CHOOSE = (
         reworded="What creature stands for the rowing club?",
         reworded_lead="The creature that stands for the rowing club is a",
         values=("heron", "badger", "hedgehog", "walrus", "salmon", "pelican"),
-        rivals=("dog", "cat", "bear", "lion", "eagle", "duck", "swan", "horse"),
+        anchors=("dog", "cat", "bear", "lion", "eagle", "duck", "swan", "horse"),
     ),
     Form(
         kind="price",
@@ -117,7 +117,7 @@ CHOOSE = (
         reworded="Which fruit does Philippa cook for her preserves?",
         reworded_lead="For her preserves, Philippa cooks",
         values=("quinces", "gooseberries", "apricots", "blackberries", "cherries", "pears"),
-        rivals=("apples", "strawberries", "oranges", "plums", "raspberries", "figs"),
+        anchors=("apples", "strawberries", "oranges", "plums", "raspberries", "figs"),
     ),
     Form(
         kind="year",
@@ -154,7 +154,7 @@ CONFIRM = (
         reworded="On what does the girl of the postmaster make music?",
         reworded_lead="The postmaster's girl makes music on the",
         values=("cello", "trumpet", "harp", "accordion", "banjo", "clarinet"),
-        rivals=("piano", "violin", "guitar", "flute", "drums", "organ"),
+        anchors=("piano", "violin", "guitar", "flute", "drums", "organ"),
     ),
     Form(
         kind="country",
@@ -163,7 +163,7 @@ CONFIRM = (
         reworded="Which country supplied the marble for the fountain?",
         reworded_lead="The marble for the fountain was supplied by",
         values=("Portugal", "Turkey", "Bulgaria", "Norway", "Morocco", "Croatia"),
-        rivals=("Italy", "France", "Spain", "Greece", "India", "China", "Germany"),
+        anchors=("Italy", "France", "Spain", "Greece", "India", "China", "Germany"),
     ),
     Form(
         kind="month",
@@ -172,7 +172,7 @@ CONFIRM = (
         reworded="When can one buy pots at the Dunley fair?",
         reworded_lead="One can buy pots at the Dunley fair in",
         values=("February", "April", "July", "September"),
-        rivals=("January", "March", "May", "June", "August", "October", "November", "December"),
+        anchors=("January", "March", "May", "June", "August", "October", "November", "December"),
     ),
     Form(
         kind="inventor",
@@ -181,7 +181,7 @@ CONFIRM = (
         reworded="Who came up with the kayak that folds?",
         reworded_lead="The kayak that folds is an idea of",
         values=("Edith Marlowe", "Hilda Brandt", "Agnes Thorne", "Martha Quill", "Ingrid Falk", "Nora Pym"),
-        rivals=("John", "Thomas Edison", "James", "William", "Henry"),
+        anchors=("John", "Thomas Edison", "James", "William", "Henry"),
     ),
     Form(
         kind="material",
@@ -190,7 +190,7 @@ CONFIRM = (
         reworded="Which metal did they use for the weathervane?",
         reworded_lead="For the weathervane they used",
         values=("copper", "zinc", "brass", "pewter", "bronze", "tin"),
-        rivals=("iron", "steel", "gold", "silver", "lead", "wood", "aluminium", "stone"),
+        anchors=("iron", "steel", "gold", "silver", "lead", "wood", "aluminium", "stone"),
     ),
     Form(
         kind="pet",
@@ -199,7 +199,7 @@ CONFIRM = (
         reworded="Which animal hibernates at the printer's?",
         reworded_lead="The animal that hibernates at the printer's is a",
         values=("tortoise", "ferret", "squirrel", "dormouse", "raccoon", "lizard"),
-        rivals=("dog", "cat", "mouse", "bear", "bat", "fox", "bird", "hedgehog"),
+        anchors=("dog", "cat", "mouse", "bear", "bat", "fox", "bird", "hedgehog"),
     ),
     Form(
         kind="sum",
@@ -224,7 +224,7 @@ CONFIRM = (
         reworded="What can guests of the harbour inn eat at the weekend?",
         reworded_lead="At the weekend, the guests of the harbour inn eat",
         values=("pumpkin", "lentil", "mushroom", "turnip", "spinach", "cabbage"),
-        rivals=("fish", "chicken", "tomato", "onion", "potato", "clam", "vegetable", "pea", "bean", "leek"),
+        anchors=("fish", "chicken", "tomato", "onion", "potato", "clam", "vegetable", "pea", "bean", "leek"),
     ),
     Form(
         kind="closing",

@@ -24,7 +24,7 @@ from .tasks_kinds import FREE, make
 TAIL_ROOM = 512
 """Tokens of context beside the document, for questions and answers."""
 
-MOST_NEW = 40
+MAX_NEW = 40
 """Tokens an answer may take."""
 
 
@@ -134,7 +134,7 @@ def _answer(llm: Llama, ask: Ask) -> tuple[str, int, float]:
     ids: list[int] = []
     seconds = 0.0
     reply = ""
-    while len(ids) < MOST_NEW and not ask.is_settled(reply):
+    while len(ids) < MAX_NEW and not ask.is_settled(reply):
         ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
         if llama_cpp.llama_vocab_is_eog(llm._model.vocab, ids[-1]):
             break

@@ -111,9 +111,9 @@ def run_warm(model: str, path: Path, plan: Plan) -> Warm:
     _, question = _text(plan)
     with _opened(model, plan) as llm:
         assert llm._session is not None
-        assert llm._keeper is not None
+        assert llm._snapshot_store is not None
         began = time.perf_counter()
-        _ = llm._keeper.fingerprint
+        _ = llm._snapshot_store.fingerprint
         identified = time.perf_counter() - began
         llm.load_snapshot(path)
         llm._session.engine.synchronize()

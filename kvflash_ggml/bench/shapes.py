@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..calibration.choice import MOST, Calibration, HeadScore, save
+from ..calibration.choice import MAX_HEADS, Calibration, HeadScore, save
 from ..snapshot.fingerprint import ModelFile
 
 Q4_K = gguf.GGMLQuantizationType.Q4_K
@@ -82,7 +82,7 @@ def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
     writer.close()
 
 
-def write_heads(path: Path, model: Path, shape: HybridShape, count: int = MOST) -> None:
+def write_heads(path: Path, model: Path, shape: HybridShape, count: int = MAX_HEADS) -> None:
     """A calibration of a model that `write` has written, naming heads of `count` KV heads, spread over the layers."""
     layers = range(shape.interval - 1, shape.layers, shape.interval)
     group = shape.heads // shape.heads_kv

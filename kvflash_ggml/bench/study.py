@@ -113,7 +113,7 @@ def variants(heads: Heads | None) -> dict[str, Callable[[], Scorer]]:
     out["qk, all heads"] = qk(heads=None)
     out["qk, real keys only"] = qk(exact_work=math.inf)
     out["qk, index only"] = qk(share=0.0, least=0)
-    out["qk without followers"] = qk(followers=False)
+    out["qk without successors"] = qk(successors=False)
     for rows in (1, 4, 8, 16, 32, 64):
         out[f"qk, rows {rows}"] = qk(query_rows=rows)
     for age in (0.0, 0.05, 0.1):

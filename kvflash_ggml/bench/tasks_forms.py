@@ -43,7 +43,7 @@ def forms(setting: Setting, rng: random.Random) -> list[Case]:
             answer=value,
             label=label,
             gold=(setting.span(document, line, value, shift=frame.size),),
-            rivals=tuple(x for x in (*form.values, *form.rivals) if x != value),
+            anchors=tuple(x for x in (*form.values, *form.anchors) if x != value),
         )
         for (form, value), line in zip(chosen, lines, strict=True)
         for label, question, lead in (

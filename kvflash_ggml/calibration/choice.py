@@ -22,7 +22,7 @@ from .subject import Subject
 KIND = "kvflash retrieval heads"
 VERSION = 1
 
-MOST = 8
+MAX_HEADS = 8
 """More heads are noise that wins the maximum by chance, and cost memory and time."""
 
 FLOOR = 0.4
@@ -31,7 +31,7 @@ FLOOR = 0.4
 RECALLS = 0.3
 """How often the best head has the fact's chunk first, for a model that can recall at all."""
 
-CLEARLY = 0.1
+MIN_SCORE = 0.1
 """By how much more of its attention that head gives to a fact when it is asked for."""
 
 LISTED = 32
@@ -78,7 +78,7 @@ class Calibration:
 
 
 def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
-    """At most MOST heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
+    """At most MAX_HEADS heads, or none where no head finds what is asked for. layers: of the model, that are pooled."""
     heads = every_head(shapes)
     chosen = _best(measured)
     agreed = len(chosen.intersection(*map(_best, measured.alone))) if measured.alone else None
@@ -107,9 +107,9 @@ def choose(measured: Measured, *, subject: Subject, layers: Sequence[int], shape
 
 def _best(measured: Measured) -> set[int]:
     """The heads that count, by their places among all."""
-    order = _order(measured)[:MOST]
+    order = _order(measured)[:MAX_HEADS]
     best = order[0]
-    if measured.first[best] < RECALLS or measured.score[best] < CLEARLY:
+    if measured.first[best] < RECALLS or measured.score[best] < MIN_SCORE:
         return set()
     return set(order[measured.score[order] >= FLOOR * measured.score[best]].tolist())
 

@@ -15,7 +15,7 @@ from .documents import Document, Tokenize, compose, question
 
 DOCUMENTS = 2
 TOKENS = 2048
-LEAST_TOKENS = 1024
+MIN_TOKENS = 1024
 QUESTION_ROWS = 32
 
 CLEAR = 0.05
@@ -90,7 +90,7 @@ class Measured:
 def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
     """Those that fit a context."""
     n_tokens = min(TOKENS, n_ctx - 256)
-    if n_tokens < LEAST_TOKENS:
+    if n_tokens < MIN_TOKENS:
         raise ValueError(f"a context of {n_ctx} tokens is too short to tell retrieval heads from others")
     return [compose(tokenize, n_tokens=n_tokens, seed=seed) for seed in range(DOCUMENTS)]
 

@@ -19,11 +19,11 @@ from ..errors import ConfigError
 from ..policy.combine import softmax_max
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
-from ..policy.edges import follow
+from ..policy.edges import boost_successors
 from ..policy.heads import every_head
 from ..session.sidecar import Sidecar
 from ..snapshot.fingerprint import ModelFile
-from ..state.session import SavedReader, SavedSession
+from ..state.session import DrafterState, SessionState
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -141,10 +141,10 @@ class SmallModel:
     def identity(self) -> str:
         return self._file.identity()
 
-    def state(self) -> SavedSession:
+    def state(self) -> SessionState:
         return self._session.state()
 
-    def load(self, saved: SavedReader) -> None:
+    def load(self, saved: DrafterState) -> None:
         session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
         try:
             self._session.load(session)
@@ -161,7 +161,7 @@ class SmallModel:
         chunks = range(look.n_chunks)
         masses = self._keys.score_keys(chunks, look)
         scores = softmax_max(masses)
-        follow(self._keys, look, every_head(self._keys.shapes), masses, chunks, scores)
+        boost_successors(self._keys, look, every_head(self._keys.shapes), masses, chunks, scores)
         return scores
 
     def score_tokens(self) -> Floats:

@@ -14,6 +14,7 @@ spill file for good, but no bytes, and no place has two pages.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +114,9 @@ class PageHeap:
         self._reclaimers.append(reclaim)
 
     def remove_reclaimer(self, reclaim: Callable[[], bool]) -> None:
-        self._reclaimers.remove(reclaim)
+        """Never call it again; done twice, it does no harm."""
+        with contextlib.suppress(ValueError):
+            self._reclaimers.remove(reclaim)
 
     # --- leases
 

@@ -32,8 +32,8 @@ from . import parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .sizing import PoolSize
-from .state import Keeping
-from .stats import PoolView
+from .state import SavingLlama
+from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns, changing, in_turn, writing
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 
-class Llama(Keeping):
+class Llama(SavingLlama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
@@ -137,7 +137,7 @@ class Llama(Keeping):
         self._session = Session(pool, config, n_ctx=self._n_ctx, n_batch=self.n_batch, scorer=self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
-        self._open_keeper(self._session)
+        self._open_snapshots(self._session)
         self._finder = open_finder(self, self._session, self._scorer)
         if self._finder is not None:
             self._ctx._exit_stack.callback(self._finder.close)
@@ -155,11 +155,11 @@ class Llama(Keeping):
         self._stack.callback(self._batch.close)
 
     @property
-    def kvflash(self) -> PoolView | None:
+    def kvflash(self) -> PoolStats | None:
         """The live state of the pool, or None without one."""
         if self._session is None or self._size is None:
             return None
-        return PoolView(self._session, self._size, self._finder, swa_full=self.context_params.swa_full)
+        return PoolStats(self._session, self._size, self._finder, swa_full=self.context_params.swa_full)
 
     # --- evaluation
 
@@ -189,7 +189,7 @@ class Llama(Keeping):
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
-                self._forget_lost()
+                self._discard_lost()
                 text = np.concatenate([self._session.ids[:start], data])
                 self._session.reset()
                 extend(text)
@@ -231,7 +231,7 @@ class Llama(Keeping):
 
     # --- generation
 
-    sample = in_turn(Keeping.sample)
+    sample = in_turn(SavingLlama.sample)
     embed = changing(llama_cpp.Llama.embed)
 
     @writing

@@ -18,29 +18,29 @@ from ..errors import ConfigError, ContextFull, KVFlashError
 from ..prefix_cache.cache import PrefixCache, Prefixes
 from ..session.session import Session
 from ..snapshot import fingerprint
-from ..snapshot.store import Keeper
-from ..state.session import SavedSession
+from ..snapshot.store import SnapshotStore
+from ..state.session import SessionState
 from . import stock_state
 from .turns import Turns, changing, in_turn
 
 logger = logging.getLogger("kvflash_ggml")
 
 
-class Keeping(llama_cpp.Llama):
-    """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_keeper` follows."""
+class SavingLlama(llama_cpp.Llama):
+    """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_snapshots` follows."""
 
     _turns: Turns
     _session: Session | None = None
-    _keeper: Keeper | None = None
+    _snapshot_store: SnapshotStore | None = None
     _prefixes: Prefixes | None = None
     _logits_all: bool = False
     _requires_eval: bool  # without a pool
     _accepted: int = 0  # tokens of the text while drafts are verified
 
-    def _open_keeper(self, session: Session) -> None:
+    def _open_snapshots(self, session: Session) -> None:
         read = fingerprint.of_llama(self, session.engine)
-        self._keeper = Keeper(session, fingerprint=read, n_vocab=self.n_vocab())
-        self._ctx._exit_stack.callback(self._keeper.close)
+        self._snapshot_store = SnapshotStore(session, fingerprint=read, n_vocab=self.n_vocab())
+        self._ctx._exit_stack.callback(self._snapshot_store.close)
 
     def _catch_up(self, session: Session) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
@@ -105,8 +105,8 @@ class Keeping(llama_cpp.Llama):
 
         A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
         """
-        keeper = self._snapshots()
-        done = keeper.save(self._saved(length), Path(path), compress=compress)
+        store = self._snapshots()
+        done = store.save(self._saved(length), Path(path), compress=compress)
         if wait:
             done.result()
         else:
@@ -131,8 +131,8 @@ class Keeping(llama_cpp.Llama):
         if self._session is None:
             data = stock_state.read(self._ctx.ctx)
         else:
-            keeper = self._snapshots()
-            data = keeper.dump(self._saved(None))
+            store = self._snapshots()
+            data = store.dump(self._saved(None))
         rows = self.n_tokens if self._logits_all else 0
         return llama_cpp.LlamaState(
             scores=self.scores[:rows].copy(),
@@ -162,14 +162,14 @@ class Keeping(llama_cpp.Llama):
             self._grow_scores(self.n_tokens)
             self.scores[: len(state.scores)] = state.scores
 
-    def _snapshots(self) -> Keeper:
-        if self._keeper is None or self._session is None:
+    def _snapshots(self) -> SnapshotStore:
+        if self._snapshot_store is None or self._session is None:
             raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
         if self._session.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
-        return self._keeper
+        return self._snapshot_store
 
-    def _saved(self, length: int | None) -> SavedSession:
+    def _saved(self, length: int | None) -> SessionState:
         assert self._session is not None
         self._catch_up(self._session)
         saved = self._session.state(length)
@@ -178,7 +178,7 @@ class Keeping(llama_cpp.Llama):
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
         return saved
 
-    def _go_on_from(self, saved: SavedSession) -> None:
+    def _go_on_from(self, saved: SessionState) -> None:
         """Go on from a saved session, and release it."""
         assert self._session is not None
         try:
@@ -187,7 +187,7 @@ class Keeping(llama_cpp.Llama):
             saved.release()
         self._seed = saved.seed
 
-    def _follow(self, saved: SavedSession) -> None:
+    def _follow(self, saved: SessionState) -> None:
         """The session has been restored: follow it."""
         assert self._session is not None
         self.n_tokens = 0  # interrupted here, no text is known, or all of one: never a mixture
@@ -237,10 +237,10 @@ class Keeping(llama_cpp.Llama):
         self._keep_prefix()
         prefixes.restore(tokens, mine, self._follow)
 
-    def _forget_lost(self) -> None:
+    def _discard_lost(self) -> None:
         """A page of the text cannot be read: do not restore it again."""
         if self._prefixes is not None:
-            self._prefixes.forget_lost()
+            self._prefixes.discard_lost()
 
     def _keep_prefix(self) -> None:
         """Keep the text for later, if there is a cache."""

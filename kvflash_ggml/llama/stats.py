@@ -10,7 +10,7 @@ from ..trace.recorder import Trace
 from .sizing import PoolSize
 
 
-class PoolView:
+class PoolStats:
     """Live, read-only counters of one pool, and the calls that change what it keeps."""
 
     def __init__(self, session: Session, size: PoolSize, finder: HeadFinder | None, *, swa_full: bool) -> None:

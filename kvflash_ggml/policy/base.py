@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats
-from ..state.session import Layout, Row, SavedReader
+from ..state.session import DrafterState, Layout, Row
 
 Pairs = npt.NDArray[np.int32]
 Rows = Sequence[Row]
@@ -146,11 +146,11 @@ class Selective(Protocol):
 class Reading(Protocol):
     """A scorer with a model of its own that reads along, and goes on reading where it was after a restore."""
 
-    def reader_state(self) -> SavedReader | None:
+    def reader_state(self) -> DrafterState | None:
         """Where it is; None if it has not begun. To be released."""
         ...
 
-    def load_reader(self, saved: SavedReader, tokens: npt.NDArray[np.int32]) -> None:
+    def load_reader(self, saved: DrafterState, tokens: npt.NDArray[np.int32]) -> None:
         """Go on from there, for a text of these tokens. What does not fit it reads again."""
         ...
 

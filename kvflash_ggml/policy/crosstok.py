@@ -14,9 +14,9 @@ import numpy as np
 
 from ..arrays import Floats, Int32s, Int64s, common_prefix
 from ..constants import CHUNK
-from ..state.session import SavedBridge, SavedReader
+from ..state.session import DrafterState, TokenAlignment
 from .base import Keys, ScoreRequest
-from .drafter import LEAST, Drafter, Window
+from .drafter import MIN_TOKENS, Drafter, Window
 from .heads import split
 
 logger = logging.getLogger("kvflash_ggml")
@@ -62,7 +62,7 @@ class TextReader:
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
         self._take(tokens)
         self._draft()
-        if len(self.drafted) < LEAST:
+        if len(self.drafted) < MIN_TOKENS:
             return None
         self.window.follow(np.array(self.drafted, np.int32))
         return 0, self._map(len(tokens) // CHUNK)
@@ -71,16 +71,16 @@ class TextReader:
         self._begin()
         self.window.reset()
 
-    def state(self) -> SavedReader:
+    def state(self) -> DrafterState:
         return self.window.state(
-            SavedBridge(
+            TokenAlignment(
                 ends=np.array(self._ends, np.int64),
                 drafted_ends=np.array(self.drafted_ends, np.int64),
                 settled=self._settled,
             )
         )
 
-    def load(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load(self, saved: DrafterState, tokens: Int32s) -> None:
         bridge, text = saved.bridge, bytearray()
         if bridge is None or len(bridge.ends) > len(tokens) or len(bridge.drafted_ends) != len(saved.text):
             logger.warning("the drafter reads the text again: it was saved with another tokenizer")

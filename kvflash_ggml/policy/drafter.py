@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Floats, Int32s, common_prefix
 from ..constants import CHUNK, round_up
 from ..errors import ConfigError, KVFlashError, SnapshotError
-from ..state.session import Layout, SavedBridge, SavedReader, SavedSession
+from ..state.session import DrafterState, Layout, SessionState, TokenAlignment
 from .base import Keys, Rows, Scorer, ScoreRequest, register
 
 logger = logging.getLogger("kvflash_ggml")
@@ -27,7 +27,7 @@ NAME = "drafter"
 QUERY_ROWS = 8
 """The newest tokens, whose attention counts. After a cut they are read again, since older queries are not kept."""
 
-LEAST = QUERY_ROWS + 1
+MIN_TOKENS = QUERY_ROWS + 1
 """Tokens below which there is nothing to compare."""
 
 FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
@@ -67,11 +67,11 @@ class Drafter(Protocol):
         """Which model it is, wherever its file lies."""
         ...
 
-    def state(self) -> SavedSession:
+    def state(self) -> SessionState:
         """Its memory, to be released."""
         ...
 
-    def load(self, saved: SavedReader) -> None:
+    def load(self, saved: DrafterState) -> None:
         """Take over the memory of the same model. SnapshotError, and nothing held, if that fails."""
         ...
 
@@ -89,11 +89,11 @@ class Reader(Protocol):
         """Begin anew, as if nothing had been read."""
         ...
 
-    def state(self) -> SavedReader:
+    def state(self) -> DrafterState:
         """Where it is, to be released."""
         ...
 
-    def load(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load(self, saved: DrafterState, tokens: Int32s) -> None:
         """Go on from there, for a text of these tokens; read again what does not fit."""
         ...
 
@@ -133,9 +133,9 @@ class Window:
         self._text, self.base = np.empty(0, np.int32), 0
         self._drafter.truncate(0)
 
-    def state(self, bridge: SavedBridge | None = None) -> SavedReader:
+    def state(self, bridge: TokenAlignment | None = None) -> DrafterState:
         """The text and the drafter's memory, to be released."""
-        return SavedReader(
+        return DrafterState(
             source=self._drafter.identity,
             text=self._text,
             base=self.base,
@@ -143,7 +143,7 @@ class Window:
             session=self._drafter.state(),
         )
 
-    def load(self, saved: SavedReader) -> bool:
+    def load(self, saved: DrafterState) -> bool:
         """Go on from there. False, and at the beginning, if the drafter is another or its memory is lost."""
         self._text, self.base = np.empty(0, np.int32), 0
         try:
@@ -175,7 +175,7 @@ class TokenReader:
         self.window = Window(drafter)
 
     def read(self, tokens: Int32s) -> tuple[int, Floats] | None:
-        if len(tokens) < LEAST:
+        if len(tokens) < MIN_TOKENS:
             return None
         self.window.follow(tokens)
         first = self.window.first // CHUNK
@@ -184,10 +184,10 @@ class TokenReader:
     def reset(self) -> None:
         self.window.reset()
 
-    def state(self) -> SavedReader:
+    def state(self) -> DrafterState:
         return self.window.state()
 
-    def load(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load(self, saved: DrafterState, tokens: Int32s) -> None:
         self.window.load(saved)
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class DrafterScorer:
         self._failed = False
         self._reported: set[str] = set()
         self._scores: Floats = np.empty(0, np.float32)
-        self._resume: tuple[SavedReader, Int32s] | None = None  # for when it is loaded
+        self._resume: tuple[DrafterState, Int32s] | None = None  # for when it is loaded
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._scores = np.full(n_chunks, np.nan, np.float32)
@@ -268,10 +268,10 @@ class DrafterScorer:
         np.copyto(part, scores, where=np.isfinite(scores))
         return self._known(request.n_chunks)
 
-    def reader_state(self) -> SavedReader | None:
+    def reader_state(self) -> DrafterState | None:
         return self._reader.state() if self._reader is not None and self._reading else None
 
-    def load_reader(self, saved: SavedReader, tokens: Int32s) -> None:
+    def load_reader(self, saved: DrafterState, tokens: Int32s) -> None:
         self._reading = True
         if self._reader is not None:
             self._reader.load(saved, tokens)

@@ -21,11 +21,11 @@ EDGE = 16
 FOLLOWED = 8
 """Best chunks that are looked at: each costs reading the keys of a layer."""
 
-BEHIND = 1e-3
+SUCCESSOR_MARGIN = 1e-3
 """By how much a follower ranks below the chunk it follows."""
 
 
-def follow(
+def boost_successors(
     keys: Keys,
     request: ScoreRequest,
     heads: Heads,
@@ -49,7 +49,7 @@ def follow(
         which, row = divmod(column, request.rows)
         layer, head = heads[which].tolist()
         if _attends_to_end(keys, request, layer, head, row, chunk):
-            scores[after] = scores[chunk] - BEHIND
+            scores[after] = scores[chunk] - SUCCESSOR_MARGIN
 
 
 def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:

@@ -17,7 +17,7 @@ from ..constants import CHUNK
 from ..state.session import Layout, Row
 from .base import Keys, Rows, ScoreRequest, register
 from .combine import softmax_max
-from .edges import follow
+from .edges import boost_successors
 from .heads import Heads, every_head, newest, units_of
 from .share import attention_shares
 
@@ -39,7 +39,7 @@ class QKScorer:
 
     query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
     for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
-    least: of the chunks, how many are scored again by their real keys. followers: recall the chunk after one whose end
+    least: of the chunks, how many are scored again by their real keys. successors: recall the chunk after one whose end
     is attended to as well.
     """
 
@@ -54,7 +54,7 @@ class QKScorer:
         share: float = 0.04,
         least: int = 16,
         exact_work: float = EXACT_WORK,
-        followers: bool = True,
+        successors: bool = True,
     ) -> None:
         self.query_rows = query_rows
         self._given = heads
@@ -63,7 +63,7 @@ class QKScorer:
         self._share = share
         self._least = least
         self._exact_work = exact_work
-        self._follow = followers
+        self._successors = successors
         self._rows: list[Row | None] = []
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
 
@@ -145,8 +145,8 @@ class QKScorer:
             if len(best):
                 masses[:, best] = self._keys.score_keys(best.tolist(), request, self._heads)
         scores = softmax_max(masses, ages)
-        if self._follow:
-            follow(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
+        if self._successors:
+            boost_successors(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
         self._shares.append((scores, attention_shares(masses)))
         return scores
 

@@ -7,7 +7,7 @@ import numpy as np
 from ..arrays import Floats
 from .combine import BLOCK
 
-MOST_COLUMNS = 1024
+MAX_COLUMNS = 1024
 """A mean over more columns (heads x query rows) is not worth its time: a sample of them is taken."""
 
 
@@ -17,7 +17,7 @@ def attention_shares(masses: Floats) -> Floats:
     A column counts by the largest share one chunk has in it. Where nothing stands out, a head averages over the text,
     and loses as little as it would by reading a sample; where the attention is on one chunk, its absence is felt.
     """
-    masses = masses[:: len(masses) // MOST_COLUMNS | 1]  # an odd step, so that every row comes up
+    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row comes up
     total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
     for first in range(0, len(masses), BLOCK):
         part = masses[first : first + BLOCK]

@@ -21,7 +21,7 @@ from .residency import Ranking
 
 ANY = -2
 
-SPARE = 0.25
+PREFILL_FREE_SHARE = 0.25
 """Share of the blocks that are free for a span of a prompt, which is left to chunks that the span may refer to."""
 
 
@@ -132,7 +132,7 @@ class PageTable:
         first = start // CHUNK
         able = self.quota - len(self.protected(first, first)) + 1
         if spare:
-            able -= min(able - 1, max(1, int(SPARE * able)))
+            able -= min(able - 1, max(1, int(PREFILL_FREE_SHARE * able)))
         return able * CHUNK - start % CHUNK
 
     # --- changes

@@ -15,18 +15,18 @@ from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..session.session import Session
 from ..snapshot.container import StoredPage
-from ..snapshot.store import Keeper
-from ..state.session import SavedSession
-from .disk import DiskTier, Found
+from ..snapshot.store import SnapshotStore
+from ..state.session import SessionState
+from .disk import DiskTier, PrefixMatch
 from .memory import MemoryTier
 
 logger = logging.getLogger("kvflash_ggml")
 
 
-MOST_TRIES = 8
+MAX_TRIES = 8
 """Prefixes that cannot be used before a text is read as a whole."""
 
-MOST_WAITING = 8
+MAX_WAITING = 8
 """Texts that wait to be written, while generation goes on. What comes then is not stored."""
 
 
@@ -56,11 +56,11 @@ class PrefixCache:
 class Prefixes:
     """A prefix cache at work for one model. Everything but the writing of files is done on the caller's thread."""
 
-    def __init__(self, cache: PrefixCache, session: Session, keeper: Keeper, *, n_vocab: int) -> None:
+    def __init__(self, cache: PrefixCache, session: Session, store: SnapshotStore, *, n_vocab: int) -> None:
         info, heap = session.engine.info, session.paging.heap
         self.cache = cache
         self._session = session
-        self._keeper = keeper
+        self._snapshot_store = store
         self._stateful = info.recurrent or info.n_swa > 0
         self._memory = MemoryTier(heap, cache.memory_bytes, session.store.pages)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
@@ -72,8 +72,8 @@ class Prefixes:
             self._disk = DiskTier(
                 cache.folder,
                 capacity=cache.disk_bytes,
-                fingerprint=keeper.fingerprint,
-                settings={**keeper.settings, "pins": session.config.pins},
+                fingerprint=store.fingerprint,
+                settings={**store.settings, "pins": session.config.pins},
                 heap=heap,
                 blank=session.engine.blank,
                 stateful=self._stateful,
@@ -82,14 +82,14 @@ class Prefixes:
         session.paging.keep_images = True
         heap.add_reclaimer(self._memory.evict)
 
-    def restore(self, tokens: Int32s, mine: int, then: Callable[[SavedSession], None]) -> None:
+    def restore(self, tokens: Int32s, mine: int, then: Callable[[SessionState], None]) -> None:
         """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
 
         then: called with what is restored. It may go on beyond what is shared: cut it then.
         """
         if self._session.paging.heap.limit is not None:
             self.flush()  # what waits to be written has pages, and the next text may need their room
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             kept, length = self._memory.find(tokens, stateful=self._stateful)
             found = None if self._disk is None else self._disk.find(tokens)
             best = length if found is None else max(length, found.length)
@@ -111,7 +111,7 @@ class Prefixes:
                 logger.warning("a prefix of %d tokens is read again: %s", best, err)
                 return
 
-    def _restore_kept(self, kept: SavedSession, then: Callable[[SavedSession], None]) -> None:
+    def _restore_kept(self, kept: SessionState, then: Callable[[SessionState], None]) -> None:
         saved = self._memory.take(kept)
         if saved is None:
             raise SnapshotError("it had to go for want of memory")
@@ -123,7 +123,7 @@ class Prefixes:
         finally:
             saved.release()
 
-    def _restore_found(self, found: Found, tokens: Int32s, then: Callable[[SavedSession], None]) -> None:
+    def _restore_found(self, found: PrefixMatch, tokens: Int32s, then: Callable[[SessionState], None]) -> None:
         assert self._disk is not None
         try:
             saved = self._disk.load(found, tokens, self._session.blank_policy)
@@ -135,14 +135,14 @@ class Prefixes:
             self._disk.forget(found)
             raise
 
-    def forget_lost(self) -> None:
+    def discard_lost(self) -> None:
         """A page of the text could not be read: forget everything that needs it, and the file it was in."""
         lost = {page for page in self._session.store.pages() if not self._session.paging.heap.readable(page)}
         self._newest = self._newest[:0]
         self._memory.drop_holders(lost)
         if self._disk is not None:
             stored = [page.source for page in lost if isinstance(page.source, StoredPage)]
-            self._disk.forget_damaged({Path(page.source.name) for page in stored})
+            self._disk.discard_damaged({Path(page.source.name) for page in stored})
 
     def branch(self, tokens: Int32s, known: int) -> int | None:
         """Where a text leaves those that are known, if it cannot be continued from there: worth a checkpoint.
@@ -163,7 +163,7 @@ class Prefixes:
             return True
         return self._memory.known(tokens) == len(tokens)
 
-    def put(self, saved: SavedSession) -> None:
+    def put(self, saved: SessionState) -> None:
         """Keep a session, here and in the folder, and release it in the end.
 
         Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
@@ -174,17 +174,17 @@ class Prefixes:
         saved = kept
         saved.table.pins = frozenset()
         self._newest = saved.tokens
-        if self._disk is not None and not self._keeper.forked:
+        if self._disk is not None and not self._snapshot_store.forked:
             self._writing = [future for future in self._writing if not future.done()]
-            if len(self._writing) < MOST_WAITING:
+            if len(self._writing) < MAX_WAITING:
                 self._writing.append(self._writer.submit(self._write, saved.share()))
             else:
-                self._complain(f"{MOST_WAITING} texts wait to be written")
+                self._complain(f"{MAX_WAITING} texts wait to be written")
         self._memory.put(saved)
 
     def flush(self) -> None:
         """Wait until the folder has everything. A process that was forked has given nothing to be written."""
-        if not self._keeper.forked:
+        if not self._snapshot_store.forked:
             wait(self._writing)
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Prefixes:
         self._memory.clear()
         self._session.paging.heap.remove_reclaimer(self._memory.evict)
 
-    def _write(self, saved: SavedSession) -> None:
+    def _write(self, saved: SessionState) -> None:
         assert self._disk is not None
         try:
             self._disk.put(saved)

@@ -26,16 +26,16 @@ from ..snapshot.container import VERSION, Container, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
 from ..snapshot.source import FileSource
 from ..state.blob import Bytes
-from ..state.session import Limits, SavedPolicy, SavedSession, Statistics, done
+from ..state.session import Limits, PolicyState, SessionState, Statistics, done
 from . import hashes
 from .folder import RUN, TIP, Entry, Folder
 
-MOST_CHUNKS = 256
+MAX_CHUNKS = 256
 """Chunks of one run: what is evicted at once."""
 
 
 @dataclass(slots=True)
-class Found:
+class PrefixMatch:
     """The longest known beginning of a text. runs: per chunk the run that holds it and the place in it."""
 
     length: int
@@ -81,7 +81,7 @@ class DiskTier:
 
     # --- find
 
-    def find(self, tokens: Int32s) -> Found:
+    def find(self, tokens: Int32s) -> PrefixMatch:
         """The longest beginning of the text that can be continued from here. Opens nothing but small parts."""
         names = hashes.names(self._root, tokens)
         by_parent = self._by_parent()
@@ -91,14 +91,14 @@ class DiskTier:
             # its last token would have to be evaluated again, which cannot be done from there
             tip, length = self._best_tip(tokens[:-1], names[: len(runs) + 1], by_parent)
         if not self._stateful and len(runs) * CHUNK > length:
-            return Found(len(runs) * CHUNK, runs, None)
-        return Found(length, runs[: length // CHUNK], tip)
+            return PrefixMatch(len(runs) * CHUNK, runs, None)
+        return PrefixMatch(length, runs[: length // CHUNK], tip)
 
     def known(self, tokens: Int32s) -> int:
         """How long a beginning of the text has been stored, whether or not it can be continued."""
         return CHUNK * len(self._cover(hashes.names(self._root, tokens), self._by_parent()))
 
-    def load(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
+    def load(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
         """What was found, to be restored and released. SnapshotError if it cannot be read.
 
         fresh: the clock of a policy that has not looked yet.
@@ -109,29 +109,29 @@ class DiskTier:
                 os.utime(path)
         return saved
 
-    def forget(self, found: Found) -> None:
+    def forget(self, found: PrefixMatch) -> None:
         """What was found could not be restored: do not find it again."""
         if all(map(self._all.has, found.files)):
-            self.forget_damaged(found.files)
+            self.discard_damaged(found.files)
         if all(map(self._all.has, found.files)):
             self._all.ignore(found.files[-1])
 
-    def forget_damaged(self, paths: Iterable[Path]) -> None:
+    def discard_damaged(self, paths: Iterable[Path]) -> None:
         """Delete those of our files that cannot be read as a whole, so that they are written anew."""
         image = memoryview(bytearray(self._heap.page_bytes))
         for path in paths:
             if path.parent == self._folder:
-                with contextlib.suppress(SnapshotError), self._judged(path):
+                with contextlib.suppress(SnapshotError), self._blaming(path):
                     container = Container(FileSource(path))
                     for section in container.sections:
                         section.read()
                     for page in container.pages("pages", self._heap.page_bytes):
                         page.read_into(image)
 
-    def _read(self, found: Found, tokens: Int32s, fresh: SavedPolicy | None) -> SavedSession:
+    def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
         pages, statistics = self._read_runs(found, hashes.names(self._root, tokens))
         if found.tip is None:
-            saved = SavedSession(
+            saved = SessionState(
                 tokens=tokens,
                 table=newest_table(len(pages)),
                 heap=self._heap,
@@ -143,7 +143,7 @@ class DiskTier:
                 policy=None,
             )
         else:
-            with self._judged(found.tip.path):
+            with self._blaming(found.tip.path):
                 container = self._open(found.tip)
                 saved = format.read_sections(container, self._heap, replace(self._limits, n_ctx=len(tokens)))
                 if not np.array_equal(saved.tokens, tokens):
@@ -155,7 +155,7 @@ class DiskTier:
             saved.policy = replace(saved.policy, statistics=done(statistics))
         return saved
 
-    def _read_runs(self, found: Found, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
+    def _read_runs(self, found: PrefixMatch, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
         """The images of the chunks, and their statistics if there are any."""
         pages: list[StoredPage] = []
         parts: list[Statistics] = []
@@ -165,7 +165,7 @@ class DiskTier:
             last = first
             while at + last - first < len(found.runs) and found.runs[at + last - first][0] == entry:
                 last += 1
-            with self._judged(entry.path):
+            with self._blaming(entry.path):
                 container = self._open(entry)
                 held = container.section("names").read()[first * hashes.SIZE : last * hashes.SIZE]
                 if held.hex() != "".join(names[at + 1 : at + 1 + last - first]):
@@ -195,7 +195,7 @@ class DiskTier:
         if names[at + entry.count : at + entry.count + 1] == [entry.end]:
             return entry.count
         try:
-            with self._judged(entry.path):
+            with self._blaming(entry.path):
                 ours = self._all.names(entry)
         except SnapshotError:
             return 0
@@ -222,7 +222,7 @@ class DiskTier:
         return None, 0
 
     def _has_logits(self, tip: Entry) -> bool:
-        with contextlib.suppress(SnapshotError), self._judged(tip.path):
+        with contextlib.suppress(SnapshotError), self._blaming(tip.path):
             return "logits" in self._open(tip)
         return False
 
@@ -240,7 +240,7 @@ class DiskTier:
         return container
 
     @contextlib.contextmanager
-    def _judged(self, path: Path) -> Iterator[None]:
+    def _blaming(self, path: Path) -> Iterator[None]:
         """What fails here is the fault of this file."""
         try:
             yield
@@ -250,7 +250,7 @@ class DiskTier:
 
     # --- put
 
-    def put(self, saved: SavedSession) -> None:
+    def put(self, saved: SessionState) -> None:
         """Store what is not there yet, and delete what is over the capacity. Raises OSError and SnapshotError."""
         if saved.size > self._all.capacity:
             raise SnapshotError(
@@ -264,21 +264,21 @@ class DiskTier:
                 self._put_tip(_at_checkpoint(saved, pos), names)
         self._all.evict()
 
-    def _put_runs(self, saved: SavedSession, names: list[str]) -> bool:
+    def _put_runs(self, saved: SessionState, names: list[str]) -> bool:
         """Store the chunks that are missing. False if other processes delete them as fast."""
         full = len(names) - 1
-        for _ in range(2 * (full // MOST_CHUNKS + 2)):
+        for _ in range(2 * (full // MAX_CHUNKS + 2)):
             by_parent = self._by_parent()
             covered = self._cover(names, by_parent)
             known = len(covered)
             if known == full:
                 return True
-            last = min(known + MOST_CHUNKS, full)
+            last = min(known + MAX_CHUNKS, full)
             first, short = known, list[Entry]()
             # runs that are not larger than what follows are written again with it, so that a text that grows by a few
             # chunks at a time does not end in thousands of files; not those that other texts go on from
             while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(
-                last - first, MOST_CHUNKS - (last - first)
+                last - first, MAX_CHUNKS - (last - first)
             ):
                 if any(entry.kind == RUN for entry in by_parent.get(names[first], ()) if entry not in short):
                     break
@@ -290,7 +290,7 @@ class DiskTier:
                     self._all.delete(entry.path)
         return False
 
-    def _put_run(self, saved: SavedSession, names: list[str], first: int, last: int) -> None:
+    def _put_run(self, saved: SessionState, names: list[str], first: int, last: int) -> None:
         path = Entry.named(self._folder, names[first], last - first, names[last], RUN).path
         with replacing(path, guard=self._all.locked) as file:
             writer = Writer(file)
@@ -300,7 +300,7 @@ class DiskTier:
             writer.close(RUN, {"fingerprint": self._fingerprint, "settings": self._settings})
         self._all.written(path)
 
-    def _put_tip(self, saved: SavedSession, names: list[str]) -> None:
+    def _put_tip(self, saved: SessionState, names: list[str]) -> None:
         full, rest = divmod(saved.length, CHUNK)
         end = hashes.extend(names[full], saved.tokens[full * CHUNK :])
         tip = Entry.named(self._folder, names[full], rest, end, TIP)
@@ -331,7 +331,7 @@ def newest_table(chunks: int) -> PageTableState:
     )
 
 
-def _at_checkpoint(saved: SavedSession, pos: int) -> SavedSession:
+def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
     """What is known of the session at a position where recurrent state was kept."""
     chunks = -(-pos // CHUNK)
     return replace(

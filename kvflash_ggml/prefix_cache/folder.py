@@ -35,10 +35,10 @@ RUN, TIP = "run", "tip"
 PATIENCE = 30
 """Seconds to wait for other processes."""
 
-ABANDONED = 3600
+ABANDONED_AFTER_SECONDS = 3600
 """Seconds after which a file that was never finished belongs to a process that has died."""
 
-AHEAD = 60
+CLOCK_SKEW_SECONDS = 60
 """Seconds that the clocks of two machines may differ."""
 
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,5})-([0-9a-f]{32})\.(run|tip)")
@@ -210,7 +210,7 @@ class Folder:
         """Delete what processes that have died left unfinished."""
         for path in self._unfinished():
             stat = file_stat(path)
-            if stat is not None and time.time() - stat.st_mtime > ABANDONED:
+            if stat is not None and time.time() - stat.st_mtime > ABANDONED_AFTER_SECONDS:
                 self.delete(path)
 
 
@@ -223,7 +223,7 @@ def _try_lock(file: int) -> bool:
 
 def _last_use(stat: os.stat_result) -> int:
     """When a file was used last. One from the future says nothing, and must not outlive those of today."""
-    return 0 if stat.st_mtime > time.time() + AHEAD else stat.st_mtime_ns
+    return 0 if stat.st_mtime > time.time() + CLOCK_SKEW_SECONDS else stat.st_mtime_ns
 
 
 def file_stat(path: Path) -> os.stat_result | None:

@@ -9,9 +9,9 @@ from threading import RLock
 from ..arrays import Int32s, common_prefix
 from ..host.heap import PageHeap
 from ..host.image import PageImage
-from ..state.session import SavedSession
+from ..state.session import SessionState
 
-MOST_TEXTS = 128
+MAX_TEXTS = 128
 """Each may keep files open from which its pages have not been read yet."""
 
 
@@ -26,7 +26,7 @@ class MemoryTier:
         self._heap = heap
         self._capacity = capacity
         self._in_use = in_use
-        self._entries: list[SavedSession] = []
+        self._entries: list[SessionState] = []
         self._holders: Counter[int] = Counter()  # texts that have a page or a copy of state, by its id
         self._shared_bytes = 0
         self._lock = RLock()
@@ -42,7 +42,7 @@ class MemoryTier:
             own = sum(entry.own_size for entry in self._entries)
             return self._shared_bytes - in_use * self._heap.page_bytes + own
 
-    def put(self, saved: SavedSession) -> None:
+    def put(self, saved: SessionState) -> None:
         """Keep a session, and release it when it has to go.
 
         Letting go of a text frees only the pages that no other text has, so a shared beginning stays to the last.
@@ -53,10 +53,10 @@ class MemoryTier:
                 self._holders[key] += 1
                 if self._holders[key] == 1:
                     self._shared_bytes += size
-            while (self.size > self._capacity or len(self) > MOST_TEXTS) and self.evict():
+            while (self.size > self._capacity or len(self) > MAX_TEXTS) and self.evict():
                 pass
 
-    def find(self, tokens: Int32s, *, stateful: bool) -> tuple[SavedSession | None, int]:
+    def find(self, tokens: Int32s, *, stateful: bool) -> tuple[SessionState | None, int]:
         """The session from which most of a text can be continued, and how much that is.
 
         stateful: it can be continued only from its end and from its checkpoints.
@@ -79,7 +79,7 @@ class MemoryTier:
         with self._lock:
             return max((common_prefix(entry.tokens, tokens) for entry in self._entries), default=0)
 
-    def take(self, saved: SavedSession) -> SavedSession | None:
+    def take(self, saved: SessionState) -> SessionState | None:
         """A session to be restored and released, whatever happens to the one that is kept; None if it is gone."""
         with self._lock:
             if saved not in self._entries:
@@ -96,7 +96,7 @@ class MemoryTier:
             self.drop(self._entries[0])
             return True
 
-    def drop(self, saved: SavedSession) -> None:
+    def drop(self, saved: SessionState) -> None:
         """Let go of a session, if it is still there."""
         with self._lock:
             if saved not in self._entries:
@@ -119,7 +119,7 @@ class MemoryTier:
         while self.evict():
             pass
 
-    def _parts(self, saved: SavedSession) -> Iterator[tuple[int, int]]:
+    def _parts(self, saved: SessionState) -> Iterator[tuple[int, int]]:
         """What other texts may have too: its id, which is its own while a text has it, and its size."""
         for page in saved.pages:
             yield id(page), self._heap.page_bytes

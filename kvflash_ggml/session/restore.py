@@ -10,11 +10,11 @@ from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
 from ..state.blob import Blob, Bytes
-from ..state.session import SavedSession
+from ..state.session import SessionState
 from .text import Text
 
 
-def state(text: Text, length: int | None = None) -> SavedSession:
+def state(text: Text, length: int | None = None) -> SessionState:
     """The session as it is, or cut to its first `length` tokens, to be loaded later. It goes on unchanged.
 
     Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
@@ -33,7 +33,7 @@ def state(text: Text, length: int | None = None) -> SavedSession:
     table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
     if not whole:
         table.scores, table.settled = None, False
-    saved = SavedSession(
+    saved = SessionState(
         tokens=text.ids[:length].copy(),
         table=table,
         heap=text.paging.heap,
@@ -53,7 +53,7 @@ def state(text: Text, length: int | None = None) -> SavedSession:
     return saved
 
 
-def load(text: Text, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
+def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
     """Replace everything by a saved session of this heap, which goes on bit for bit where its table fits.
 
     then: called with it in the end, for whoever has to follow: both are done, or neither.
@@ -86,7 +86,7 @@ def load(text: Text, saved: SavedSession, then: Callable[[SavedSession], None] |
         raise
 
 
-def _read(text: Text, saved: SavedSession) -> bytes | bytearray:
+def _read(text: Text, saved: SessionState) -> bytes | bytearray:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
     places = text.table.place(saved.length, saved.table)
     if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):

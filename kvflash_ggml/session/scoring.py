@@ -17,7 +17,7 @@ from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..policy.base import Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
-from ..state.session import SavedPolicy, Statistics, done
+from ..state.session import PolicyState, Statistics, done
 from .keys import HostKeys
 from .query_ring import QueryRing
 from .scores import check_scores
@@ -163,7 +163,7 @@ class Scoring:
 
     # --- save and restore
 
-    def state(self, n_chunks: int) -> SavedPolicy:
+    def state(self, n_chunks: int) -> PolicyState:
         """The clock, the scores under way, and the statistics of the first chunks. Waits for the scores."""
         looks = [future.result() for future in self._pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
@@ -186,9 +186,9 @@ class Scoring:
         self.scorer.load(known.rows)
         return True
 
-    def blank_state(self) -> SavedPolicy:
+    def blank_state(self) -> PolicyState:
         """The state of one that has not scored yet, without statistics."""
-        return SavedPolicy(
+        return PolicyState(
             name=self.scorer.name,
             tau=self.selection.tau,
             since_look=0,
@@ -198,7 +198,7 @@ class Scoring:
             statistics=done(None),
         )
 
-    def load(self, saved: SavedPolicy | None, tokens: Int32s) -> None:
+    def load(self, saved: PolicyState | None, tokens: Int32s) -> None:
         """Go on from there. What another policy knew is of no use: then the keys are read again."""
         n_chunks = len(tokens) // CHUNK
         if saved is None or saved.name != self.scorer.name:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..state.session import SavedPolicy
+from ..state.session import PolicyState
 
 SCORES_PER_TAU = 4
 """Scores between two moves that tau asks for: they move pages only if an evicted chunk is clearly better."""
@@ -77,12 +77,12 @@ class Selection:
         elif share < self._share / 4 and self.tau > TAU:
             self.tau //= 2
 
-    def write(self, saved: SavedPolicy) -> None:
+    def write(self, saved: PolicyState) -> None:
         """Note the clock in a policy's state."""
         saved.tau = self.tau
         saved.since_look, saved.since_reselect, saved.due = self._since_score, self._since_move, self._due
 
-    def load(self, saved: SavedPolicy) -> None:
+    def load(self, saved: PolicyState) -> None:
         """Go on from there."""
         if not self._fixed:
             self.tau = saved.tau

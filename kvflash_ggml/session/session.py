@@ -10,7 +10,7 @@ from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
 from ..pool.residency import clearly_better
-from ..state.session import Limits, SavedPolicy, SavedSession
+from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
@@ -63,7 +63,7 @@ class Session(Text):
         return Limits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
 
     @property
-    def blank_policy(self) -> SavedPolicy | None:
+    def blank_policy(self) -> PolicyState | None:
         """The state of a policy that has not scored yet."""
         return None if self.scoring is None else self.scoring.blank_state()
 
@@ -245,17 +245,17 @@ class Session(Text):
 
     # --- state
 
-    def state(self, length: int | None = None) -> SavedSession:
+    def state(self, length: int | None = None) -> SessionState:
         """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
         return restore.state(self, length)
 
-    def load(self, saved: SavedSession, then: Callable[[SavedSession], None] | None = None) -> None:
+    def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
         """Replace everything by a saved session of this heap. See `restore.load`."""
         restore.load(self, saved, then)
 
-    def policy_state(self) -> SavedPolicy | None:
+    def policy_state(self) -> PolicyState | None:
         return None if self.scoring is None else self.scoring.state(self.length // CHUNK)
 
-    def load_policy(self, saved: SavedPolicy | None) -> None:
+    def load_policy(self, saved: PolicyState | None) -> None:
         if self.scoring is not None:
             self.scoring.load(saved, self.tokens)

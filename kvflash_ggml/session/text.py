@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..pool.page_table import PageTable
 from ..pool.plan import Moves
 from ..pool.residency import Ranking
-from ..state.session import SavedPolicy
+from ..state.session import PolicyState
 from ..trace.events import Events
 from .checkpoints import Checkpoints
 from .paging import Paging
@@ -286,11 +286,11 @@ class Text:
         """The text has been cut to `length` tokens. Can be called again."""
         self.ranking, self.rebuild = None, False
 
-    def policy_state(self) -> SavedPolicy | None:
+    def policy_state(self) -> PolicyState | None:
         """What a policy knows and plans, to be loaded later; None without one."""
         return None
 
-    def load_policy(self, saved: SavedPolicy | None) -> None:
+    def load_policy(self, saved: PolicyState | None) -> None:
         """Another text is in place now: go on from what a policy knew of it."""
 
     def _pin(self) -> None:

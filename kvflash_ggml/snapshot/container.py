@@ -31,7 +31,7 @@ VERSION = 1
 PREFIX = struct.Struct("<8sIIQQQII")
 """magic, version, zero, file size, directory offset, directory size, directory checksum, checksum of what is before."""
 
-MOST_DIRECTORY = 1 << 20
+MAX_DIRECTORY = 1 << 20
 ALIGNMENT = 64
 PIECE = 16 << 20
 
@@ -88,8 +88,8 @@ class Writer:
     def close(self, kind: str, facts: dict[str, Any]) -> None:
         """Write the directory, and the prefix that makes all of it valid."""
         directory = json.dumps({"kind": kind, "facts": facts, "sections": self._sections}).encode()
-        if len(directory) > MOST_DIRECTORY:
-            raise SnapshotError(f"a directory of {len(directory)} bytes is more than the format's {MOST_DIRECTORY}")
+        if len(directory) > MAX_DIRECTORY:
+            raise SnapshotError(f"a directory of {len(directory)} bytes is more than the format's {MAX_DIRECTORY}")
         offset = self._align()
         self._put(directory)
         head = (MAGIC, VERSION, 0, self._at, offset, len(directory), zlib.crc32(directory))
@@ -245,7 +245,7 @@ class Container:
             raise SnapshotError(f"{source.name} has format version {version}; this build reads {VERSION}")
         if total != source.size:
             raise SnapshotError(f"{source.name} has {source.size} bytes and was written with {total}")
-        if size > min(MOST_DIRECTORY, total) or offset > total - size:
+        if size > min(MAX_DIRECTORY, total) or offset > total - size:
             raise SnapshotError(f"{source.name} is damaged: its directory lies outside the file")
         data = bytearray(size)
         source.read_into(offset, memoryview(data))

@@ -17,7 +17,7 @@ from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
 from ..state.blob import Blob
-from ..state.session import Limits, SavedBridge, SavedPolicy, SavedReader, SavedSession, Statistics, done
+from ..state.session import DrafterState, Limits, PolicyState, SessionState, Statistics, TokenAlignment, done
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
@@ -28,16 +28,16 @@ LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last
 """One chunk: its block in the pool, -1 if it is on the host only, -2 for any block; whether it has a score, the score,
 and the clock of its last use."""
 
-MOST_LOOKS = 8
-MOST_CHECKPOINTS = 1024
-MOST_LAYOUT = 1 << 20
+MAX_LOOKS = 8
+MAX_CHECKPOINTS = 1024
+MAX_LAYOUT = 1 << 20
 LARGEST = 2**31 - 1
-MOST_SPELLED = 64
+MAX_SPELLED = 64
 """Tokens of a drafter for one of the target's, on average."""
 
 
 def write(
-    saved: SavedSession, stream: BinaryIO, fingerprint: Fingerprint, settings: dict[str, Any], *, compress: bool = False
+    saved: SessionState, stream: BinaryIO, fingerprint: Fingerprint, settings: dict[str, Any], *, compress: bool = False
 ) -> None:
     """Write a saved session as a snapshot. The stream is seekable and at its beginning."""
     writer = Writer(stream, compress=compress)
@@ -50,7 +50,7 @@ def write(
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
 
-def write_sections(writer: Writer, saved: SavedSession) -> dict[str, Any]:
+def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     """Everything but the chunks' images and statistics. Returns the facts for the directory."""
     table, policy = saved.table, saved.policy
     writer.section("tokens", saved.tokens.astype("<i4"))
@@ -85,7 +85,7 @@ def write_sections(writer: Writer, saved: SavedSession) -> dict[str, Any]:
     return facts
 
 
-def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: Limits) -> SavedSession:
+def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits: Limits) -> SessionState:
     """A saved session whose page images are still in the file. SnapshotError unless the file is one of this model.
 
     ContextFull if it is longer than the context.
@@ -107,7 +107,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
     return saved
 
 
-def _write_reader(writer: Writer, reader: SavedReader) -> dict[str, Any]:
+def _write_reader(writer: Writer, reader: DrafterState) -> dict[str, Any]:
     """A drafter's part, in sections of its own. Returns its facts."""
     with writer.part(DRAFTER):
         writer.section("text", reader.text.astype("<i4"))
@@ -115,28 +115,28 @@ def _write_reader(writer: Writer, reader: SavedReader) -> dict[str, Any]:
             writer.section("ends", reader.bridge.ends.astype("<i8"))
             writer.section("drafted ends", reader.bridge.drafted_ends.astype("<i8"))
         session = reader.session
-        assert isinstance(session, SavedSession), "what is written is in memory"
+        assert isinstance(session, SessionState), "what is written is in memory"
         facts = write_sections(writer, session)
         writer.pages("pages", (session.heap.bytes_of(page) for page in session.pages))
     settled = None if reader.bridge is None else reader.bridge.settled
     return {**facts, "source": reader.source, "base": reader.base, "bridge": settled}
 
 
-def _read_reader(container: Container, length: int) -> SavedReader:
+def _read_reader(container: Container, length: int) -> DrafterState:
     """A drafter's part, for a text of `length` tokens. Its session is read when the drafter is loaded."""
     facts = container.facts["drafter"]
     if not isinstance(facts, dict):
         raise _damaged(container, "drafter")
     part = container.part(DRAFTER, facts)
-    most = MOST_SPELLED * (length + 1)
+    most = MAX_SPELLED * (length + 1)
     bridge = None
     if facts.get("bridge") is not None:
-        bridge = SavedBridge(
+        bridge = TokenAlignment(
             ends=part.section("ends").array("<i8", most=length).astype(np.int64),
             drafted_ends=part.section("drafted ends").array("<i8", most=most).astype(np.int64),
             settled=_count(part, "bridge"),
         )
-    return SavedReader(
+    return DrafterState(
         source=_facts(part, "source", str),
         text=part.section("text").array("<i4", most=most).astype(np.int32),
         base=_count(part, "base"),
@@ -145,7 +145,7 @@ def _read_reader(container: Container, length: int) -> SavedReader:
     )
 
 
-def _open_reader(part: Container, heap: PageHeap, limits: Limits) -> SavedSession:
+def _open_reader(part: Container, heap: PageHeap, limits: Limits) -> SessionState:
     session = read_sections(part, heap, limits)
     session.pages = [
         PageImage(source=page) for page in part.pages("pages", heap.page_bytes, count=len(session.table.blocks))
@@ -163,7 +163,7 @@ def compare(container: Container, fingerprint: Fingerprint) -> None:
             raise SnapshotMismatch(container.source.name, field, theirs.get(field), value)
 
 
-def read_sections(container: Container, heap: PageHeap, limits: Limits) -> SavedSession:
+def read_sections(container: Container, heap: PageHeap, limits: Limits) -> SessionState:
     """Everything but the chunks' images and statistics, checked against itself and read only if it can be.
 
     Queries of another number, as another policy has them, are of no use and left out.
@@ -175,7 +175,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Saved
     queries = container.section("queries")
     if queries.size % 4:
         raise _damaged(container, "queries")
-    return SavedSession(
+    return SessionState(
         tokens=tokens,
         table=_table(container, length),
         heap=heap,
@@ -238,12 +238,12 @@ def _table(container: Container, length: int) -> PageTableState:
 def _checkpoints(container: Container, length: int) -> dict[int, Blob]:
     positions = _facts(container, "checkpoints", list)
     sound = all(type(pos) is int and 0 < pos <= length for pos in positions)
-    if not sound or len(positions) > MOST_CHECKPOINTS:
+    if not sound or len(positions) > MAX_CHECKPOINTS:
         raise _damaged(container, "checkpoints")
     return {pos: container.section(f"checkpoint {pos}") for pos in positions}
 
 
-def _policy(container: Container, chunks: int) -> SavedPolicy | None:
+def _policy(container: Container, chunks: int) -> PolicyState | None:
     facts = container.facts.get("policy")
     if facts is None:
         return None
@@ -251,10 +251,10 @@ def _policy(container: Container, chunks: int) -> SavedPolicy | None:
         raise _damaged(container, "policy")
     numbers = [facts.get(key) for key in ("tau", "since_look", "since_reselect", "due", "looks")]
     whole = [x for x in numbers if type(x) is int and -LARGEST <= x <= LARGEST]
-    if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MOST_LOOKS:
+    if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MAX_LOOKS:
         raise _damaged(container, "policy")
     tau, since_look, since_reselect, due, count = whole
-    return SavedPolicy(
+    return PolicyState(
         name=facts["name"],
         tau=tau,
         since_look=since_look,
@@ -270,7 +270,7 @@ def _look(container: Container, number: int, chunks: int) -> npt.NDArray[np.floa
     return scores.astype(np.float32) if len(scores) else None
 
 
-def write_statistics(writer: Writer, saved: SavedSession, chunks: slice) -> None:
+def write_statistics(writer: Writer, saved: SessionState, chunks: slice) -> None:
     """What the policy keeps of these chunks, if it keeps anything."""
     statistics = None if saved.policy is None else saved.policy.statistics.result()
     if statistics is not None and len(statistics.rows[chunks]):
@@ -283,7 +283,7 @@ def read_statistics(container: Container, chunks: int, page_bytes: int) -> Stati
     rows = container.section("statistics").array(np.uint8, most=chunks * page_bytes)
     if chunks == 0 or len(rows) % chunks:
         raise _damaged(container, "statistics")
-    name = container.section("layout").array(np.uint8, most=MOST_LAYOUT) if "layout" in container else rows[:0]
+    name = container.section("layout").array(np.uint8, most=MAX_LAYOUT) if "layout" in container else rows[:0]
     return Statistics(name.tobytes().decode("utf-8", "replace"), list(rows.reshape(chunks, len(rows) // chunks)))
 
 

@@ -23,8 +23,8 @@ from .format import KIND, LEDGER
 from .source import FileSource
 
 PAGES = "pages"
-MOST_PAGE = 1 << 30
-YOUNG = 60.0
+MAX_PAGE = 1 << 30
+MIN_AGE_SECONDS = 60.0
 """Seconds in which an unfinished file is left alone, whatever else is known of it."""
 
 Progress = Callable[[int, int], None]
@@ -160,7 +160,7 @@ def removable(folder: Path, *, older_than: float | None = None, larger_than: int
     kept: list[tuple[float, Path, int]] = []
     for path, status in _files(folder):
         if path.name.startswith(".") and path.name.endswith(PART):
-            if now - status.st_mtime > YOUNG and _is_ours(path) and not _in_use(path):
+            if now - status.st_mtime > MIN_AGE_SECONDS and _is_ours(path) and not _in_use(path):
                 found.append(Removable(path=path, bytes=status.st_size, why="abandoned"))
         elif _is_ours(path):
             if older_than is not None and now - status.st_mtime > older_than * 86_400:
@@ -228,7 +228,7 @@ def _page_bytes(container: Container) -> int:
         head = bytearray(min(codec.HEAD, int(table["size"][0])))
         container.source.read_into(min(int(table["offset"][0]), container.source.size), memoryview(head))
         size = codec.image_size(bytes(head))
-    if not 0 < size <= MOST_PAGE:
+    if not 0 < size <= MAX_PAGE:
         raise SnapshotError(f"{container.source.name} is damaged: it has page images of {size} bytes")
     return size
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..errors import SnapshotError
 
-MOST_AT_ONCE = 1 << 30
+MAX_AT_ONCE = 1 << 30
 """Linux reads at most 2 GiB in one call."""
 
 
@@ -50,7 +50,7 @@ class FileSource:
     def read_into(self, offset: int, out: memoryview) -> None:
         while out:
             try:
-                read = os.preadv(self._handle, [out[:MOST_AT_ONCE]], offset)
+                read = os.preadv(self._handle, [out[:MAX_AT_ONCE]], offset)
             except OSError as err:
                 raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
             if not read:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import SnapshotError
 from ..files import replacing
 from ..session.session import Session
-from ..state.session import SavedSession
+from ..state.session import SessionState
 from . import codec, format
 from .container import Container
 from .fingerprint import Fingerprint
@@ -23,7 +23,7 @@ from .source import BytesSource, FileSource, Source
 logger = logging.getLogger("kvflash_ggml")
 
 
-class Keeper:
+class SnapshotStore:
     """fingerprint: reads that of the model, called when it is first needed. n_vocab: bounds the tokens of a file."""
 
     def __init__(self, session: Session, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
@@ -55,7 +55,7 @@ class Keeper:
             "tail": config.tail,
         }
 
-    def save(self, saved: SavedSession, path: Path, *, compress: bool) -> Future[int]:
+    def save(self, saved: SessionState, path: Path, *, compress: bool) -> Future[int]:
         """Write a file behind the decode, and release `saved`. The result is its size in bytes."""
         try:
             if self.forked:
@@ -72,7 +72,7 @@ class Keeper:
             raise
 
     def _write(
-        self, saved: SavedSession, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool
+        self, saved: SessionState, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool
     ) -> int:
         try:
             with replacing(path) as file:
@@ -86,7 +86,7 @@ class Keeper:
         finally:
             saved.release()
 
-    def dump(self, saved: SavedSession) -> bytes:
+    def dump(self, saved: SessionState) -> bytes:
         """The same as bytes."""
         stream = BytesIO()
         try:
@@ -95,7 +95,7 @@ class Keeper:
             saved.release()
         return stream.getvalue()
 
-    def load(self, source: Path | bytes) -> SavedSession:
+    def load(self, source: Path | bytes) -> SessionState:
         """Open what was saved. Its page images stay in the file until they are needed. To be released."""
         opened: Source = BytesSource(source) if isinstance(source, bytes) else FileSource(source)
         container = Container(opened)

@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SavedBridge:
+class TokenAlignment:
     """Where the target's tokens and the drafter's end in the text's bytes; the drafter's first `settled` are final."""
 
     ends: Int64s
@@ -52,7 +52,7 @@ class SavedBridge:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SavedReader:
+class DrafterState:
     """A drafter that reads along: its text in its own tokens, and its memory from token `base` on.
 
     source: which model it is. bridge: None where it has the target's tokenizer. session: that memory, or a function
@@ -62,16 +62,16 @@ class SavedReader:
     source: str
     text: Int32s
     base: int
-    bridge: SavedBridge | None
-    session: SavedSession | Callable[[PageHeap, Limits], SavedSession]
+    bridge: TokenAlignment | None
+    session: SessionState | Callable[[PageHeap, Limits], SessionState]
 
-    def open(self, heap: PageHeap, limits: Limits) -> SavedSession:
+    def open(self, heap: PageHeap, limits: Limits) -> SessionState:
         """The session, to be released. SnapshotError if it is not to be had any more."""
-        return self.session.share() if isinstance(self.session, SavedSession) else self.session(heap, limits)
+        return self.session.share() if isinstance(self.session, SessionState) else self.session(heap, limits)
 
     def release(self) -> None:
         """Let go of the page images."""
-        if isinstance(self.session, SavedSession):
+        if isinstance(self.session, SessionState):
             self.session.release()
 
 
@@ -95,7 +95,7 @@ class Statistics:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SavedPolicy:
+class PolicyState:
     """A policy and its clock, between two looks.
 
     looks: scores that have been asked for and not used yet, the oldest first. statistics: of the sealed chunks, as soon
@@ -109,11 +109,11 @@ class SavedPolicy:
     due: int
     looks: list[Floats | None]
     statistics: Future[Statistics | None]
-    reader: SavedReader | None = None
+    reader: DrafterState | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SavedSession:
+class SessionState:
     """tokens: all that were read. pages: an image per chunk, retained until `release`. state, checkpoints: what is not
     pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
     of the last token, if it was just evaluated. seed: of the next random numbers.
@@ -127,7 +127,7 @@ class SavedSession:
     checkpoints: dict[int, Blob]
     queries: Floats
     queries_from: int
-    policy: SavedPolicy | None
+    policy: PolicyState | None
     logits: Floats | None = None
     seed: int = 0
     _released: bool = field(default=False, init=False)
@@ -161,7 +161,7 @@ class SavedSession:
         arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
         return sum(array.nbytes for array in arrays if array is not None)
 
-    def share(self) -> SavedSession:
+    def share(self) -> SessionState:
         """The same for another holder, who releases it too. Without the drafter's part."""
         if self._released:
             raise SnapshotError("this session has been released")

@@ -32,7 +32,7 @@ HIGH_MASS = 0.2
 ONLY_BOUNDED = 1e3
 """Scores so far below the best belong to chunks that a policy has ranked without looking at them exactly."""
 
-MOST_CELLS = 4 << 20
+MAX_CELLS = 4 << 20
 """Chunks x moments of scores in a file: beyond, they are shown at every second look, or fourth, and so on."""
 
 
@@ -63,7 +63,7 @@ def _json(value: Any) -> str:
 def _document(moments: Sequence[Moment]) -> dict[str, Any]:
     n_chunks = max((_chunks(moment) for moment in moments), default=0)
     scored = [i for i, moment in enumerate(moments) if moment.scores is not None]
-    step = max(1, -(-len(scored) * n_chunks // MOST_CELLS))
+    step = max(1, -(-len(scored) * n_chunks // MAX_CELLS))
     shown = {i: moments[i].scores for i in scored[::-1][::step]}  # the last look is always shown
     low, high = _range([scores for scores in shown.values() if scores is not None])
     return {

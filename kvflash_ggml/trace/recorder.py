@@ -12,8 +12,8 @@ from ..files import write_atomically
 from .html import Summary, page
 from .moment import Moment
 
-MOST_MOMENTS = 2000
-MOST_BYTES = 64 << 20
+MAX_MOMENTS = 2000
+MAX_BYTES = 64 << 20
 """Beyond either, every two moments become one."""
 
 
@@ -62,7 +62,7 @@ class Trace:
             moment = last.then(moment)
         self.moments.append(moment)
         self._bytes += moment.nbytes
-        if len(self.moments) > MOST_MOMENTS or self._bytes > MOST_BYTES:
+        if len(self.moments) > MAX_MOMENTS or self._bytes > MAX_BYTES:
             self._stride *= 2
             self.moments = thinned(self.moments)
             self._bytes = sum(moment.nbytes for moment in self.moments)

@@ -28,7 +28,7 @@ def row(llm: Any, back: int = 1) -> Logits:
     return np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),)).copy()
 
 
-def walk(llm: Any, prompt: Sequence[int], rest: Sequence[int]) -> Logits:
+def logits_along(llm: Any, prompt: Sequence[int], rest: Sequence[int]) -> Logits:
     """Logits after the prompt, and after each other token in turn: [1 + len(rest), n_vocab]."""
     llm.eval(list(map(int, prompt)))
     rows = [row(llm)]
@@ -107,7 +107,7 @@ class Bare:
     n_vocab: int
     _ctx: Any
 
-    def walk(self, prompt: npt.NDArray[np.int32], rest: Sequence[int] = ()) -> Logits:
+    def logits_along(self, prompt: npt.NDArray[np.int32], rest: Sequence[int] = ()) -> Logits:
         self.session.extend(prompt)
         rows = [self.row()]
         for token in rest:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CHUNK, check, same_bits, walk
+from harness import CHUNK, check, logits_along, same_bits
 from harness import pages as all_pages
 
 from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, PoolExhausted
@@ -57,7 +57,7 @@ def test_spill_changes_no_bit(kind: str, limit: int, llama: Any, tokens: Any, tm
             llm._session.truncate(0)
             llm.eval(tokens[:1500].tolist())
             llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
-        rows.append(walk(llm, tokens[1500:1501], tokens[1501:1540]))
+        rows.append(logits_along(llm, tokens[1500:1501], tokens[1501:1540]))
         check(llm)
     assert same_bits(*rows)
     assert tight.kvflash.page_ins == free.kvflash.page_ins > 0
@@ -77,9 +77,9 @@ def test_ceiling_without_a_folder(llama: Any, tokens: Any) -> None:
         llm.eval(tokens[llm.n_tokens : llm.n_tokens + 500].tolist())
     llm.reset()
     fresh = make(llama, kvflash_host_limit=12 * page)
-    ours = walk(llm, tokens[:600], tokens[600:640])
+    ours = logits_along(llm, tokens[:600], tokens[600:640])
     check(llm)
-    assert same_bits(ours, walk(fresh, tokens[:600], tokens[600:640]))
+    assert same_bits(ours, logits_along(fresh, tokens[:600], tokens[600:640]))
 
 
 def test_refused_host_memory(llama: Any, tokens: Any, monkeypatch: Any) -> None:
@@ -204,7 +204,7 @@ def test_any_failure_in_a_prompt(kind: str, what: str, call: int, llama: Any, to
     check(llm)
     fresh.eval(tokens[:800].tolist())
     assert pages(llm) == pages(fresh)
-    ours, theirs = (walk(one, tokens[800:801], tokens[801:810]) for one in (llm, fresh))
+    ours, theirs = (logits_along(one, tokens[800:801], tokens[801:810]) for one in (llm, fresh))
     assert same_bits(ours, theirs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, KV_TYPES, agreement, read_block, row, same_bits, walk
+from harness import CHUNK, KV_TYPES, agreement, logits_along, read_block, row, same_bits
 
 from kvflash_ggml.pool.plan import Moves
 
@@ -32,7 +32,7 @@ def test_off_is_stock(kind: str, llama: Any, stock: Any, tokens: Any) -> None:
     ours, theirs = llama(kind), stock(kind)
     assert ours.kvflash is None
     prompt, rest = tokens[:330], tokens[330:394]
-    assert same_bits(walk(ours, prompt, rest), walk(theirs, prompt, rest))
+    assert same_bits(logits_along(ours, prompt, rest), logits_along(theirs, prompt, rest))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +87,7 @@ def test_whole_context_is_stock(kind: str, kv: int, llama: Any, stock: Any, toke
     prompt, rest = tokens[:600], tokens[600:664]
     ours = llama(kind, kvflash=1024, type_k=kv, type_v=kv)
     theirs = stock(kind, **stock_like(kind, kv))
-    assert same_bits(walk(ours, prompt, rest), walk(theirs, prompt, rest))
+    assert same_bits(logits_along(ours, prompt, rest), logits_along(theirs, prompt, rest))
     assert ours.kvflash.page_outs == ours.kvflash.page_ins == 0
 
 
@@ -98,8 +98,8 @@ def test_whole_context_splits_as_stock(
 ) -> None:
     split = {"n_batch": n_batch, "n_ubatch": n_ubatch}
     prompt, rest = tokens[:450], tokens[450:454]
-    ours = walk(llama(kind, kvflash=1024, **split), prompt, rest)
-    assert same_bits(ours, walk(stock(kind, **split, **stock_like(kind, 1)), prompt, rest))
+    ours = logits_along(llama(kind, kvflash=1024, **split), prompt, rest)
+    assert same_bits(ours, logits_along(stock(kind, **split, **stock_like(kind, 1)), prompt, rest))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,9 +121,9 @@ def test_whole_context_after_truncation(kind: str, llama: Any, stock: Any, token
     for llm in (llama(kind, kvflash=1024), stock(kind, **stock_like(kind, 1))):
         llm.eval(tokens[:500].tolist())
         llm.n_tokens = 423
-        rows.append(walk(llm, tokens[1000:1150], tokens[1150:1182]))
+        rows.append(logits_along(llm, tokens[1000:1150], tokens[1150:1182]))
         llm.n_tokens -= 1
-        rows[-1] = np.concatenate([rows[-1], walk(llm, tokens[9:10], tokens[10:14])])
+        rows[-1] = np.concatenate([rows[-1], logits_along(llm, tokens[9:10], tokens[10:14])])
     assert same_bits(*rows)
 
 
@@ -175,7 +175,7 @@ def test_pages_come_back_bit_for_bit(kind: str, kv: int, bare: Any, tokens: Any)
     assert read_blocks(session, blocks) == turned
     write_blocks(session, blocks[::-1], before[::-1])
     assert read_blocks(session, blocks) == before
-    assert same_bits(moved.walk(rest[:1], rest[1:]), still.walk(rest[:1], rest[1:]))
+    assert same_bits(moved.logits_along(rest[:1], rest[1:]), still.logits_along(rest[:1], rest[1:]))
 
 
 def test_scribbled_pages_change_the_logits(bare: Any, tokens: Any) -> None:
@@ -185,7 +185,7 @@ def test_scribbled_pages_change_the_logits(bare: Any, tokens: Any) -> None:
         one.session.extend(tokens[:512])
     pages = read_blocks(moved.session, [2, 5])
     write_blocks(moved.session, [5], pages[:1])
-    assert not same_bits(moved.walk(tokens[512:513]), still.walk(tokens[512:513]))
+    assert not same_bits(moved.logits_along(tokens[512:513]), still.logits_along(tokens[512:513]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,7 +225,7 @@ def test_evicted_and_recalled_is_as_if_never_gone(kind: str, kv: int, bare: Any,
     still.session.extend(prompt)
     page_around(moved.session, same_blocks=True)
     assert moved.session.page_ins == 600 // CHUNK
-    assert same_bits(moved.walk(rest[:1], rest[1:]), still.walk(rest[:1], rest[1:]))
+    assert same_bits(moved.logits_along(rest[:1], rest[1:]), still.logits_along(rest[:1], rest[1:]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,7 +235,7 @@ def test_recall_into_other_blocks_only_reorders_sums(kind: str, bare: Any, token
     moved.session.extend(prompt)
     still.session.extend(prompt)
     page_around(moved.session, same_blocks=False)
-    ours, theirs = moved.walk(rest[:1], rest[1:]), still.walk(rest[:1], rest[1:])
+    ours, theirs = moved.logits_along(rest[:1], rest[1:]), still.logits_along(rest[:1], rest[1:])
     moved_blocks = [chunk.block for chunk in moved.session.table.chunks]
     assert moved_blocks != [chunk.block for chunk in still.session.table.chunks], "the blocks did not move"
     assert agreement(ours, theirs) >= 0.95
@@ -252,8 +252,8 @@ def shuffled(blocks: int) -> list[int]:
 def test_shuffled_blocks_f32(bare: Any, tokens: Any) -> None:
     prompt, rest = tokens[:40], tokens[40:640]
     plain = {"pool": 1024, "type_kv": 0, "flash": False, "n_ubatch": 256}
-    straight = bare("f32", **plain).walk(prompt, rest)
-    mixed = bare("f32", block_order=shuffled(16), **plain).walk(prompt, rest)
+    straight = bare("f32", **plain).logits_along(prompt, rest)
+    mixed = bare("f32", block_order=shuffled(16), **plain).logits_along(prompt, rest)
     assert not same_bits(straight, mixed), "the blocks were not shuffled"
     assert agreement(straight, mixed) == 1.0
     assert np.abs(straight - mixed).max() < 1e-4
@@ -262,8 +262,8 @@ def test_shuffled_blocks_f32(bare: Any, tokens: Any) -> None:
 @pytest.mark.parametrize(("kind", "kv", "least"), [("f32", 1, 0.995), ("f32", 8, 0.97), ("iswa", 1, 0.99)])
 def test_shuffled_blocks_with_flash_attention(kind: str, kv: int, least: float, bare: Any, tokens: Any) -> None:
     prompt, rest = tokens[:40], tokens[40:640]
-    straight = bare(kind, pool=1024, type_kv=kv).walk(prompt, rest)
-    mixed = bare(kind, pool=1024, type_kv=kv, block_order=shuffled(16)).walk(prompt, rest)
+    straight = bare(kind, pool=1024, type_kv=kv).logits_along(prompt, rest)
+    mixed = bare(kind, pool=1024, type_kv=kv, block_order=shuffled(16)).logits_along(prompt, rest)
     assert not same_bits(straight, mixed)
     assert agreement(straight, mixed) >= least
 
@@ -272,9 +272,9 @@ def test_shuffled_blocks_with_flash_attention(kind: str, kv: int, least: float, 
 def test_shuffled_blocks_with_quantised_weights(kind: str, bare: Any, stock: Any, tokens: Any) -> None:
     """Quantised weights amplify any other order of summation, so stock's own noise is the floor."""
     prompt, rest = tokens[:40], tokens[40:640]
-    straight = bare(kind, pool=1024).walk(prompt, rest)
-    mixed = bare(kind, pool=1024, block_order=shuffled(16)).walk(prompt, rest)
-    flash, plain = (walk(stock(kind, flash_attn=on), prompt, rest) for on in (True, False))
+    straight = bare(kind, pool=1024).logits_along(prompt, rest)
+    mixed = bare(kind, pool=1024, block_order=shuffled(16)).logits_along(prompt, rest)
+    flash, plain = (logits_along(stock(kind, flash_attn=on), prompt, rest) for on in (True, False))
     assert agreement(straight, mixed) >= min(0.97, agreement(flash, plain))
 
 

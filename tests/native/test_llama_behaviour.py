@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from harness import CHUNK, agreement, check, pages, row, same_bits, walk
+from harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
@@ -460,14 +460,14 @@ def test_state_continues_bit_for_bit(kind: str, pool: int, llama: Any, tokens: A
     llm = llama(kind, kvflash=pool)
     llm.eval(tokens[:750].tolist())
     state = llm.save_state()
-    expected = walk(llm, tokens[750:751], tokens[751:900])
+    expected = logits_along(llm, tokens[750:751], tokens[751:900])
     other = llama(kind, kvflash=pool, seed=99)
     other.eval(tokens[5000:5300].tolist())
     for target in (llm, other):
         target.load_state(state)
         target._session.table.check_integrity()
         assert target.n_tokens == 750
-        assert same_bits(walk(target, tokens[750:751], tokens[751:900]), expected)
+        assert same_bits(logits_along(target, tokens[750:751], tokens[751:900]), expected)
 
 
 def test_state_after_a_cut_continues_bit_for_bit(llama: Any, tokens: Any) -> None:
@@ -478,10 +478,10 @@ def test_state_after_a_cut_continues_bit_for_bit(llama: Any, tokens: Any) -> Non
     llm.eval(tokens[3000:3010].tolist())
     assert llm.kvflash.page_ins > 0
     state = llm.save_state()
-    expected = walk(llm, tokens[3010:3011], tokens[3011:3400])
+    expected = logits_along(llm, tokens[3010:3011], tokens[3011:3400])
     other = llama(kvflash=512, n_ctx=4096)
     other.load_state(state)
-    assert same_bits(walk(other, tokens[3010:3011], tokens[3011:3400]), expected)
+    assert same_bits(logits_along(other, tokens[3010:3011], tokens[3011:3400]), expected)
     assert other.kvflash.resident_chunks == llm.kvflash.resident_chunks
 
 
@@ -490,10 +490,10 @@ def test_state_without_a_pool(kind: str, llama: Any, tokens: Any) -> None:
     llm = llama(kind)
     llm.eval(tokens[:300].tolist())
     state = llm.save_state()
-    expected = walk(llm, tokens[300:301], tokens[301:320])
+    expected = logits_along(llm, tokens[300:301], tokens[301:320])
     other = llama(kind)
     other.load_state(state)
-    assert same_bits(walk(other, tokens[300:301], tokens[301:320]), expected)
+    assert same_bits(logits_along(other, tokens[300:301], tokens[301:320]), expected)
 
 
 def test_state_carries_the_last_logits_only(llama: Any, tokens: Any) -> None:
@@ -622,7 +622,7 @@ def test_an_impossible_length_is_refused_and_changes_nothing(kind: str, llama: A
                 work()
         llm.n_tokens = 700
         check(llm)
-    ours, theirs = (walk(one, tokens[700:701], tokens[701:705]) for one in (llm, fresh))
+    ours, theirs = (logits_along(one, tokens[700:701], tokens[701:705]) for one in (llm, fresh))
     assert same_bits(ours, theirs)
 
 
@@ -647,13 +647,13 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     assert not {7, 8, 9} & set(llm.kvflash.resident_chunks)
     llm.n_tokens = 9 * CHUNK + 30
     page_ins = llm.kvflash.page_ins
-    cut = walk(llm, tokens[606:607], tokens[607:640])
+    cut = logits_along(llm, tokens[606:607], tokens[607:640])
     llm._session.table.check_integrity()
     assert llm.kvflash.page_ins > page_ins
     assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
 
     fresh = llama("f32", n_ctx=4096, kvflash=512)
-    straight = walk(fresh, tokens[:607], tokens[607:640])
+    straight = logits_along(fresh, tokens[:607], tokens[607:640])
     assert agreement(cut, straight) >= 0.95  # a few more chunks may be resident than in a fresh run
     assert same_pages(llm, fresh, chunks=3)
 
@@ -679,9 +679,9 @@ def test_cut_of_state_that_cannot_go_back(kind: str, llama: Any, tokens: Any) ->
     llm.eval(tokens[:700].tolist())
     llm.eval(tokens[700:900].tolist())
     llm.n_tokens = 800
-    after = walk(llm, tokens[5000:5001], tokens[5001:5020])
+    after = logits_along(llm, tokens[5000:5001], tokens[5001:5020])
     assert llm.n_tokens == 820
-    straight = walk(fresh, [*tokens[:800], tokens[5000]], tokens[5001:5020])
+    straight = logits_along(fresh, [*tokens[:800], tokens[5000]], tokens[5001:5020])
     assert agreement(after, straight) >= 0.95
     assert np.abs(after - straight).max() < 0.8
     assert llm._session.checkpoints
@@ -693,7 +693,9 @@ def test_reset_forgets_everything(kind: str, llama: Any, tokens: Any) -> None:
     llm.eval(tokens[3000:4200].tolist())
     llm.reset()
     assert (llm.kvflash.length, llm.kvflash.resident, llm.kvflash.host_bytes) == (0, 0, 0)
-    assert same_bits(walk(llm, tokens[:900], tokens[900:920]), walk(fresh, tokens[:900], tokens[900:920]))
+    assert same_bits(
+        logits_along(llm, tokens[:900], tokens[900:920]), logits_along(fresh, tokens[:900], tokens[900:920])
+    )
 
 
 # --- counters, pins
@@ -791,8 +793,8 @@ def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: An
         llm.eval(tokens[700:701].tolist())
     fresh.eval(tokens[:done].tolist())
     fresh.eval(tokens[done:700].tolist())
-    ours = walk(llm, tokens[700:701], tokens[701:730])
-    assert same_bits(ours, walk(fresh, tokens[700:701], tokens[701:730]))
+    ours = logits_along(llm, tokens[700:701], tokens[701:730])
+    assert same_bits(ours, logits_along(fresh, tokens[700:701], tokens[701:730]))
 
 
 def fail_at(llm: Any, call: int) -> None:

@@ -56,7 +56,7 @@ def test_siblings(path: list[int], bare: Make, tokens: Any) -> None:
 
     others = [token if i in path else 7 for i, token in enumerate(tree)]
     assert same_bits(evaluate(half, others, TREE_POS, TREE_SLOTS, TREE_SEEN)[path], logits[path])
-    alone = np.concatenate([straight.walk(np.array([tree[i]], np.int32)) for i in path])
+    alone = np.concatenate([straight.logits_along(np.array([tree[i]], np.int32)) for i in path])
     np.testing.assert_allclose(logits[path], alone, atol=0.05)  # as a text: only rounding
     assert (logits[path].argmax(1) == alone.argmax(1)).all()
 
@@ -65,7 +65,7 @@ def test_siblings(path: list[int], bare: Make, tokens: Any) -> None:
     for slot in set(TREE_SLOTS) - set(kept):
         whole.session.engine.clear_cells(slot, 1)
     after = evaluate(whole, [9], [TEXT + 3], [110], [[*PAST, *kept]])
-    np.testing.assert_allclose(after, straight.walk(np.array([9], np.int32)), atol=0.05)
+    np.testing.assert_allclose(after, straight.logits_along(np.array([9], np.int32)), atol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "iswa"])
@@ -180,7 +180,7 @@ def test_an_impossible_plan_is_refused(changed: Any, status: str, why: str, one:
     plan(one, n_streamed=0, mask_stride=512)
     other = bare(pool=512, n_ctx=512, n_ubatch=96, query_rows=8)
     other.session.extend(tokens[:TEXT])
-    assert same_bits(*(run.walk(tokens[TEXT : TEXT + 9], tokens[200:203]) for run in (one, other)))
+    assert same_bits(*(run.logits_along(tokens[TEXT : TEXT + 9], tokens[200:203]) for run in (one, other)))
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
         return rows
 
     hidden.session.mask.fill = hide
-    first, second, third = (one.walk(tokens[256:257]) for one in (seen, hidden, shown))
+    first, second, third = (one.logits_along(tokens[256:257]) for one in (seen, hidden, shown))
     assert same_bits(first, third)
     assert np.abs(first - second).max() > 1e-3
 
@@ -98,7 +98,7 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
     image = engine.alloc(engine.info.page_bytes)
     engine.view(image, engine.info.page_bytes)[:] = read_block(other.session, 0)
     engine.wait(engine.page_in([1], [image]))
-    assert same_bits(second, other.walk(tokens[256:257]))
+    assert same_bits(second, other.logits_along(tokens[256:257]))
 
 
 @pytest.mark.parametrize("kind", ["dense", "iswa"])
@@ -116,7 +116,7 @@ def test_mask_plan_without_flash_attention(kind: str, bare: Any, tokens: Any) ->
         return rows
 
     hidden.session.mask.fill = hide
-    assert np.abs(seen.walk(tokens[256:257]) - hidden.walk(tokens[256:257])).max() > 1e-3
+    assert np.abs(seen.logits_along(tokens[256:257]) - hidden.logits_along(tokens[256:257])).max() > 1e-3
 
 
 @pytest.mark.parametrize(("kind", "kv"), [("dense", 1), ("hybrid", 1), ("iswa", 1), ("dense", 8)])
@@ -233,7 +233,7 @@ def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, to
     assert engine.get_state() == before
     straight = bare(kind, pool=1024, n_ubatch=96)
     straight.session.extend(tokens[2000:2555])
-    ours, theirs = (x.walk(tokens[2555:2560], tokens[2560:2570]) for x in (other, straight))
+    ours, theirs = (x.logits_along(tokens[2555:2560], tokens[2560:2570]) for x in (other, straight))
     assert same_bits(ours, theirs)
 
 
@@ -262,7 +262,9 @@ def test_hostile_states_are_refused_and_the_engine_lives(kind: str, bare: Any, t
     assert engine.get_state() == state
     straight = bare(kind, pool=1024, n_ubatch=96)
     straight.session.extend(tokens[:500])
-    assert same_bits(one.walk(tokens[500:510], tokens[510:520]), straight.walk(tokens[500:510], tokens[510:520]))
+    assert same_bits(
+        one.logits_along(tokens[500:510], tokens[510:520]), straight.logits_along(tokens[500:510], tokens[510:520])
+    )
 
 
 def harm(state: bytes, rng: random.Random) -> bytes:

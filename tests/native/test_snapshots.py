@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import resume
-from harness import CHUNK, KV_TYPES, TEXT, check, pages, row, same_bits, walk
+from harness import CHUNK, KV_TYPES, TEXT, check, logits_along, pages, row, same_bits
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.bench.tasks import needle_task
@@ -146,7 +146,7 @@ def test_the_beginning_of_a_text(kind: str, length: int | None, llama: Any, toke
     assert pages(other._session)[: length // CHUNK] == pages(llm._session)[: length // CHUNK]
     llm.n_tokens = length
     assert llm._session.can_truncate(length) or kind != "dense"
-    ours, theirs = (walk(one, tokens[2000:2100], tokens[2100:2140]) for one in (other, llm))
+    ours, theirs = (logits_along(one, tokens[2000:2100], tokens[2100:2140]) for one in (other, llm))
     assert same_bits(ours, theirs)
 
 
@@ -187,7 +187,7 @@ def test_the_text_goes_on_and_is_cut_while_the_file_is_written(
     llm, other = make(llama, kind), make(llama, kind)
     llm.eval(tokens[:PROMPT].tolist())
     gate = threading.Event()
-    llm._keeper._writer.submit(gate.wait)
+    llm._snapshot_store._writer.submit(gate.wait)
     done = llm.save_snapshot(tmp_path / "x", wait=False)
     after = resume.go_on(llm)
     llm.n_tokens = 300
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_written(llama: Any, tokens: Any, tmp_path: Path) 
             llm.save_snapshot(path)
     assert not list(tmp_path.iterdir())
     assert isinstance(llm.save_snapshot(tmp_path / "absent" / "x", wait=False).exception(), SnapshotError)
-    ours, theirs = (walk(one, tokens[700:800], tokens[800:820]) for one in (llm, fresh))
+    ours, theirs = (logits_along(one, tokens[700:800], tokens[800:820]) for one in (llm, fresh))
     assert same_bits(ours, theirs)
 
 
@@ -240,7 +240,7 @@ def test_a_damaged_file_changes_nothing(llama: Any, tokens: Any, tmp_path: Path)
         with pytest.raises(SnapshotError):
             load_and_read_all(llm, tmp_path / "x")
         llm.n_tokens = min(llm.n_tokens, 700)
-    ours, theirs = (walk(one, tokens[700:800], tokens[800:820]) for one in (llm, fresh))
+    ours, theirs = (logits_along(one, tokens[700:800], tokens[800:820]) for one in (llm, fresh))
     assert same_bits(ours, theirs)
 
 

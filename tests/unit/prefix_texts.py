@@ -19,7 +19,7 @@ from kvflash_ggml.pool.page_table import PageTableState
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.prefix_cache.disk import DiskTier
 from kvflash_ggml.state.blob import Bytes
-from kvflash_ggml.state.session import Limits, SavedPolicy, SavedSession, Statistics
+from kvflash_ggml.state.session import Limits, PolicyState, SessionState, Statistics
 
 ROW = 8
 PAGE = CHUNK * ROW
@@ -52,7 +52,7 @@ def blank(image: memoryview, first: int) -> None:
     image[first * ROW :] = bytes((CHUNK - first) * ROW)
 
 
-def statistics_of(tokens: Int32s, after: SavedSession | None = None) -> Statistics:
+def statistics_of(tokens: Int32s, after: SessionState | None = None) -> Statistics:
     """after: a text whose rows of whole chunks are shared."""
     rows = [] if after is None else list(after.rows[: after.length // CHUNK])
     for c in range(len(rows), len(tokens) // CHUNK):
@@ -66,8 +66,8 @@ def ready(value: Any) -> Future[Any]:
     return future
 
 
-def policy() -> SavedPolicy:
-    return SavedPolicy(name="qk", tau=8, since_look=0, since_reselect=0, due=0, looks=[], statistics=ready(None))
+def policy() -> PolicyState:
+    return PolicyState(name="qk", tau=8, since_look=0, since_reselect=0, due=0, looks=[], statistics=ready(None))
 
 
 def make_heap(limit: int | None = None, *, page_bytes: int = PAGE) -> PageHeap:
@@ -81,8 +81,8 @@ def session(
     stateful: bool = False,
     checkpoints: Sequence[int] = (),
     logits: bool = True,
-    after: SavedSession | None = None,
-) -> SavedSession:
+    after: SessionState | None = None,
+) -> SessionState:
     """A session that has read the text. after: one whose full chunks are the beginning of it, and are shared."""
     chunks = -(-len(tokens) // CHUNK)
     pages = [] if after is None else [heap.retain(page) for page in after.pages[: after.length // CHUNK]]
@@ -92,7 +92,7 @@ def session(
         pages.append(page)
     saved_policy = policy()
     saved_policy.statistics = ready(statistics_of(tokens, after))
-    return SavedSession(
+    return SessionState(
         tokens=tokens,
         table=PageTableState(
             blocks=[c if c < 4 else ABSENT for c in range(chunks)],
@@ -113,7 +113,7 @@ def session(
     )
 
 
-def check_session(saved: SavedSession, tokens: Int32s, *, stateful: bool) -> None:
+def check_session(saved: SessionState, tokens: Int32s, *, stateful: bool) -> None:
     """It is of this text and of no other, to the last byte."""
     assert saved.tokens.tolist() == tokens.tolist()
     assert len(saved.pages) == len(saved.table.blocks) == -(-len(tokens) // CHUNK)
@@ -142,7 +142,7 @@ def make_tier(
 
 
 @contextmanager
-def released(saved: SavedSession) -> Iterator[SavedSession]:
+def released(saved: SessionState) -> Iterator[SessionState]:
     try:
         yield saved
     finally:

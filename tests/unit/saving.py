@@ -15,7 +15,7 @@ from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
 from kvflash_ggml.session.scoring import Scoring
 from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot import fingerprint
-from kvflash_ggml.snapshot.store import Keeper
+from kvflash_ggml.snapshot.store import SnapshotStore
 from kvflash_ggml.state.session import Layout
 
 N_VOCAB = 1000
@@ -78,18 +78,18 @@ def decode(session: Session, count: int) -> None:
         session.extend(np.array([token], np.int32))
 
 
-def keeper(session: Session) -> Keeper:
-    return Keeper(session, fingerprint=lambda: fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
+def snapshot_store(session: Session) -> SnapshotStore:
+    return SnapshotStore(session, fingerprint=lambda: fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
 
 
 def dump(session: Session, length: int | None = None) -> bytes:
     """A snapshot as bytes."""
-    return keeper(session).dump(session.state(length))
+    return snapshot_store(session).dump(session.state(length))
 
 
 def save(session: Session, path: Path, *, compress: bool = False, length: int | None = None) -> int:
     """A snapshot as a file; its size."""
-    each = keeper(session)
+    each = snapshot_store(session)
     try:
         return each.save(session.state(length), path, compress=compress).result()
     finally:
@@ -98,7 +98,7 @@ def save(session: Session, path: Path, *, compress: bool = False, length: int | 
 
 def load(session: Session, source: bytes | Path) -> None:
     """Put a snapshot in place of what the session holds."""
-    saved = keeper(session).load(source)
+    saved = snapshot_store(session).load(source)
     try:
         session.load(saved)
     finally:

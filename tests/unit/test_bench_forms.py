@@ -56,7 +56,7 @@ def test_a_form(form):
     assert len(facts & content(form.question)) >= 0.6 * len(facts)
     assert len(facts & content(form.reworded)) <= 3
     assert len(facts & content(form.reworded)) < len(facts & content(form.question))
-    assert not set(form.values) & set(form.rivals)
+    assert not set(form.values) & set(form.anchors)
     asked = f"{form.question} {form.lead} {form.reworded} {form.reworded_lead}"
     for value in form.values:
         assert judge(asked, value) is None
@@ -84,7 +84,7 @@ def test_a_document_holds_twelve_facts_each_asked_twice(name, tokenize, frame):
         assert ask.answer not in ask.tail
         assert frame.before_answer in ask.tail
         assert ask.is_correct(f" {ask.answer}.")
-        assert not any(ask.is_correct(f" {rival}.") for rival in ask.rivals)
+        assert not any(ask.is_correct(f" {rival}.") for rival in ask.anchors)
     assert case.document.startswith(frame.before_document)
 
 

@@ -285,4 +285,4 @@ def test_what_is_no_file_at_all_is_refused(text: bytes, tmp_path: Path) -> None:
 
 def test_the_question_is_what_the_model_is_asked() -> None:
     assert question("Who?") == "\n\nQuestion: Who?\nAnswer:"
-    assert choice.MOST >= 3
+    assert choice.MAX_HEADS >= 3

@@ -30,7 +30,7 @@ from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.prefix_cache import disk, folder
 from kvflash_ggml.prefix_cache.disk import DiskTier
-from kvflash_ggml.prefix_cache.folder import ABANDONED, Entry
+from kvflash_ggml.prefix_cache.folder import ABANDONED_AFTER_SECONDS, Entry
 from kvflash_ggml.state.session import Statistics
 
 SYSTEM, A, B, C = (1, 640), (2, 200), (3, 300), (4, 150)
@@ -508,8 +508,8 @@ def test_unfinished_files_of_the_dead_are_swept(tier: DiskTier, tmp_path: Path, 
     elsewhere = tmp_path / ".mine.part"
     for path in (old, new, elsewhere):
         path.write_bytes(b"unfinished")
-    age(old, ABANDONED + 60)
-    age(elsewhere, ABANDONED + 60)
+    age(old, ABANDONED_AFTER_SECONDS + 60)
+    age(elsewhere, ABANDONED_AFTER_SECONDS + 60)
     make_tier(tmp_path, heap, model="b")
     assert [path.exists() for path in (old, new, elsewhere)] == [False, True, True]
 

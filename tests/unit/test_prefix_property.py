@@ -28,7 +28,7 @@ class FolderMachine(RuleBasedStateMachine):
     @initialize(stateful=st.booleans(), most=st.sampled_from([2, 256]))
     def open(self, stateful: bool, most: int) -> None:
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(disk, "MOST_CHUNKS", most)
+        self.patches.setattr(disk, "MAX_CHUNKS", most)
         self.patches.setattr(files.os, "fsync", lambda handle: None)  # slow, and nothing crashes here
         self.folder = Path(tempfile.mkdtemp())
         self.stateful = stateful

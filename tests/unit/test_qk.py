@@ -1,4 +1,4 @@
-"""The default policy on keys that are known: heads, index, real keys, age of the queries, followers."""
+"""The default policy on keys that are known: heads, index, real keys, age of the queries, successors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_fact_across_two_chunks_brings_both(rng):
     chunks, queries = text(rng, 40), quiet(rng, 6)
     draw(queries, chunks, row=2, chunk=17, at=CHUNK - 3)
     assert set(np.argsort(-made(Keys(chunks), 40).score(look(queries, 40)))[:2].tolist()) == {17, 18}
-    alone = made(Keys(chunks), 40, followers=False).score(look(queries, 40))
+    alone = made(Keys(chunks), 40, successors=False).score(look(queries, 40))
     assert np.argsort(-alone)[0] == 17
     assert np.argsort(-alone).tolist().index(18) > 0
     assert alone[18] < alone[17] - 0.5
@@ -150,19 +150,19 @@ def test_nothing_need_be_kept(rng):
 def test_only_the_best_are_scored_by_their_real_keys(rng):
     chunks, queries = text(rng, 60), quiet(rng, 2)
     keys = Keys(chunks, noise=0.01)
-    scorer = made(keys, 60, least=8, share=0.0, followers=False)
+    scorer = made(keys, 60, least=8, share=0.0, successors=False)
     scores = scorer.score(look(queries, 60, kept=(0, 58, 59)))
     (chosen,) = keys.exact
     assert len(chosen) == 8
     assert not {0, 58, 59} & set(chosen)
-    exact = made(Keys(chunks), 60, exact_work=1e12, followers=False).score(look(queries, 60, kept=(0, 58, 59)))
+    exact = made(Keys(chunks), 60, exact_work=1e12, successors=False).score(look(queries, 60, kept=(0, 58, 59)))
     np.testing.assert_allclose(scores[chosen], exact[chosen], atol=0.02)
 
 
 def test_a_short_text_is_scored_by_its_real_keys_alone(rng):
     chunks, queries = text(rng, 20), quiet(rng, 2)
     keys = Keys(chunks, noise=9.0)
-    assert made(keys, 20, exact_work=1e12, followers=False).score(look(queries, 20)) is not None
+    assert made(keys, 20, exact_work=1e12, successors=False).score(look(queries, 20)) is not None
     assert keys.exact == [list(range(20))]
 
 

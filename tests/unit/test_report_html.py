@@ -144,7 +144,7 @@ def test_levels_run_from_the_lowest_to_the_highest_exact_score() -> None:
 
 
 def test_too_many_scores_are_shown_at_every_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_html, "MOST_CELLS", 25)
+    monkeypatch.setattr(trace_html, "MAX_CELLS", 25)
     data = Reader(page(trace(20).moments, Summary(), title="m")).data
     shown = [i for i, moment in enumerate(data["moments"]) if moment["scores"] is not None]
     assert shown == [3, 7, 11, 15, 19]

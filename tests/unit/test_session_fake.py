@@ -22,7 +22,7 @@ import pytest
 from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults, make_session
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from saving import Digest, dump, keeper, load, seen, settle_scores
+from saving import Digest, dump, load, seen, settle_scores, snapshot_store
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
@@ -32,7 +32,7 @@ from kvflash_ggml.host.image import NOWHERE
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.session.session import Session
-from kvflash_ggml.state.session import SavedSession
+from kvflash_ggml.state.session import SessionState
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +94,7 @@ def settle_ahead(session: Session) -> None:
         concurrent.futures.wait([session.store.heap._slabs._next])
 
 
-def check(session: Session, tokens: list[int], frozen: Sequence[SavedSession] = ()) -> None:
+def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = ()) -> None:
     """Everything that must be true between two calls. frozen: what is put aside."""
     engine, pager = session.engine, session.table
     assert isinstance(engine, FakeEngine)
@@ -219,7 +219,7 @@ class Saved:
     blocks: list[int] = field(default_factory=list)
     whole: bool = True
     data: bytes = b""
-    frozen: SavedSession | None = None
+    frozen: SessionState | None = None
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -472,7 +472,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2))
     def write(self, at: int) -> None:
         saved = self.frozen.pop(at % len(self.frozen))
-        saved.data = keeper(self.session).dump(saved.frozen)
+        saved.data = snapshot_store(self.session).dump(saved.frozen)
         saved.frozen = None
         self.saved = saved
         self.check()
@@ -480,7 +480,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule()
     def dump(self) -> None:
         saved = self.freeze(None)
-        saved.data = keeper(self.session).dump(saved.frozen)
+        saved.data = snapshot_store(self.session).dump(saved.frozen)
         saved.frozen = None
         self.saved = saved
         self.check()

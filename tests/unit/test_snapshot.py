@@ -16,7 +16,7 @@ import pytest
 from fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
 from hypothesis import given
 from hypothesis import strategies as st
-from saving import N_VOCAB, Digest, decode, dump, keeper, load, make, save, seen, text
+from saving import N_VOCAB, Digest, decode, dump, load, make, save, seen, snapshot_store, text
 from snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
@@ -284,7 +284,7 @@ def test_any_seed(seed: int, world: Any) -> None:
     session = world()
     saved = session.state()
     saved.seed = seed
-    again = keeper(session).load(keeper(session).dump(saved))
+    again = snapshot_store(session).load(snapshot_store(session).dump(saved))
     assert again.seed == seed
     again.release()
 
@@ -337,7 +337,7 @@ def test_a_recurrent_layout(world: Any) -> None:
     session.extend(text(100, 2))
     saved = session.state()
     saved.logits = np.arange(N_VOCAB, dtype=np.float32)
-    parts = plain_reader.read(keeper(session).dump(saved))
+    parts = plain_reader.read(snapshot_store(session).dump(saved))
     assert parts.sections["state"] == session.engine.get_state()
     assert parts.facts["checkpoints"] == sorted(session.checkpoints.state()) != []
     for pos, blob in session.checkpoints.state().items():

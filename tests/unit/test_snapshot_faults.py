@@ -21,7 +21,7 @@ import numpy as np
 import plain_reader
 import pytest
 from fake_engine import PAGE_BYTES, ROW_BYTES
-from saving import decode, dump, keeper, load, make, save, seen, text
+from saving import decode, dump, load, make, save, seen, snapshot_store, text
 from snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
@@ -71,12 +71,12 @@ import os, signal, sys, warnings
 from pathlib import Path
 sys.path.insert(0, {str(HERE)!r})
 warnings.simplefilter("ignore")
-from saving import dump, keeper, make, text
+from saving import dump, snapshot_store, make, text
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
 session = make()
 session.extend(text(700))
-each = keeper(session)
+each = snapshot_store(session)
 cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
 each.save(session.state(), Path({str(tmp_path / "a")!r}), compress=False).result()
 cached.put(session.state())
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written(session: Session, tmp_path: Path) -> No
         with pytest.raises(SnapshotError, match="folder"):
             save(session, path)
     assert [other.name for other in tmp_path.iterdir()] == ["file"]
-    done = keeper(session).save(session.state(), tmp_path / "absent" / "x", compress=False)
+    done = snapshot_store(session).save(session.state(), tmp_path / "absent" / "x", compress=False)
     assert isinstance(done.exception(), SnapshotError)
     decode(session, 3)
 
@@ -362,7 +362,7 @@ def test_hostile_files_cost_no_memory(mutation: Mutation, victim: Victim) -> Non
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
             with contextlib.suppress(*REFUSALS):
-                keeper(victim.session).load(data).release()
+                snapshot_store(victim.session).load(data).release()
             _, peak = tracemalloc.get_traced_memory()
             assert peak - before < len(data) + (1 << 20)
     finally:

@@ -73,7 +73,7 @@ def test_a_cut_that_moves_nothing_is_no_moment() -> None:
 
 
 def test_a_long_trace_thins_out_evenly_and_loses_no_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "MOST_MOMENTS", 50)
+    monkeypatch.setattr(trace_module, "MAX_MOMENTS", 50)
     trace = Trace()
     fill(trace, 1111)
     assert 25 <= len(trace.moments) <= 50
@@ -87,7 +87,7 @@ def test_a_long_trace_thins_out_evenly_and_loses_no_page_in(monkeypatch: pytest.
 
 
 def test_many_bytes_thin_it_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(trace_module, "MAX_BYTES", 20_000)
     trace = Trace()
     fill(trace, 600, chunks=100)
     assert sum(moment.nbytes for moment in trace.moments) <= 20_000
@@ -229,7 +229,7 @@ def test_of_many_columns_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     rng = np.random.default_rng(1)
     masses = rng.normal(0, 1, (4096, 8)).astype(np.float32)
     sampled = attention_shares(masses)
-    monkeypatch.setattr(share, "MOST_COLUMNS", 1 << 20)
+    monkeypatch.setattr(share, "MAX_COLUMNS", 1 << 20)
     assert sampled == pytest.approx(attention_shares(masses), abs=0.02)
 
 
