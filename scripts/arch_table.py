@@ -14,9 +14,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 TABLE = REPO / "docs" / "architectures.md"
 
-sys.path[:0] = [str(REPO), str(REPO / "tests" / "native")]
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-import archs  # noqa: E402
+from support import archs  # noqa: E402
 
 HEAD = """\
 # Architectures

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from compat_models import write_embedding, write_mamba
+from support.compat_models import write_embedding, write_mamba
 from vendoring.build import upstream_bindings, upstream_llama
 
 HERE = Path(__file__).resolve().parent

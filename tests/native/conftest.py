@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from archs import write_latent
-from harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
+from support.archs import write_latent
+from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library

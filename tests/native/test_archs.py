@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import arch_table
-import archs
 import pytest
+from support import archs
 
 pytestmark = [
     pytest.mark.slow,

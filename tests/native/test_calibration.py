@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from drafter_models import with_context, with_other_tokens
+from support.drafter_models import with_context, with_other_tokens
 
 from kvflash_ggml.calibration import finder
 from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save

@@ -10,8 +10,8 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
-from drafter_models import with_context, with_other_tokens
-from harness import CHUNK, MODELS, TEXT, check
+from support.drafter_models import with_context, with_other_tokens
+from support.harness import CHUNK, MODELS, TEXT, check
 
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter

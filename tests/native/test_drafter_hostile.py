@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import MODELS, go_on
+from support.harness import MODELS, go_on
 
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.snapshot.container import TABLE, Container, Writer

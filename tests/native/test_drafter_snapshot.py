@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafter_models import with_other_tokens
-from harness import MODELS, go_on
+from support.drafter_models import with_other_tokens
+from support.harness import MODELS, go_on
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter", "kvflash_tau": 16}

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import MODELS, TEXT
+from support.harness import MODELS, TEXT
 
 REPO = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/examples.md", "docs/snapshots.md", "docs/prefix-cache.md")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CHUNK, check, logits_along, same_bits
-from harness import pages as all_pages
+from support.harness import CHUNK, check, logits_along, same_bits
+from support.harness import pages as all_pages
 
 from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, PoolExhausted
 

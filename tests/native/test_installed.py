@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import MODELS
+from support.harness import MODELS
 
 import kvflash_ggml
 from kvflash_ggml import KVFlashConfig

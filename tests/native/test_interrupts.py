@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import CHUNK, check, row
-from interrupter import Interrupter
+from support.harness import CHUNK, check, row
+from support.interrupter import Interrupter
 
 PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
 SESSION = tuple(f"session/{name}.py" for name in PARTS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, KV_TYPES, agreement, logits_along, read_block, row, same_bits
+from support.harness import CHUNK, KV_TYPES, agreement, logits_along, read_block, row, same_bits
 
 from kvflash_ggml.pool.plan import Moves
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
+from support.harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch

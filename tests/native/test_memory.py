@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-from harness import CHUNK
+from support.harness import CHUNK
 
 LENGTH = 32_768
 

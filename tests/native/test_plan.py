@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Bare, evaluate, same_bits
-from test_seams import read_queries
+from support.harness import Bare, evaluate, read_queries, same_bits
 
 from kvflash_ggml.errors import (
     DecodeError,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TEXT, check, row, same_bits
+from support.harness import TEXT, check, row, same_bits
 
 from kvflash_ggml import KVFlashError, PrefixCache
 from kvflash_ggml.bench.tasks import needle_task

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import CHUNK, TEXT
+from support.harness import CHUNK, TEXT
 
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.policy import share

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from harness import CHUNK, KV_TYPES, Bare
+from support.harness import CHUNK, KV_TYPES, Bare
 
 from kvflash_ggml.errors import EngineError
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import CHUNK, read_block, row, same_bits
+from support.harness import CHUNK, read_block, read_queries, row, same_bits
 
 from kvflash_ggml.errors import EngineError, SnapshotError
 
@@ -159,15 +158,6 @@ def test_query_basis(bare: Any, tokens: Any) -> None:
         keys = keys.reshape(n, layer.n_head_kv, layer.head_k).repeat(group, axis=1)
         scores.append(np.einsum("qhd,khd->hqk", queries, keys))
     assert np.corrcoef(scores[0].ravel(), scores[1].ravel())[0, 1] > 0.999
-
-
-def read_queries(engine: Any) -> list[Any]:
-    """The captured rows per layer, each [query_rows, n_head, head_k]."""
-    shapes = engine.query_shapes
-    flat = np.empty(sum(math.prod(shape) for shape in shapes), np.float32)
-    engine.wait(engine.read_queries(flat))
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
 
 
 def decode_keys(session: Any, block: int, layer: Any, kv: int) -> Any:

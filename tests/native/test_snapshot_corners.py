@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import MODELS, check, go_on, same_bits
+from support.harness import MODELS, check, go_on, same_bits
 
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import resume
-from harness import CHUNK, KV_TYPES, TEXT, check, logits_along, pages, row, same_bits
+from support import resume
+from support.harness import CHUNK, KV_TYPES, TEXT, check, logits_along, pages, row, same_bits
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.bench.tasks import needle_task
@@ -54,7 +53,7 @@ class Points:
         plan = {"model": str(model), "points": self.points, "settings": settings | SETTINGS}
         file = self.folder / "plan.json"
         file.write_text(json.dumps(plan))
-        run = subprocess.run([sys.executable, resume.__file__, file], capture_output=True, text=True)
+        run = subprocess.run([*resume.COMMAND, file], cwd=resume.TESTS, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr[-3000:]
         results: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
         return results

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness import MODELS
+from support.harness import MODELS
 
 from kvflash_ggml.errors import KVFlashError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import smollm
+from support import smollm
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from smollm import POOL
+from support.smollm import POOL
 
 from kvflash_ggml.bench.filler import read_text
 from kvflash_ggml.config import KVFlashConfig

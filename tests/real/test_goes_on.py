@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import resume
-from smollm import POOL, SETTINGS
+from support import resume
+from support.smollm import POOL, SETTINGS
 
 from kvflash_ggml.bench.filler import read_text
 
@@ -41,7 +40,7 @@ def test_another_process_goes_on_with_the_same_tokens(
         "settings": {k: v for k, v in SETTINGS.items() if k not in ("seed", "verbose")} | settings,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    run = subprocess.run([sys.executable, resume.__file__, tmp_path / "plan.json"], capture_output=True, text=True)
+    run = subprocess.run([*resume.COMMAND, tmp_path / "plan.json"], cwd=resume.TESTS, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])["text"]
     assert found["length"] == DOCUMENT

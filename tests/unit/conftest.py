@@ -1,13 +1,10 @@
-"""Helpers of the unit tests are importable by name; property tests are short unless asked."""
+"""Property tests are short unless asked."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from hypothesis import HealthCheck, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(

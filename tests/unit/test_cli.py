@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
+from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
 from kvflash_ggml.cli import chat, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
@@ -223,7 +223,7 @@ def test_attention_that_missed_the_pool_is_told(cli: Stage, monkeypatch: pytest.
     usual = stats()
     for mass, told in ((0.304, True), (0.1, False)):
         usual.evicted_mass = mass
-        monkeypatch.setattr("fake_llama.stats", lambda: usual)
+        monkeypatch.setattr("support.fake_llama.stats", lambda: usual)
         result = cli("m.gguf", "hi", "--kvflash", "1024", "--json")
         line = result.stderr.splitlines()[-1]
         warning = "warning: about 30 % of the attention went to paged-out text; a larger pool would help"

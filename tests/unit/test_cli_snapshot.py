@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_llama import REPLY, Stage, interrupt_at, staged, write_snapshot
+from support.fake_llama import REPLY, Stage, interrupt_at, staged, write_snapshot
 
 from kvflash_ggml.cli import chat, prompt, run
 from kvflash_ggml.errors import ConfigError, SnapshotError, SnapshotMismatch

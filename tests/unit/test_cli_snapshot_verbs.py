@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from snapshot_files import damage, write
+from support.snapshot_files import damage, write
 
 from kvflash_ggml.cli import main, snapshot_verify
 

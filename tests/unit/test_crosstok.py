@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_drafter import FakeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_drafter import FakeDrafter
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.base import KeyShape, ScoreRequest

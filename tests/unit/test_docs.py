@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, make_session
+from support.fake_engine import FakeEngine, make_session
 
 from kvflash_ggml import bench, cli
 from kvflash_ggml.config import KVFlashConfig

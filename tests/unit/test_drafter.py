@@ -11,9 +11,9 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fake_drafter import FakeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_drafter import FakeDrafter
 
 from kvflash_ggml import policy
 from kvflash_ggml.cli.pool_options import pool_options

@@ -8,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from fake_engine import PAGE_BYTES, FakeHost
-from interrupter import Interrupter
+from support.fake_engine import PAGE_BYTES, FakeHost
+from support.interrupter import Interrupter
 
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap

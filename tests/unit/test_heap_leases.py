@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import PAGE_BYTES, FakeEngine, FakeHost, make_session
-from saving import Digest
+from support.fake_engine import PAGE_BYTES, FakeEngine, FakeHost, make_session
+from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_engine import FakeHost
 
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import slabs

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_llama import REPLY, Stage, interrupt_at, staged
+from support.fake_llama import REPLY, Stage, interrupt_at, staged
 
 from kvflash_ggml import modelfile
 from kvflash_ggml.cli import chat, terminal

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prefix_texts import (
+from support.prefix_texts import (
     PAGE,
     check_session,
     load,

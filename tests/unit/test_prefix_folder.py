@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefix_texts import make_heap, make_tier, put, text
+from support.prefix_texts import make_heap, make_tier, put, text
 
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.prefix_cache.disk import DiskTier

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from prefix_texts import N_VOCAB, PAGE, ROW_BYTES, make_heap, session, text
+from support.prefix_texts import N_VOCAB, PAGE, ROW_BYTES, make_heap, session, text
 
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import slabs

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_texts import Int32s, load, make_heap, make_tier, put, text
+from support.prefix_texts import Int32s, load, make_heap, make_tier, put, text
 
 import kvflash_ggml
 from kvflash_ggml.errors import SnapshotError
 
 ROUNDS = 60
+TESTS = Path(__file__).parents[1]
 
 
 def work(folder: Path, seed: int, capacity: int, rounds: int) -> int:
@@ -46,7 +47,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     package = Path(kvflash_ggml.__file__).parents[1]
     return subprocess.Popen(
         [sys.executable, __file__, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(package)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package, TESTS)))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

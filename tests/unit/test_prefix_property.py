@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from prefix_texts import Int32s, load, make_heap, make_tier, released, session, text
+from support.prefix_texts import Int32s, load, make_heap, make_tier, released, session, text
 
 from kvflash_ggml import files
 from kvflash_ggml.constants import CHUNK

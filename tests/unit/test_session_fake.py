@@ -19,10 +19,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults, make_session
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from saving import Digest, dump, load, seen, settle_scores, snapshot_store
+from support.fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults, make_session
+from support.saving import Digest, dump, load, seen, settle_scores, snapshot_store
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK

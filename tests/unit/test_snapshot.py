@@ -11,13 +11,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import plain_reader
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
 from hypothesis import given
 from hypothesis import strategies as st
-from saving import N_VOCAB, Digest, decode, dump, load, make, save, seen, snapshot_store, text
-from snapshot_files import EXTREMES, NONSENSE
+from support import plain_reader
+from support.fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
+from support.saving import N_VOCAB, Digest, decode, dump, load, make, save, seen, snapshot_store, text
+from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, SnapshotMismatch

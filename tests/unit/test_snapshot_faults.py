@@ -18,17 +18,17 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import plain_reader
 import pytest
-from fake_engine import PAGE_BYTES, ROW_BYTES
-from saving import decode, dump, load, make, save, seen, snapshot_store, text
-from snapshot_files import EXTREMES, NONSENSE
+from support import plain_reader
+from support.fake_engine import PAGE_BYTES, ROW_BYTES
+from support.saving import decode, dump, load, make, save, seen, snapshot_store, text
+from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
 from kvflash_ggml.session.session import Session
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 LENGTH = 460
 KINDS: tuple[dict[str, Any], ...] = ({}, {"n_swa": 80})
 REFUSALS = (SnapshotError, ConfigError, ContextFull)
@@ -55,8 +55,8 @@ def session() -> Iterator[Session]:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_save_leaves_the_old_file_whole(tmp_path: Path) -> None:
-    command = [sys.executable, HERE / "save_forever.py", tmp_path, "200"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "support.save_forever", tmp_path, "200"]
+    run = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads(run.stdout)
     assert result["cut_off"] >= 20, "few kills came while a file was being written"
@@ -69,9 +69,9 @@ def test_a_forked_process_says_that_it_cannot_save(tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys, warnings
 from pathlib import Path
-sys.path.insert(0, {str(HERE)!r})
+sys.path.insert(0, {str(TESTS)!r})
 warnings.simplefilter("ignore")
-from saving import dump, snapshot_store, make, text
+from support.saving import dump, snapshot_store, make, text
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
 session = make()

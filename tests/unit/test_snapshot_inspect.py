@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prefix_texts import make_heap, make_tier, put, text
-from snapshot_files import PAGE, damage, write
+from support.prefix_texts import make_heap, make_tier, put, text
+from support.snapshot_files import PAGE, damage, write
 
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.files import replacing

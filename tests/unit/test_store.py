@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import POISON, FakeHost
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fake_engine import POISON, FakeHost
 
 from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs

@@ -1,4 +1,4 @@
-"""Saves over one file again and again in processes that are killed, and reads the file after each. As a script."""
+"""Saves over one file again and again in processes that are killed, and reads the file after each. As a program."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-import plain_reader
-from fake_engine import FakeEngine, make_session
-from saving import N_VOCAB, save
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
+from support import plain_reader
+from support.fake_engine import FakeEngine, make_session
+from support.saving import N_VOCAB, save
 
 TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 700, dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""A fresh process that goes on from snapshots. As a script: reads a plan as JSON, prints what it has computed."""
+"""A fresh process that goes on from snapshots. As a program: reads a plan as JSON, prints what it has computed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import check, row
+from support.harness import check, row
 
 STEPS = 64
+TESTS = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "support.resume"]
+"""Runs in TESTS, followed by the file of the plan."""
 
 
 def go_on(llm: Any, steps: int = STEPS) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,3 +226,12 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def read_queries(engine: Any) -> list[Any]:
+    """The captured rows per layer, each [query_rows, n_head, head_k]."""
+    shapes = engine.query_shapes
+    flat = np.empty(sum(math.prod(shape) for shape in shapes), np.float32)
+    engine.wait(engine.read_queries(flat))
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]

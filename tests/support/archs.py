@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import read_block
+from support.harness import read_block
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("arch_models.cpp")
@@ -147,8 +147,8 @@ def run_batch(folder: Path, files: Sequence[str]) -> Iterator[Result]:
 def _child(folder: Path, arguments: Sequence[str]) -> tuple[list[Result], str, str]:
     """(results, what was going on at the end, why it ended)"""
     env = os.environ | {"GGML_NO_BACKTRACE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [env.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, str(folder), *arguments]
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests"), *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "support.archs", str(folder), *arguments]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True, timeout=TIMEOUT)

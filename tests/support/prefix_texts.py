@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from fake_engine import FakeHost
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.host.heap import PageHeap
@@ -20,6 +19,7 @@ from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.prefix_cache.disk import DiskTier
 from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.state.session import Limits, PolicyState, SessionState, Statistics
+from support.fake_engine import FakeHost
 
 ROW = 8
 PAGE = CHUNK * ROW

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from harness import _copy_fields, _finish
+
+from support.harness import _copy_fields, _finish
 
 TOKENS = "tokenizer.ggml."
 SPECIAL = 4  # the last tokens

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
@@ -17,6 +16,7 @@ from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.store import SnapshotStore
 from kvflash_ggml.state.session import Layout
+from support.fake_engine import FakeEngine, make_session
 
 N_VOCAB = 1000
 
