@@ -90,11 +90,9 @@ class Llama(SavingLlama):
         if self._config is None:
             logits_all = logits_all or settings.get("draft_model") is not None
         self._pickled_tokenizer = settings.get("tokenizer")
-        try:
+        with contextlib.ExitStack() as self._pool_requests:
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
             super().__init__(model_path, logits_all=False, **settings)
-        finally:
-            native.set_pool(0)
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._replace_batch()
@@ -120,7 +118,8 @@ class Llama(SavingLlama):
         if self._config is not None:
             self._size = self._size_pool(self._config)
             rows = self._scorer.query_rows if self._scorer is not None else 0
-            native.set_pool(self._size.slots, rows if self._size.slots < self._size.n_ctx else 0)
+            rows = rows if self._size.slots < self._size.n_ctx else 0
+            self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import gguf
 import numpy as np
@@ -16,16 +17,21 @@ from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 
-__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "probe", "set_pool"]
+__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "pool_request", "probe"]
 
 Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
 _PLANNED = ("token", "seq", "pos", "slot", "query_row")
 
 
-def set_pool(cells: int, query_rows: int = 0) -> None:
-    """The next context made by this thread gets a pool of `cells` slots; 0 restores stock behaviour."""
+@contextlib.contextmanager
+def pool_request(cells: int, query_rows: int = 0) -> Iterator[None]:
+    """A context that is made by this thread meanwhile gets a pool of `cells` slots, 0 for a stock cache."""
     lib.kvf_set_pool(cells, query_rows)
+    try:
+        yield
+    finally:
+        lib.kvf_set_pool(0, 0)
 
 
 def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> int:

@@ -79,7 +79,7 @@ class Prefixes:
                 stateful=self._stateful,
                 limits=session.limits(n_vocab),
             )
-        session.paging.keep_images = True
+        session.paging.keep_images_for(self)
         heap.add_reclaimer(self._memory.evict)
 
     def restore(self, tokens: Int32s, mine: int, then: Callable[[SessionState], None]) -> None:
@@ -191,6 +191,7 @@ class Prefixes:
         self.flush()
         self._writer.shutdown()
         self._memory.clear()
+        self._session.paging.no_images_for(self)
         self._session.paging.heap.remove_reclaimer(self._memory.evict)
 
     def _write(self, saved: SessionState) -> None:

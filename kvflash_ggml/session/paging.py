@@ -26,8 +26,7 @@ class Paging:
     """Between a page table and the engine.
 
     ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now, again if that was
-    interrupted. keep_images: also of resident chunks, once made: a bounded pool evicts them, another need not copy them
-    anew for the next snapshot.
+    interrupted.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Paging:
         ids: Int32s,
         sealed: Callable[[Sequence[int]], None],
     ) -> None:
-        self.keep_images = table.bounded
+        self._image_users: set[int] = set()
         self.heap = heap
         self.store = HostStore(heap)
         self.page_ins = 0
@@ -49,6 +48,19 @@ class Paging:
         self._mask = mask
         self._ids = ids
         self._sealed = sealed
+
+    @property
+    def keeps_images(self) -> bool:
+        """Do images of resident chunks stay, once made? A bounded pool evicts by them; others save anew without."""
+        return self._table.bounded or bool(self._image_users)
+
+    def keep_images_for(self, user: object) -> None:
+        """Somebody needs the images of resident chunks."""
+        self._image_users.add(id(user))
+
+    def no_images_for(self, user: object) -> None:
+        """As before; can be said twice."""
+        self._image_users.discard(id(user))
 
     def apply(self, moves: Moves, length: int) -> int:
         """Do what a plan asks for, for a text of `length` tokens. Interrupted, it can be done again or undone.
@@ -143,7 +155,7 @@ class Paging:
         except BaseException:
             self.heap.release(page)
             raise
-        if self.keep_images and chunk < self._table.length // CHUNK and rows == CHUNK:
+        if self.keeps_images and chunk < self._table.length // CHUNK and rows == CHUNK:
             self.store.drop(chunk)
             self.store.put(chunk, page)
             self._table.saved(chunk)

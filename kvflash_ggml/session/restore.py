@@ -70,7 +70,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.unfinished.begin(text.clear)
         text.clear()
         text.ids[: saved.length] = saved.tokens
-        text.table.load(saved.length, saved.table, images=text.paging.keep_images)
+        text.table.load(saved.length, saved.table, images=text.paging.keeps_images)
         text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)
         text.engine.set_state(state, text.length)

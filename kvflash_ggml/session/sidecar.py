@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +50,7 @@ class Sidecar:
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
             self.session = Session(Pool(engine, n_ubatch=step), config, n_ctx=context.n_ctx(), n_batch=step)
-            self.session.paging.keep_images = True  # their keys are scored, and they may be saved
+            self.session.paging.keep_images_for(self)  # their keys are scored, and they may be saved
             stack.callback(self.session.close)
             self.keys = HostKeys(engine, self.session.store)
             self._stack = stack.pop_all()
@@ -114,15 +113,6 @@ def _context(model: Any, n_ctx: int, query_rows: int, step: int, settings: Any, 
     params.offload_kqv = settings.offload_kqv
     params.swa_full = False
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    with _pool(params.n_ctx, query_rows):
+    with native.pool_request(params.n_ctx, query_rows):
         # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
         return internals.LlamaContext(model=model, params=params, verbose=True)
-
-
-@contextlib.contextmanager
-def _pool(cells: int, query_rows: int) -> Iterator[None]:
-    native.set_pool(cells, query_rows)
-    try:
-        yield
-    finally:
-        native.set_pool(0)

@@ -145,11 +145,8 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             cparams.flash_attn_type = (
                 llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
             )
-            native.set_pool(pool, query_rows)
-            try:
+            with native.pool_request(pool, query_rows):
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
-            finally:
-                native.set_pool(0)
             engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
             shared = Pool(engine, n_ubatch=n_ubatch, block_order=block_order)
             session = Session(shared, KVFlashConfig(pool=pool, **config), n_ctx=ctx.n_ctx(), n_batch=n_ubatch)
