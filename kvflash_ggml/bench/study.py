@@ -43,7 +43,7 @@ class Capture:
 
     def __init__(self, rows: int = ROWS) -> None:
         self.query_rows = rows
-        self.look: ScoreRequest | None = None
+        self.request: ScoreRequest | None = None
         self.keys: Keys | None = None
 
     def open(self, keys: Keys, n_chunks: int) -> None:
@@ -156,10 +156,10 @@ def study(
         made = variants(_heads(llm)) if made is None else made
         for task, seed, case in cases(llm, plan, text, n_tokens=context):
             for ask in _asked(llm, case):
-                assert capture.look is not None
+                assert capture.request is not None
                 assert capture.keys is not None
                 shift = shift_of(llm, case)
-                yield list(_ranks(capture.keys, capture.look, made, ask=ask, shift=shift, task=task, seed=seed))
+                yield list(_ranks(capture.keys, capture.request, made, ask=ask, shift=shift, task=task, seed=seed))
     finally:
         llm.close()
 

@@ -133,11 +133,11 @@ class SidecarReader:
 
     def ask(self, tokens: Int32s) -> Floats:
         self._read(tokens)
-        look = self._side.look(len(tokens))
-        masses = self._side.keys.score_keys(range(look.n_chunks), look)
+        request = self._side.request(len(tokens))
+        masses = self._side.keys.score_keys(range(request.n_chunks), request)
         left = self._side.truncate(len(self._document))
         self._read(self._document[left:])  # what the memory could not keep
-        return masses.reshape(self.n_heads, look.rows, look.n_chunks)
+        return masses.reshape(self.n_heads, request.rows, request.n_chunks)
 
     def _read(self, tokens: Int32s) -> None:
         if len(tokens):

@@ -155,18 +155,18 @@ class SmallModel:
         return self._side.truncate(length)
 
     def score_chunks(self) -> Floats:
-        look = self._side.look(QUERY_ROWS)
-        if look.n_chunks == 0:
+        request = self._side.request(QUERY_ROWS)
+        if request.n_chunks == 0:
             return np.empty(0, np.float32)
-        chunks = range(look.n_chunks)
-        masses = self._keys.score_keys(chunks, look)
+        chunks = range(request.n_chunks)
+        masses = self._keys.score_keys(chunks, request)
         scores = softmax_max(masses)
-        boost_successors(self._keys, look, every_head(self._keys.shapes), masses, chunks, scores)
+        boost_successors(self._keys, request, every_head(self._keys.shapes), masses, chunks, scores)
         return scores
 
     def score_tokens(self) -> Floats:
-        look = self._side.look(QUERY_ROWS)
-        return token_scores(self._keys, look) if look.n_chunks else np.empty(0, np.float32)
+        request = self._side.request(QUERY_ROWS)
+        return token_scores(self._keys, request) if request.n_chunks else np.empty(0, np.float32)
 
     def close(self) -> None:
         self._stack.close()

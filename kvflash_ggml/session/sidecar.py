@@ -85,7 +85,7 @@ class Sidecar:
             self.session.store.drop(chunk)
         return left
 
-    def look(self, rows: int) -> ScoreRequest:
+    def request(self, rows: int) -> ScoreRequest:
         """The sealed chunks, and the queries of at most so many of the newest tokens."""
         session, ring = self.session, self.session.queries
         rows = min(rows, ring.rows, session.length)

@@ -68,7 +68,7 @@ def test_columns_give_what_the_engine_gives(models: dict[str, Path], loaded: Non
         n_batch=256, n_ubatch=256, verbose=False,
     )  # fmt: skip
     llm.eval(tokens[:1200].tolist())
-    request, keys = capture.look, capture.keys
+    request, keys = capture.request, capture.keys
     assert isinstance(request, ScoreRequest)
     assert keys is not None
     assert request.rows == 16

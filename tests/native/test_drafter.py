@@ -133,7 +133,7 @@ def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
     chunks, each = small.score_chunks(), small.score_tokens().reshape(-1, CHUNK)
     assert chunks.shape == (1000 // CHUNK,)
     assert (each.max(axis=1) <= chunks + 1e-3).all()
-    look = small._side.look(QUERY_ROWS)
+    look = small._side.request(QUERY_ROWS)
     plain = softmax_max(small._keys.score_keys(range(look.n_chunks), look))
     follows = np.flatnonzero(chunks != plain)
     np.testing.assert_allclose(chunks[follows], chunks[follows - 1], atol=0.01)
@@ -144,9 +144,9 @@ def test_chunks_and_tokens_get_their_share(target: Any, tokens: Any) -> None:
 def test_queries_are_in_the_order_of_the_text(target: Any, tokens: Any) -> None:
     small = load(SMALL, target)._drafter
     small.push(tokens[:1000])
-    before = split(small._side.look(QUERY_ROWS), small._keys.shapes)
+    before = split(small._side.request(QUERY_ROWS), small._keys.shapes)
     small.push(tokens[1000:1003])
-    after = split(small._side.look(QUERY_ROWS), small._keys.shapes)
+    after = split(small._side.request(QUERY_ROWS), small._keys.shapes)
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old[3:], new[:-3])
         assert len({row.tobytes() for row in new}) == QUERY_ROWS
