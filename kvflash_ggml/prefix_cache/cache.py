@@ -34,8 +34,8 @@ MAX_WAITING = 8
 class PrefixCache:
     """Settings of a prefix cache, to be given to `Llama.set_cache`. One can serve several models.
 
-    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of
-    the folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
+    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of the
+    folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
     worth keeping, in tokens.
     """
 
@@ -167,7 +167,7 @@ class Prefixes:
         """Keep a session, here and in the folder, and release it in the end.
 
         Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
-        pins that were set at run time, which are not part of what others share.
+        pins that were set at segment time, which are not part of what others share.
         """
         kept = saved.share()
         saved.release()

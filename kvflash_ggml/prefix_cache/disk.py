@@ -1,6 +1,6 @@
 """Prefixes of one model in a folder that processes share: what was read once need not be read again.
 
-Runs of chunks form a tree, so a shared beginning is stored once; a run can be gone on from at any of its chunks.
+Segments of chunks form a tree, so a shared beginning is stored once; one can be gone on from at any of its chunks.
 Nothing is believed because of its name: a file that is not what it should be is deleted, and its text is read again.
 """
 
@@ -28,32 +28,32 @@ from ..snapshot.source import FileSource
 from ..state.blob import Bytes
 from ..state.session import Limits, PolicyState, SessionState, Statistics, done
 from . import hashes
-from .folder import RUN, TIP, Entry, Folder
+from .folder import SEGMENT, TAIL, Entry, Folder
 
 MAX_CHUNKS = 256
-"""Chunks of one run: what is evicted at once."""
+"""Chunks of one segment: what is evicted at once."""
 
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """The longest known beginning of a text. runs: per chunk the run that holds it and the place in it."""
+    """The longest known beginning of a text. segments: per chunk the segment that holds it and the place in it."""
 
     length: int
-    runs: list[tuple[Entry, int]]
-    tip: Entry | None
+    segments: list[tuple[Entry, int]]
+    tail: Entry | None
 
     @property
     def files(self) -> list[Path]:
         """The one that was written last comes last."""
-        runs = dict.fromkeys(entry.path for entry, _ in self.runs)
-        return [*runs, *([self.tip.path] if self.tip else [])]
+        segments = dict.fromkeys(entry.path for entry, _ in self.segments)
+        return [*segments, *([self.tail.path] if self.tail else [])]
 
 
 class DiskTier:
     """Prefixes of one model under one set of settings.
 
     folder: of the whole cache; those of other models lie beside. capacity: bytes of the whole folder. stateful: a text
-    can only be continued where a tip is. blank: zeroes the rows of a page image from one on.
+    can only be continued where a tail is. blank: zeroes the rows of a page image from one on.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class DiskTier:
         """The longest beginning of the text that can be continued from here. Opens nothing but small parts."""
         names = hashes.names(self._root, tokens)
         by_parent = self._by_parent()
-        runs = self._cover(names, by_parent)
-        tip, length = self._best_tip(tokens, names[: len(runs) + 1], by_parent)
-        if tip is not None and self._stateful and length == len(tokens) and not self._has_logits(tip):
+        segments = self._cover(names, by_parent)
+        tail, length = self._best_tail(tokens, names[: len(segments) + 1], by_parent)
+        if tail is not None and self._stateful and length == len(tokens) and not self._has_logits(tail):
             # its last token would have to be evaluated again, which cannot be done from there
-            tip, length = self._best_tip(tokens[:-1], names[: len(runs) + 1], by_parent)
-        if not self._stateful and len(runs) * CHUNK > length:
-            return PrefixMatch(len(runs) * CHUNK, runs, None)
-        return PrefixMatch(length, runs[: length // CHUNK], tip)
+            tail, length = self._best_tail(tokens[:-1], names[: len(segments) + 1], by_parent)
+        if not self._stateful and len(segments) * CHUNK > length:
+            return PrefixMatch(len(segments) * CHUNK, segments, None)
+        return PrefixMatch(length, segments[: length // CHUNK], tail)
 
     def known(self, tokens: Int32s) -> int:
         """How long a beginning of the text has been stored, whether or not it can be continued."""
@@ -129,8 +129,8 @@ class DiskTier:
                         page.read_into(image)
 
     def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
-        pages, statistics = self._read_runs(found, hashes.names(self._root, tokens))
-        if found.tip is None:
+        pages, statistics = self._read_segments(found, hashes.names(self._root, tokens))
+        if found.tail is None:
             saved = SessionState(
                 tokens=tokens,
                 table=newest_table(len(pages)),
@@ -143,11 +143,11 @@ class DiskTier:
                 policy=None,
             )
         else:
-            with self._blaming(found.tip.path):
-                container = self._open(found.tip)
+            with self._blaming(found.tail.path):
+                container = self._open(found.tail)
                 saved = format.read_sections(container, self._heap, replace(self._limits, n_ctx=len(tokens)))
                 if not np.array_equal(saved.tokens, tokens):
-                    raise SnapshotError(f"{found.tip.path} holds another text than its name says")
+                    raise SnapshotError(f"{found.tail.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=int(found.length % CHUNK > 0))
         saved.pages = [PageImage(source=page) for page in pages]
         saved.policy = saved.policy or fresh
@@ -155,15 +155,15 @@ class DiskTier:
             saved.policy = replace(saved.policy, statistics=done(statistics))
         return saved
 
-    def _read_runs(self, found: PrefixMatch, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
+    def _read_segments(self, found: PrefixMatch, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
         """The images of the chunks, and their statistics if there are any."""
         pages: list[StoredPage] = []
         parts: list[Statistics] = []
-        while len(pages) < len(found.runs):
+        while len(pages) < len(found.segments):
             at = len(pages)
-            entry, first = found.runs[at]
+            entry, first = found.segments[at]
             last = first
-            while at + last - first < len(found.runs) and found.runs[at + last - first][0] == entry:
+            while at + last - first < len(found.segments) and found.segments[at + last - first][0] == entry:
                 last += 1
             with self._blaming(entry.path):
                 container = self._open(entry)
@@ -179,19 +179,19 @@ class DiskTier:
         return pages, Statistics(parts[0].name, rows) if whole else None
 
     def _cover(self, names: list[str], by_parent: dict[str, list[Entry]]) -> list[tuple[Entry, int]]:
-        """For each chunk from the first on, a run that holds it, as far as there are any."""
+        """For each chunk from the first on, a segment that holds it, as far as there are any."""
         covered: list[tuple[Entry, int]] = []
         at = 0
         while at <= len(covered) and at < len(names):
             for entry in by_parent.get(names[at], ()):
-                if entry.kind == RUN and at + entry.count > len(covered):
+                if entry.kind == SEGMENT and at + entry.count > len(covered):
                     shared = self._shared(entry, names, at)
                     covered += [(entry, i) for i in range(len(covered) - at, shared)]
             at += 1
         return covered
 
     def _shared(self, entry: Entry, names: list[str], at: int) -> int:
-        """How many chunks of a run that goes on from names[at] belong to the text of these names."""
+        """How many chunks of a segment that goes on from names[at] belong to the text of these names."""
         if names[at + entry.count : at + entry.count + 1] == [entry.end]:
             return entry.count
         try:
@@ -202,16 +202,16 @@ class DiskTier:
         pairs = zip(ours, names[at + 1 : at + 1 + entry.count], strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(entry.count, len(names) - at - 1))
 
-    def _best_tip(
+    def _best_tail(
         self, tokens: Int32s, names: list[str], by_parent: dict[str, list[Entry]]
     ) -> tuple[Entry | None, int]:
-        """The tip that lies furthest into the text, and where that is."""
+        """The tail that lies furthest into the text, and where that is."""
         for c in range(len(names) - 1, -1, -1):
             rest = tokens[c * CHUNK : (c + 1) * CHUNK]
             fitting = [
                 entry
                 for entry in by_parent.get(names[c], ())
-                if entry.kind == TIP
+                if entry.kind == TAIL
                 and c * CHUNK + entry.count <= len(tokens)
                 and entry.count < CHUNK
                 and entry.end == hashes.extend(names[c], rest[: entry.count])
@@ -221,9 +221,9 @@ class DiskTier:
                 return best, c * CHUNK + best.count
         return None, 0
 
-    def _has_logits(self, tip: Entry) -> bool:
-        with contextlib.suppress(SnapshotError), self._blaming(tip.path):
-            return "logits" in self._open(tip)
+    def _has_logits(self, tail: Entry) -> bool:
+        with contextlib.suppress(SnapshotError), self._blaming(tail.path):
+            return "logits" in self._open(tail)
         return False
 
     def _by_parent(self) -> dict[str, list[Entry]]:
@@ -258,13 +258,13 @@ class DiskTier:
             )
         self._all.make(self._folder)
         names = hashes.names(self._root, saved.tokens)
-        if self._put_runs(saved, names):
-            self._put_tip(saved, names)
+        if self._put_segments(saved, names):
+            self._put_tail(saved, names)
             for pos in saved.checkpoints:
-                self._put_tip(_at_checkpoint(saved, pos), names)
+                self._put_tail(_at_checkpoint(saved, pos), names)
         self._all.evict()
 
-    def _put_runs(self, saved: SessionState, names: list[str]) -> bool:
+    def _put_segments(self, saved: SessionState, names: list[str]) -> bool:
         """Store the chunks that are missing. False if other processes delete them as fast."""
         full = len(names) - 1
         for _ in range(2 * (full // MAX_CHUNKS + 2)):
@@ -275,48 +275,48 @@ class DiskTier:
                 return True
             last = min(known + MAX_CHUNKS, full)
             first, short = known, list[Entry]()
-            # runs that are not larger than what follows are written again with it, so that a text that grows by a few
-            # chunks at a time does not end in thousands of files; not those that other texts go on from
+            # segments no larger than what follows are written again with it, so that a text that grows by a few chunks
+            # at a time does not end in thousands of files; not those that other texts go on from
             while first and covered[first - 1][1] + 1 == covered[first - 1][0].count <= min(
                 last - first, MAX_CHUNKS - (last - first)
             ):
-                if any(entry.kind == RUN for entry in by_parent.get(names[first], ()) if entry not in short):
+                if any(entry.kind == SEGMENT for entry in by_parent.get(names[first], ()) if entry not in short):
                     break
                 short.append(covered[first - 1][0])
                 first -= short[-1].count
-            self._put_run(saved, names, first, last)
+            self._put_segment(saved, names, first, last)
             with self._all.locked():
                 for entry in short:
                     self._all.delete(entry.path)
         return False
 
-    def _put_run(self, saved: SessionState, names: list[str], first: int, last: int) -> None:
-        path = Entry.named(self._folder, names[first], last - first, names[last], RUN).path
+    def _put_segment(self, saved: SessionState, names: list[str], first: int, last: int) -> None:
+        path = Entry.named(self._folder, names[first], last - first, names[last], SEGMENT).path
         with replacing(path, guard=self._all.locked) as file:
             writer = Writer(file)
             writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
             writer.pages("pages", (self._heap.bytes_of(page) for page in saved.pages[first:last]))
             format.write_statistics(writer, saved, slice(first, last))
-            writer.close(RUN, {"fingerprint": self._fingerprint, "settings": self._settings})
+            writer.close(SEGMENT, {"fingerprint": self._fingerprint, "settings": self._settings})
         self._all.written(path)
 
-    def _put_tip(self, saved: SessionState, names: list[str]) -> None:
+    def _put_tail(self, saved: SessionState, names: list[str]) -> None:
         full, rest = divmod(saved.length, CHUNK)
         end = hashes.extend(names[full], saved.tokens[full * CHUNK :])
-        tip = Entry.named(self._folder, names[full], rest, end, TIP)
-        if self._all.has(tip.path) and (saved.logits is None or self._has_logits(tip)):
+        tail = Entry.named(self._folder, names[full], rest, end, TAIL)
+        if self._all.has(tail.path) and (saved.logits is None or self._has_logits(tail)):
             with contextlib.suppress(OSError):
-                os.utime(tip.path)
+                os.utime(tail.path)
             return
         images = [bytearray(self._heap.bytes_of(page)) for page in saved.pages[full:]]
         for image in images:
             self._blank(memoryview(image), rest)
-        with replacing(tip.path, guard=self._all.locked) as file:
+        with replacing(tail.path, guard=self._all.locked) as file:
             writer = Writer(file)
             facts = format.write_sections(writer, replace(saved, checkpoints={}))
             writer.pages("pages", images)
-            writer.close(TIP, {**facts, "fingerprint": self._fingerprint, "settings": self._settings})
-        self._all.written(tip.path)
+            writer.close(TAIL, {**facts, "fingerprint": self._fingerprint, "settings": self._settings})
+        self._all.written(tail.path)
 
 
 def newest_table(chunks: int) -> PageTableState:

@@ -1,7 +1,7 @@
 """The folder of a prefix cache: which files it has, and which of them go when they are too many.
 
-    ROOT/PARENT-COUNT-END.run   images and statistics of COUNT chunks that go on from the text named PARENT
-    ROOT/PARENT-COUNT-END.tip   what a session needs beside its chunks to go on COUNT tokens after PARENT
+    ROOT/PARENT-COUNT-END.segment   images and statistics of COUNT chunks that go on from the text named PARENT
+    ROOT/PARENT-COUNT-END.tail   what a session needs beside its chunks to go on COUNT tokens after PARENT
 
 ROOT is the name of the empty text, of one model under one set of settings. Files appear by renaming and go by deleting,
 both under one lock for all processes, and what has been opened stays readable.
@@ -30,7 +30,7 @@ from . import hashes
 
 logger = logging.getLogger("kvflash_ggml")
 
-RUN, TIP = "run", "tip"
+SEGMENT, TAIL = "segment", "tail"
 
 PATIENCE = 30
 """Seconds to wait for other processes."""
@@ -41,7 +41,7 @@ ABANDONED_AFTER_SECONDS = 3600
 CLOCK_SKEW_SECONDS = 60
 """Seconds that the clocks of two machines may differ."""
 
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,5})-([0-9a-f]{32})\.(run|tip)")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,5})-([0-9a-f]{32})\.(segment|tail)")
 _ROOT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -71,7 +71,7 @@ class Folder:
     def __init__(self, path: Path, *, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
-        self._names: dict[Path, bytes] = {}  # of runs that have been opened: they never change
+        self._names: dict[Path, bytes] = {}  # of segments that have been opened: they never change
         self._unusable: set[Path] = set()
         self.make(path)
         self._sweep()
@@ -105,7 +105,7 @@ class Folder:
         return path not in self._unusable and path.is_file()
 
     def names(self, entry: Entry) -> list[str]:
-        """The names at the ends of a run's chunks. SnapshotError if it cannot be read."""
+        """The names at the ends of a segment's chunks. SnapshotError if it cannot be read."""
         data = self._names.get(entry.path)
         if data is None:
             data = bytes(Container(FileSource(entry.path)).section("names").read())
@@ -175,23 +175,23 @@ class Folder:
             if total <= self.capacity:
                 return
             owners = self._owners(files)
-            children = Counter(run for entry in files for run in owners.get(entry.parent, ()))
+            children = Counter(segment for entry in files for segment in owners.get(entry.parent, ()))
             leaves = [(_last_use(stat), entry) for entry, stat in files.items() if not children[entry]]
             heapq.heapify(leaves)
             while leaves and total > self.capacity:
                 _, entry = heapq.heappop(leaves)
                 self.delete(entry.path)
                 total -= files[entry].st_size
-                for run in owners.get(entry.parent, ()):
-                    children[run] -= 1
-                    if not children[run]:
-                        heapq.heappush(leaves, (_last_use(files[run]), run))
+                for segment in owners.get(entry.parent, ()):
+                    children[segment] -= 1
+                    if not children[segment]:
+                        heapq.heappush(leaves, (_last_use(files[segment]), segment))
 
     def _owners(self, files: Iterable[Entry]) -> dict[str, list[Entry]]:
-        """The runs that hold the chunk before a file, by that chunk's name."""
+        """The segments that hold the chunk before a file, by that chunk's name."""
         owners: dict[str, list[Entry]] = {entry.parent: [] for entry in files}
         for entry in files:
-            if entry.kind == RUN:
+            if entry.kind == SEGMENT:
                 with contextlib.suppress(SnapshotError):  # nobody can go on from it
                     for name in owners.keys() & set(self.names(entry)):
                         owners[name].append(entry)

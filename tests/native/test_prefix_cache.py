@@ -157,7 +157,7 @@ print(json.dumps(dict(tokens=out, read=totals[-1], row=row)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_tip_continues_like_the_session_that_stored_it(kind: str, make: Any, texts: Any) -> None:
+def test_a_restored_tail_continues_like_the_session_that_stored_it(kind: str, make: Any, texts: Any) -> None:
     llm = make(kind, where="memory")
     first = ask(llm, texts["system"] + texts["a"])
     turn = texts["system"] + texts["a"] + first.tokens + texts["more"]
@@ -210,7 +210,7 @@ def test_the_needle_is_found_after_a_restore(make: Any, llama: Any) -> None:
 
 def damage(tmp_path: Path, at: int) -> tuple[Path, bytes]:
     """Change a bit of the largest run. Returns it, and what it holds now."""
-    run = max(cache_files(tmp_path, "run"), key=lambda path: path.stat().st_size)
+    run = max(cache_files(tmp_path, "segment"), key=lambda path: path.stat().st_size)
     data = bytearray(run.read_bytes())
     data[at] ^= 1
     run.write_bytes(data)
@@ -219,8 +219,8 @@ def damage(tmp_path: Path, at: int) -> tuple[Path, bytes]:
 
 def evicted(tmp_path: Path) -> int:
     """A chunk that is not in the pool at any end of a prompt or an answer."""
-    tips = [Container(FileSource(path)).section("ledger").array(LEDGER) for path in cache_files(tmp_path, "tip")]
-    ends = [tip["block"] for tip in tips if (tip["block"] >= 0).any()]
+    tails = [Container(FileSource(path)).section("ledger").array(LEDGER) for path in cache_files(tmp_path, "tail")]
+    ends = [tail["block"] for tail in tails if (tail["block"] >= 0).any()]
     return next(c for c in range(4, 20) if all(blocks[c] == ABSENT for blocks in ends))
 
 
@@ -257,7 +257,7 @@ def test_a_lost_page_is_noticed_when_it_is_needed(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("what", ["run", "tip"])
+@pytest.mark.parametrize("what", ["segment", "tail"])
 def test_a_damaged_file_is_as_none(what: str, make: Any, texts: Any, tmp_path: Path, caplog: Any) -> None:
     prompt = texts["system"] + texts["a"]
     llm = make("hybrid")
@@ -318,7 +318,7 @@ def test_a_full_disk_is_one_warning(make: Any, texts: Any, tmp_path: Path, caplo
     assert not list((tmp_path / "cache").glob("*/*")), "something unfinished is left"
     assert ask(llm, texts["system"] + texts["a"]) == Asked(first.tokens, 600)  # from the text at hand
     settle(llm)
-    assert cache_files(tmp_path, "run")
+    assert cache_files(tmp_path, "segment")
 
 
 # --- room
@@ -403,7 +403,7 @@ def test_caches_take_turns(make: Any, texts: Any, tmp_path: Path) -> None:
     assert one["choices"] == two["choices"]
     llm.set_cache(None)
     assert llm.cache is None
-    assert cache_files(tmp_path, "run"), "what was under way when the cache was changed has been written"
+    assert cache_files(tmp_path, "segment"), "what was under way when the cache was changed has been written"
 
 
 def test_closing_waits_for_what_is_being_written(make: Any, texts: Any) -> None:
@@ -423,7 +423,7 @@ def test_a_model_that_is_deleted_has_written_its_texts(make: Any, model: Any, te
     list(zip(range(3), llm.generate(texts["system"], temp=0.0), strict=False))
     del llm
     gc.collect()
-    assert cache_files(tmp_path, "tip")
+    assert cache_files(tmp_path, "tail")
 
 
 def test_a_generator_that_outlives_its_model(make: Any, texts: Any) -> None:

@@ -57,7 +57,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def chunks_in(path: Path) -> int:
-    return sum(entry_of(file).count for file in files(path, "run"))
+    return sum(entry_of(file).count for file in files(path, "segment"))
 
 
 def only(path: Path, kind: str) -> Path:
@@ -93,7 +93,7 @@ def test_texts_can_leave_a_run_in_its_middle(tier: DiskTier, tmp_path: Path, hea
     put(tier, heap, text(SYSTEM)[:200])
     branch = np.concatenate([text(SYSTEM)[:200], text(B)])
     assert tier.known(branch) == 192
-    assert load(tier, branch) == 200  # the tip of the second text
+    assert load(tier, branch) == 200  # the tail of the second text
     put(tier, heap, branch)
     assert load(tier, branch) == 500
     assert load(tier, text(SYSTEM, A)) == 840
@@ -108,7 +108,7 @@ def test_the_longest_beginning_wins(tier: DiskTier, heap: PageHeap) -> None:
     assert lengths == [600, 576, 576, 450, 448, 300, 64, 64, 0, 0]
 
 
-def test_a_state_is_continued_at_tips_only(tmp_path: Path, heap: PageHeap) -> None:
+def test_a_state_is_continued_at_tails_only(tmp_path: Path, heap: PageHeap) -> None:
     tier = make_tier(tmp_path, heap, stateful=True)
     whole = text((1, 1000))
     put(tier, heap, whole[:600], stateful=True, checkpoints=[130, 512])
@@ -128,7 +128,7 @@ def test_logits_of_a_checkpoint_are_added_when_a_prompt_ends_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize("length", [640, 641, 703, 65])
-def test_a_chunk_that_is_not_full_is_stored_with_the_tip(tmp_path: Path, heap: PageHeap, length: int) -> None:
+def test_a_chunk_that_is_not_full_is_stored_with_the_tail(tmp_path: Path, heap: PageHeap, length: int) -> None:
     tier = make_tier(tmp_path, heap, stateful=True)
     put(tier, heap, text((1, length)), stateful=True)
     assert load(tier, text((1, length), (2, 100)), stateful=True) == length
@@ -141,7 +141,7 @@ def test_runs_that_overlap_cover_a_text_together(tier: DiskTier, tmp_path: Path,
     for length in (320, 704, 1024):
         other = tmp_path / str(length)
         put(make_tier(other, heap), heap, whole[:length])
-        parts[length] = only(other, "run")
+        parts[length] = only(other, "segment")
     for path in parts.values():
         shutil.copy(path, tier._folder / path.name)
     found = tier.find(whole)
@@ -204,7 +204,7 @@ def test_a_text_that_grows_stays_in_few_files(tier: DiskTier, tmp_path: Path, he
         if before is not None:
             before.release()
         before = saved
-    runs = files(tmp_path, "run")
+    runs = files(tmp_path, "segment")
     assert len(runs) <= 8
     assert chunks_in(tmp_path) == length // CHUNK, "something is stored twice"
     assert load(tier, whole) == length
@@ -216,9 +216,9 @@ def test_runs_of_a_text_that_others_go_on_from_are_not_written_again(
     put(tier, heap, text(SYSTEM))
     put(tier, heap, text(SYSTEM, A))
     put(tier, heap, text(SYSTEM, B))
-    shared = {path for path in files(tmp_path, "run") if entry_of(path).parent == tier._root}
+    shared = {path for path in files(tmp_path, "segment") if entry_of(path).parent == tier._root}
     put(tier, heap, text(SYSTEM, (7, 1200)))
-    assert shared <= set(files(tmp_path, "run"))
+    assert shared <= set(files(tmp_path, "segment"))
 
 
 def test_looking_a_text_up_opens_nothing_anew(tier: DiskTier, heap: PageHeap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_looking_a_text_up_opens_nothing_anew(tier: DiskTier, heap: PageHeap, mo
         tier.find(text(SYSTEM, (5, 200), (20, 400)))
     assert len(opened) == first
     put(tier, heap, text(SYSTEM, (5, 200)))
-    assert len(opened) == first + 1, "of a text that is there, only whether its tip has logits is looked up"
+    assert len(opened) == first + 1, "of a text that is there, only whether its tail has logits is looked up"
 
 
 # --- never accepted
@@ -280,7 +280,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["run", "tip"])
+@pytest.mark.parametrize("kind", ["segment", "tail"])
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_file_is_deleted_and_written_anew(
     tier: DiskTier, tmp_path: Path, heap: PageHeap, how: str, kind: str, caplog: pytest.LogCaptureFixture
@@ -290,7 +290,7 @@ def test_a_damaged_file_is_deleted_and_written_anew(
     path = only(tmp_path, kind)
     DAMAGE[how](path)
     again = make_tier(tmp_path, heap)
-    assert attempt(again, tokens) == (0 if kind == "run" else 832)
+    assert attempt(again, tokens) == (0 if kind == "segment" else 832)
     assert not path.exists()
     assert "deleted" in caplog.text
     put(again, heap, tokens)
@@ -300,12 +300,12 @@ def test_a_damaged_file_is_deleted_and_written_anew(
 def test_what_is_left_of_a_damaged_text_is_still_found(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
     put(tier, heap, text(SYSTEM))
     put(tier, heap, text(SYSTEM, A))
-    last = next(path for path in files(tmp_path, "run") if entry_of(path).parent != tier._root)
+    last = next(path for path in files(tmp_path, "segment") if entry_of(path).parent != tier._root)
     DAMAGE["directory"](last)
     assert attempt(make_tier(tmp_path, heap), text(SYSTEM, A)) == 640
 
 
-@pytest.mark.parametrize("kind", ["run", "tip"])
+@pytest.mark.parametrize("kind", ["segment", "tail"])
 def test_a_file_under_the_name_of_another_is_not_believed(tmp_path: Path, heap: PageHeap, kind: str) -> None:
     ours, theirs = make_tier(tmp_path / "a", heap), make_tier(tmp_path / "b", heap)
     put(ours, heap, text((1, 700)))
@@ -313,33 +313,33 @@ def test_a_file_under_the_name_of_another_is_not_believed(tmp_path: Path, heap: 
     path = only(tmp_path / "a", kind)
     shutil.copy(only(tmp_path / "b", kind), path)
     again = make_tier(tmp_path / "a", heap)
-    assert attempt(again, text((1, 700))) == (0 if kind == "run" else 640)
+    assert attempt(again, text((1, 700))) == (0 if kind == "segment" else 640)
     assert not path.exists()
 
 
 def test_a_file_of_another_model_is_not_believed(tmp_path: Path, heap: PageHeap) -> None:
     ours, theirs = make_tier(tmp_path, heap), make_tier(tmp_path, heap, model="b")
     put(theirs, heap, text((1, 640)))
-    path = only(tmp_path, "run")
+    path = only(tmp_path, "segment")
     forged = path.read_bytes()
     put(ours, heap, text((1, 640)))
-    mine = next(file for file in files(tmp_path, "run") if file != path)
+    mine = next(file for file in files(tmp_path, "segment") if file != path)
     mine.write_bytes(forged)
     assert attempt(make_tier(tmp_path, heap), text((1, 640))) == 0
 
 
 HOSTILE = (
-    "x.run",
-    "--.run",
-    "a-1-b.run",
-    f"{'0' * 32}-²-{'0' * 32}.run",
-    f"{'0' * 32}-0-{'0' * 32}.run",
-    f"{'0' * 32}--1-{'0' * 32}.run",
-    f"{'0' * 32}-99999-{'0' * 32}.run",
-    f"{'0' * 32}-70-{'0' * 32}.tip",
-    f"{'g' * 32}-1-{'0' * 32}.run",
-    f"{'0' * 32}-1-{'0' * 32}.run\n",
-    "\udcff.run",
+    "x.segment",
+    "--.segment",
+    "a-1-b.segment",
+    f"{'0' * 32}-²-{'0' * 32}.segment",
+    f"{'0' * 32}-0-{'0' * 32}.segment",
+    f"{'0' * 32}--1-{'0' * 32}.segment",
+    f"{'0' * 32}-99999-{'0' * 32}.segment",
+    f"{'0' * 32}-70-{'0' * 32}.tail",
+    f"{'g' * 32}-1-{'0' * 32}.segment",
+    f"{'0' * 32}-1-{'0' * 32}.segment\n",
+    "\udcff.segment",
     "-" * 200,
 )
 
@@ -359,7 +359,7 @@ def test_hostile_names_are_not_believed(tier: DiskTier, tmp_path: Path, heap: Pa
 def test_links_pipes_and_folders_are_left_alone(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
     tokens = text(SYSTEM)
     put(tier, heap, tokens)
-    run = only(tmp_path, "run")
+    run = only(tmp_path, "segment")
     kept = run.rename(tmp_path / "kept")
     for make in (lambda: run.mkdir(), lambda: os.mkfifo(run), lambda: run.symlink_to(kept)):
         make()
@@ -372,13 +372,13 @@ def test_a_file_that_vanishes_after_the_folder_was_read(tier: DiskTier, tmp_path
     tokens = text(SYSTEM, A)
     put(tier, heap, tokens)
     found = tier.find(tokens)
-    run = only(tmp_path, "run")
+    run = only(tmp_path, "segment")
     moved = run.rename(tmp_path / "moved")
     with pytest.raises(SnapshotError, match="cannot open"):
         tier.load(found, tokens, None)
     tier.forget(found)
     moved.rename(run)
-    assert load(tier, tokens) == 840, "run and tip are sound, and are used again"
+    assert load(tier, tokens) == 840, "run and tail are sound, and are used again"
 
 
 def test_what_was_opened_stays_readable(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
@@ -454,7 +454,7 @@ def test_a_run_that_something_goes_on_from_stays(tmp_path: Path, heap: PageHeap)
     tier = make_tier(tmp_path, heap)
     put(tier, heap, text(SYSTEM, A))
     put(tier, heap, text(SYSTEM, B))
-    ancestor = next(path for path in files(tmp_path, "run") if entry_of(path).parent == tier._root)
+    ancestor = next(path for path in files(tmp_path, "segment") if entry_of(path).parent == tier._root)
     age(ancestor, 5000)
     for i, path in enumerate(sorted(set(files(tmp_path)) - {ancestor})):
         age(path, 100 - i)
@@ -504,7 +504,7 @@ def test_a_text_larger_than_the_folder_is_not_stored(tmp_path: Path, heap: PageH
 
 
 def test_unfinished_files_of_the_dead_are_swept(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
-    old, new = tier._folder / ".x.run.1234.part", tier._folder / ".y.run.1234.part"
+    old, new = tier._folder / ".x.segment.1234.part", tier._folder / ".y.segment.1234.part"
     elsewhere = tmp_path / ".mine.part"
     for path in (old, new, elsewhere):
         path.write_bytes(b"unfinished")
@@ -517,7 +517,7 @@ def test_unfinished_files_of_the_dead_are_swept(tier: DiskTier, tmp_path: Path, 
 def test_unfinished_files_take_room(tier: DiskTier, tmp_path: Path, heap: PageHeap) -> None:
     put(tier, heap, text((1, 300)))
     full = size_of(tmp_path)
-    (tier._folder / ".x.run.1234.part").write_bytes(bytes(full // 2))
+    (tier._folder / ".x.segment.1234.part").write_bytes(bytes(full // 2))
     tight = make_tier(tmp_path, heap, capacity=full)
     put(tight, heap, text((1, 64)))
     assert size_of(tmp_path) <= full

@@ -58,7 +58,7 @@ def test_files_of_others_are_not_even_looked_at(
 ) -> None:
     tokens = text(SYSTEM, A)
     put(tier, heap, tokens)
-    (home,) = {file.parent for file in tmp_path.glob("*/*.run")}
+    (home,) = {file.parent for file in tmp_path.glob("*/*.segment")}
     for i in range(50):
         (home / f"foreign-{i}").write_text("x")
     looked: list[str] = []

@@ -59,7 +59,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 def test_processes_share_a_folder(tmp_path: Path, capacity: int) -> None:
     workers = [start(tmp_path, capacity, seed, ROUNDS) for seed in range(4)]
     victim = start(tmp_path, capacity, 4, 1_000_000)
-    while len(list(tmp_path.glob("*/*.tip"))) < 5 and victim.poll() is None:
+    while len(list(tmp_path.glob("*/*.tail"))) < 5 and victim.poll() is None:
         time.sleep(0.01)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL, victim.communicate()[0]

@@ -17,7 +17,7 @@ from kvflash_ggml import files
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.drafter import common_prefix
 from kvflash_ggml.prefix_cache import disk
-from kvflash_ggml.prefix_cache.folder import RUN, TIP, Entry, Folder, file_stat
+from kvflash_ggml.prefix_cache.folder import SEGMENT, TAIL, Entry, Folder, file_stat
 
 PARTS = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([30, 64, 70, 128, 200])), min_size=1, max_size=4)
 
@@ -88,10 +88,10 @@ class FolderMachine(RuleBasedStateMachine):
         entries = list(self.sizes()) if hasattr(self, "folder") else []
         names = {self.tiers[0]._root}
         for entry in entries:
-            if entry.kind == RUN:
+            if entry.kind == SEGMENT:
                 names.update(Folder(self.folder, capacity=0).names(entry))
         assert all(entry.parent in names for entry in entries)
-        assert all(entry.count < CHUNK for entry in entries if entry.kind == TIP)
+        assert all(entry.count < CHUNK for entry in entries if entry.kind == TAIL)
 
     def sizes(self) -> dict[Entry, int]:
         entries = Folder(self.folder, capacity=0).entries(self.tiers[0]._folder)

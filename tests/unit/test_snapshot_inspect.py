@@ -56,20 +56,20 @@ def test_a_container_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_prefix_cache_are_sound(tmp_path: Path) -> None:
-    """A tip has a ledger of all chunks, and an image of the last alone, or of none."""
+    """A tail has a ledger of all chunks, and an image of the last alone, or of none."""
     heap = make_heap()
     tier = make_tier(tmp_path, heap)
     for length in (640, 800):
         put(tier, heap, text((length, length)))
     kinds = set()
-    for path in [*tmp_path.glob("*/*.tip"), *tmp_path.glob("*/*.run")]:
+    for path in [*tmp_path.glob("*/*.tail"), *tmp_path.glob("*/*.segment")]:
         assert verify(path) == path.stat().st_size
         it = describe(path)
         kinds.add((it.kind, it.pages == it.chunks))
         damage(path, describe(path).bytes // 2)
         with pytest.raises(SnapshotError):
             verify(path)
-    assert ("tip", False) in kinds
+    assert ("tail", False) in kinds
     assert len(kinds) == 2
 
 
