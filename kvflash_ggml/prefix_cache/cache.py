@@ -34,8 +34,8 @@ MAX_WAITING = 8
 class PrefixCache:
     """Settings of a prefix cache, to be given to `Llama.set_cache`. One can serve several models.
 
-    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of the
-    folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
+    folder: where prefixes are stored for other processes and later runs, None for memory only. disk_bytes: capacity of
+    the folder, for all models together. memory_bytes: capacity in memory, per model. least: shorter prefixes are not
     worth keeping, in tokens.
     """
 
