@@ -135,8 +135,8 @@ def run(
         report = None if pool.kvflash == "off" else pool.kvflash_report
         if report is not None:
             check_writable(report)
-        kept = SessionFile(None if pool.kvflash == "off" else saving, quiet=output.quiet)
-        kept.check()
+        session_file = SessionFile(None if pool.kvflash == "off" else saving, quiet=output.quiet)
+        session_file.check()
         start = time.perf_counter()
         with (
             open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm,
@@ -146,10 +146,10 @@ def run(
             if llm.kvflash is not None and not output.quiet and not output.verbose:
                 note(llm.kvflash.banner())  # with -v the library says it
             templated = _use_template(llm, conversation, chatting=chatting, system=system)
-            kept.restore(llm)
+            session_file.load(llm)
             if chatting:
                 Chat(llm, sampling=sampling, output=output, system=system).run(text)
-                kept.save(llm)
+                session_file.save(llm)
                 return
             assert text is not None
             request = _messages(system, text) if templated else text
@@ -157,7 +157,7 @@ def run(
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))
             try:
-                kept.save(llm)
+                session_file.save(llm)
             finally:  # the answer is worth having even if the disk is full
                 if output.as_json:
                     result = document(
@@ -166,7 +166,7 @@ def run(
                         n_ctx=llm.n_ctx(),
                         load_s=load_s,
                         stats=llm.kvflash,
-                        snapshot=kept.document(),
+                        snapshot=session_file.document(),
                     )
                     click.echo(json.dumps(result, ensure_ascii=False))
             if not answer.interrupted:

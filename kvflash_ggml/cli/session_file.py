@@ -41,7 +41,7 @@ class SessionFile:
             if self._compress:
                 codec.require()
 
-    def restore(self, llm: Any) -> None:
+    def load(self, llm: Any) -> None:
         """Go on from the file, if it was there. KVFlashError if it is not of this model."""
         if self._path is None or not self._there:
             return

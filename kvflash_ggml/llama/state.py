@@ -235,7 +235,7 @@ class SavingLlama(llama_cpp.Llama):
             return
         mine = self._session.truncates_to(self._session.prefix_to_keep(min(shared, len(tokens) - 1), len(tokens)))
         self._keep_prefix()
-        prefixes.restore(tokens, mine, self._follow)
+        prefixes.load(tokens, mine, self._follow)
 
     def _discard_lost(self) -> None:
         """A page of the text cannot be read: do not restore it again."""

@@ -109,10 +109,10 @@ class TextReader:
             self.text += self._decode(token)
             self._ends.append(len(self.text))
         self._tokens = tokens.copy()
-        kept = len(self.drafted_ends)
-        while kept > self._opening and self.drafted_ends[kept - 1] > len(self.text):
-            kept -= 1
-        self._settled = min(self._settled, kept)
+        retained = len(self.drafted_ends)
+        while retained > self._opening and self.drafted_ends[retained - 1] > len(self.text):
+            retained -= 1
+        self._settled = min(self._settled, retained)
 
     def _draft(self) -> None:
         """Encode what is not settled yet."""

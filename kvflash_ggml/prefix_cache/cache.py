@@ -82,7 +82,7 @@ class Prefixes:
         session.paging.keep_images_for(self)
         heap.add_reclaimer(self._memory.evict)
 
-    def restore(self, tokens: Int32s, mine: int, then: Callable[[SessionState], None]) -> None:
+    def load(self, tokens: Int32s, mine: int, then: Callable[[SessionState], None]) -> None:
         """Put the session to where more than `mine` tokens of a text can be continued from, if that is known.
 
         then: called with what is restored. It may go on beyond what is shared: cut it then.
@@ -90,7 +90,7 @@ class Prefixes:
         if self._session.paging.heap.limit is not None:
             self.flush()  # what waits to be written has pages, and the next text may need their room
         for _ in range(MAX_TRIES):
-            kept, length = self._memory.find(tokens, stateful=self._stateful)
+            cached, length = self._memory.find(tokens, stateful=self._stateful)
             found = None if self._disk is None else self._disk.find(tokens)
             best = length if found is None else max(length, found.length)
             # less than a chunk is read sooner than restored, but the end of the text comes with its logits
@@ -99,10 +99,10 @@ class Prefixes:
                 return
             try:
                 if found is not None and found.length > length:
-                    self._restore_found(found, tokens, then)
+                    self._load_match(found, tokens, then)
                 else:
-                    assert kept is not None
-                    self._restore_kept(kept, then)
+                    assert cached is not None
+                    self._load_cached(cached, then)
                 return
             except SnapshotError as err:
                 # a file is damaged, or another process has just deleted it: something shorter may be left
@@ -111,19 +111,19 @@ class Prefixes:
                 logger.warning("a prefix of %d tokens is read again: %s", best, err)
                 return
 
-    def _restore_kept(self, kept: SessionState, then: Callable[[SessionState], None]) -> None:
-        saved = self._memory.take(kept)
+    def _load_cached(self, cached: SessionState, then: Callable[[SessionState], None]) -> None:
+        saved = self._memory.take(cached)
         if saved is None:
             raise SnapshotError("it had to go for want of memory")
         try:
             self._session.load(saved, then)
         except SnapshotError:
-            self._memory.drop(kept)
+            self._memory.drop(cached)
             raise
         finally:
             saved.release()
 
-    def _restore_found(self, found: PrefixMatch, tokens: Int32s, then: Callable[[SessionState], None]) -> None:
+    def _load_match(self, found: PrefixMatch, tokens: Int32s, then: Callable[[SessionState], None]) -> None:
         assert self._disk is not None
         try:
             saved = self._disk.load(found, tokens, self._session.blank_policy)
@@ -169,9 +169,9 @@ class Prefixes:
         Without a drafter's part: one that is still loaded knows by itself how much of a text it has read. And without
         pins that were set at segment time, which are not part of what others share.
         """
-        kept = saved.share()
+        cached = saved.share()
         saved.release()
-        saved = kept
+        saved = cached
         saved.table.pins = frozenset()
         self._newest = saved.tokens
         if self._disk is not None and not self._snapshot_store.forked:

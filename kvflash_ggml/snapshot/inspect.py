@@ -157,7 +157,7 @@ def removable(folder: Path, *, older_than: float | None = None, larger_than: int
     """
     now = time.time()
     found: list[Removable] = []
-    kept: list[tuple[float, Path, int]] = []
+    retained: list[tuple[float, Path, int]] = []
     for path, status in _files(folder):
         if path.name.startswith(".") and path.name.endswith(PART):
             if now - status.st_mtime > MIN_AGE_SECONDS and _is_ours(path) and not _in_use(path):
@@ -166,10 +166,10 @@ def removable(folder: Path, *, older_than: float | None = None, larger_than: int
             if older_than is not None and now - status.st_mtime > older_than * 86_400:
                 found.append(Removable(path=path, bytes=status.st_size, why="old"))
             else:
-                kept.append((status.st_mtime, path, status.st_size))
+                retained.append((status.st_mtime, path, status.st_size))
     if larger_than is not None:
-        total = sum(size for _, _, size in kept)
-        for _, path, size in sorted(kept):
+        total = sum(size for _, _, size in retained)
+        for _, path, size in sorted(retained):
             if total <= larger_than:
                 break
             found.append(Removable(path=path, bytes=size, why="oldest"))
