@@ -132,7 +132,7 @@ class Prefixes:
             finally:
                 saved.release()
         except SnapshotError:
-            self._disk.forget(found)
+            self._disk.discard(found)
             raise
 
     def discard_lost(self) -> None:

@@ -109,7 +109,7 @@ class DiskTier:
                 os.utime(path)
         return saved
 
-    def forget(self, found: PrefixMatch) -> None:
+    def discard(self, found: PrefixMatch) -> None:
         """What was found could not be restored: do not find it again."""
         if all(map(self._all.has, found.files)):
             self.discard_damaged(found.files)

@@ -264,7 +264,7 @@ def attempt(tier: DiskTier, tokens: Any) -> int:
         try:
             return load(tier, tokens)
         except SnapshotError:
-            tier.forget(found)
+            tier.discard(found)
     raise AssertionError("the same files are found again and again")
 
 
@@ -376,7 +376,7 @@ def test_a_file_that_vanishes_after_the_folder_was_read(tier: DiskTier, tmp_path
     moved = run.rename(tmp_path / "moved")
     with pytest.raises(SnapshotError, match="cannot open"):
         tier.load(found, tokens, None)
-    tier.forget(found)
+    tier.discard(found)
     moved.rename(run)
     assert load(tier, tokens) == 840, "run and tail are sound, and are used again"
 
@@ -418,7 +418,7 @@ def test_what_cannot_be_restored_is_not_found_again(tier: DiskTier, tmp_path: Pa
     lengths = []
     while (found := tier.find(tokens)).length:
         lengths.append(found.length)
-        tier.forget(found)
+        tier.discard(found)
     assert lengths == [840, 832]
     assert len(files(tmp_path)) == 2
 

@@ -38,7 +38,7 @@ def work(folder: Path, seed: int, capacity: int, rounds: int) -> int:
         except SnapshotError as err:
             if "cannot open" not in str(err):  # another process has evicted it meanwhile
                 raise
-            tier.forget(hit)
+            tier.discard(hit)
     assert heap.host_bytes == 0
     return found
 
