@@ -60,8 +60,8 @@ class Llama(SavingLlama):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
-    With a pool, draft_model= does not imply logits_all: for logprobs give it. Drafts are part of the text once the token
-    before them and they themselves have been sampled.
+    With a pool, draft_model= does not imply logits_all: for logprobs give it. Drafts are part of the text once they
+    have been sampled.
 
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.

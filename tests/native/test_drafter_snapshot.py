@@ -49,9 +49,9 @@ def test_another_process_goes_on_bit_for_bit(
 def test_the_same_process_goes_on_bit_for_bit(llama: Callable[..., Any], tokens: Any) -> None:
     llm = llama(**POOLED, kvflash_drafter=SMALL)
     llm.eval(tokens[:2000].tolist())
-    saved = llm._freeze(None)
+    saved = llm._saved(None)
     want = go_on(llm)
-    llm._thaw(saved)
+    llm._go_on_from(saved)
     assert go_on(llm) == want
 
 

@@ -21,7 +21,7 @@ POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_tau": 8}
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
-@pytest.mark.parametrize("where", ["paging.clear", "pager.reset", "checkpoints.forget", "pager.adopt"])
+@pytest.mark.parametrize("where", ["paging.clear", "table.reset", "checkpoints.truncate", "table.load"])
 def test_an_interrupted_restore_leaves_a_session_that_works(
     kind: str, where: str, llama: Any, tokens: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -141,7 +141,7 @@ def test_paths_are_those_of_the_beginning(
     monkeypatch.chdir(tmp_path / "b")
     next(llm.generate(tokens[:600].tolist(), temp=0))
     llm._prefixes.flush()
-    assert list((tmp_path / "a" / "cache").glob("*/*.run"))
+    assert list((tmp_path / "a" / "cache").glob("*/*.segment"))
     assert not list((tmp_path / "b").iterdir())
 
 
