@@ -102,6 +102,7 @@ def load(world: World) -> None:
     world.heap.release(world.filed.pop())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [let_go, lease, load])
 def test_every_line(work: Callable[[World], None], tmp_path: Path) -> None:
     k, done = 0, False
