@@ -364,7 +364,7 @@ class Llama(SavingLlama):
         start = self.n_tokens + len(pending)
         room = min(self._n_ctx - start, (self.context_params.n_ubatch or self.n_batch) - len(pending))
         if self._session is not None:
-            room = min(room, self._session.table.room(self._session.length) - len(pending))
+            room = min(room, self._session.room_ahead - len(pending))
         if room <= 0:
             return []
         self.input_ids[self.n_tokens : start] = pending

@@ -128,6 +128,20 @@ def test_wrong_drafts_cost_no_looks_and_no_reading(kind: str, llama: Any, tokens
     assert drafted._session.length - state.valid_from >= state.rows - 4
 
 
+def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> None:
+    """A query of the text is left to score by."""
+
+    def wrong(ids: Any, **_: Any) -> Any:
+        return np.full(100, 3, np.intc)
+
+    size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
+    llm = llama(draft_model=wrong, **size)
+    take(llm.generate(tokens[:900].tolist(), **GREEDY), 40)
+    looks = llm._session.scoring.looks
+    assert take(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), **GREEDY), 40)
+    assert llm._session.scoring.looks - looks >= 40 // 2 - 1
+
+
 def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any) -> None:
     """What is saved is the text that has been told, without the drafts beyond it."""
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
