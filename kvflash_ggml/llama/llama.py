@@ -278,6 +278,7 @@ class Llama(SavingLlama):
         )
         if self._finder is not None and not self._deterministic:
             self._finder.settle()
+        self._accept_drafts()
         pending = list(tokens)
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
@@ -297,7 +298,7 @@ class Llama(SavingLlama):
                     sent = yield token
                     pending = [token, *(sent or ())]
                     if sent:
-                        self._accept_drafts(sample_idx)  # what is sent follows the token, in place of the drafts
+                        self._accept_drafts()  # what is sent follows the token, in place of the drafts
                         if not self._logits_all:
                             sample_idx = self.n_tokens + len(pending) - 1  # of those before it no logits are kept
                     if sample_idx < self.n_tokens and token != self._input_ids[sample_idx]:
@@ -309,7 +310,7 @@ class Llama(SavingLlama):
                 else:
                     self._evaluate(pending)
         finally:
-            self._accept_drafts(self._accepted)
+            self._accept_drafts()
             self._keep_prefix()
             if self._finder is not None and self._session is not None and self._session.outgrown:
                 self._finder.start()
@@ -320,7 +321,6 @@ class Llama(SavingLlama):
 
     def _reuse_prefix(self, tokens: Sequence[int]) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
-        self._accept_drafts(self._accepted)
         if self._deterministic:
             self.reset()
         if self._prefixes is not None:
@@ -349,7 +349,7 @@ class Llama(SavingLlama):
 
     def _reject_drafts(self, length: int) -> None:
         if self._session is not None and self._session.ahead:
-            self._accept_drafts(length)
+            self._accept_drafts()
             return
         left = self._cut(length)
         self.n_tokens = length
@@ -366,7 +366,7 @@ class Llama(SavingLlama):
         start = self.n_tokens + len(pending)
         room = min(self._n_ctx - start, (self.context_params.n_ubatch or self.n_batch) - len(pending))
         if self._session is not None:
-            room = min(room, self._session.table.room(self._session.length) - len(pending))
+            room = min(room, self._session.room_ahead - len(pending))
         if room <= 0:
             return []
         self.input_ids[self.n_tokens : start] = pending

@@ -46,20 +46,20 @@ class SavingLlama(llama_cpp.Llama):
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
         if not 0 <= self.n_tokens <= self._n_ctx:
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
-        if session.ahead:
-            self._accept_drafts(self._accepted)
+        self._accept_drafts()
         session.settle()
         if self.n_tokens < session.length:
             session.rewind(self.n_tokens)
         elif self.n_tokens > session.length:
             session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
 
-    def _accept_drafts(self, length: int) -> None:
-        """Of the drafts that are being verified those before `length` are of the text, the others are not."""
+    def _accept_drafts(self) -> None:
+        """Of the drafts that are being verified those before `_accepted` are of the text, the others are not."""
         session = self._session
         if session is not None and session.ahead:
-            session.accept(length - session.length)
-            self.n_tokens = session.length
+            if self.n_tokens == session.length + session.ahead:  # else somebody has cut the text meanwhile
+                self.n_tokens = self._accepted  # first: if the rest fails, what is missing is read again, and no more
+            session.accept(self._accepted - session.length)
 
     @property
     def _logits_at_hand(self) -> bool:
@@ -70,7 +70,9 @@ class SavingLlama(llama_cpp.Llama):
 
     def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
         """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
-        row = self._ctx.get_logits_ith(pos - self.n_tokens)
+        session = self._session
+        stale = session is not None and not session.ahead and session.logits_at != self.n_tokens - 1
+        row = None if stale else self._ctx.get_logits_ith(pos - self.n_tokens)
         if not row:
             raise KVFlashError(
                 f"no logits are kept of position {pos} of {self.n_tokens}: it was not evaluated last (by another "
@@ -182,6 +184,7 @@ class SavingLlama(llama_cpp.Llama):
         """Go on from a saved session, and release it."""
         assert self._session is not None
         try:
+            self._accept_drafts()  # or nobody would know which they are, if the load is refused
             self._session.load(saved, self._follow)
         finally:
             saved.release()

@@ -223,7 +223,9 @@ class PageTable:
         for c in range(len(chunks), len(old.chunks)):
             moves.drop.append(c)
             moves.evict.append((c, old.chunks[c].block))
-        return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves)), moves)
+        # the window before the span was that of its last chunk, which may be one of those that are gone
+        settled = old.settled and not moves
+        return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves), settled=settled), moves)
 
     def saved(self, c: int) -> None:
         """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""

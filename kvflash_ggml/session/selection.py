@@ -64,7 +64,7 @@ class Selection:
 
     def restart(self) -> None:
         """The text was cut, or another request begins."""
-        self._since_score = self._since_move = 0
+        self._since_score = self._since_move = self._due = 0
         self._last = 0.0
 
     def adapt(self, seconds: float) -> None:

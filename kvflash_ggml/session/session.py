@@ -114,10 +114,16 @@ class Session(Text):
         if last < total:
             self._reread_question(tokens[last:], output_all=output_all, after=after)
 
+    @property
+    def room_ahead(self) -> int:
+        """How many tokens can be verified at once: they leave a query of the text to score by, if but one is of it."""
+        room = self.table.room(self.length)
+        return min(room, self.queries.rows) if self.scoring is not None and self.queries.rows else room
+
     def verify(self, tokens: Int32s, *, after: AfterStep | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
 
-        They fit the step and the room of the table. `accept` takes over the first of them; until then, and for those
+        They fit the step and `room_ahead`. `accept` takes over the first of them; until then, and for those
         that are not taken over, nothing is kept, saved or scored, and the text is what it was.
         """
         self._begin(len(tokens))

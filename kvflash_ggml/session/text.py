@@ -269,7 +269,7 @@ class Text:
 
     def pin_range(self, lo: int, hi: int) -> None:
         """Keep the chunks of tokens [lo, hi) resident from the next step on."""
-        self.settle()
+        self.unfinished.settle()
         self.table.pin_range(lo, hi)
 
     def close(self) -> None:

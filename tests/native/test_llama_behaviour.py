@@ -128,6 +128,20 @@ def test_wrong_drafts_cost_no_looks_and_no_reading(kind: str, llama: Any, tokens
     assert drafted._session.length - state.valid_from >= state.rows - 4
 
 
+def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> None:
+    """A query of the text is left to score by."""
+
+    def wrong(ids: Any, **_: Any) -> Any:
+        return np.full(100, 3, np.intc)
+
+    size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
+    llm = llama(draft_model=wrong, **size)
+    take(llm.generate(tokens[:900].tolist(), **GREEDY), 40)
+    looks = llm._session.scoring.looks
+    assert take(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), **GREEDY), 40)
+    assert llm._session.scoring.looks - looks >= 40 // 2 - 1
+
+
 def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any) -> None:
     """What is saved is the text that has been told, without the drafts beyond it."""
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -147,6 +161,89 @@ def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any)
             break
     assert ahead, "no draft was ever ahead of the text"
     assert llm._session.tokens.tolist()[: len(prompt)] == prompt
+
+
+@pytest.fixture
+def drafting(llama: Any, tokens: Any) -> Any:
+    """A stream that has told three tokens, with drafts ahead: (llm, stream, the text so far)."""
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    def make(kind: str = "dense", **settings: Any) -> tuple[Any, Any, list[int]]:
+        size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 512} | settings
+        llm = llama(kind, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), **size)
+        text = np.tile(tokens[:150], 5).tolist()
+        stream = llm.generate(text, **GREEDY)
+        known = len(text)
+        while True:
+            text.append(next(stream))
+            if len(text) - known > 2 and llm.n_tokens > len(text):
+                return llm, stream, text[:-1]  # the last is told, and not of the text yet
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_another_request_goes_on_without_the_drafts(kind: str, drafting: Any, tokens: Any) -> None:
+    llm, stream, text = drafting(kind)
+    more = tokens[500:503].tolist()
+    next(llm.generate(more, reset=False, **GREEDY))
+    assert llm.input_ids[: llm.n_tokens].tolist() == [*text, *more]
+    assert llm._session.tokens.tolist()[: llm.n_tokens] == [*text, *more]
+    stream.close()
+    assert llm.input_ids[: llm.n_tokens].tolist() == [*text, *more]
+
+
+def test_a_text_that_is_cut_stays_cut_whatever_is_drafted(drafting: Any, tokens: Any) -> None:
+    llm, _, text = drafting()
+    llm.n_tokens = 100
+    llm.eval([7])
+    assert llm._session.tokens.tolist() == [*text[:100], 7]
+    assert llm.n_tokens == 101
+
+
+def test_a_load_that_fails_drops_the_drafts_only(drafting: Any) -> None:
+    other = drafting()[0].save_state()
+    llm, stream, text = drafting()
+    damaged = mock.patch("kvflash_ggml.session.restore._read", side_effect=SnapshotError("damaged"))
+    with damaged, pytest.raises(SnapshotError):
+        llm.load_state(other)
+    stream.close()
+    assert llm.input_ids[: llm.n_tokens].tolist() == text
+
+
+def test_drafts_stay_ahead_while_tokens_are_pinned(drafting: Any) -> None:
+    llm, stream, text = drafting()
+    ahead = llm._session.ahead
+    llm.kvflash.pin(0, 64)
+    assert llm._session.ahead == ahead > 0
+    stream.close()
+    assert llm.input_ids[: llm.n_tokens].tolist() == text
+
+
+def test_logits_of_a_rejected_draft_are_not_sampled_from(drafting: Any) -> None:
+    llm, stream, text = drafting()
+    stream.close()
+    assert llm.n_tokens == len(text)
+    with pytest.raises(KVFlashError, match="no logits are kept"):
+        llm.sample()
+    llm.eval([7])
+    llm.sample()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_an_interrupt_while_drafts_are_dropped_leaves_none_of_them(kind: str, drafting: Any) -> None:
+    llm, stream, text = drafting(kind)
+    accept = llm._session.accept
+
+    def interrupted(count: int) -> None:
+        accept(count)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(llm._session, "accept", interrupted), pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert llm.input_ids[: llm.n_tokens].tolist() == text
+    llm.eval([7])
+    assert llm._session.tokens.tolist() == [*text, 7]
 
 
 def first_tie(llm: Any, prompt: list[int], answer: list[int]) -> int:

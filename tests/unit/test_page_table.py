@@ -408,3 +408,15 @@ class TestAhead:
         cut(pager, CHUNK + 60)
         pager.check_integrity()
         assert len(pager.chunks) == 2
+
+    def test_the_tail_is_whole_again_when_a_chunk_of_them_is_dropped(self) -> None:
+        """A span of two chunks has the window of its last; if that goes, the window of the first counts again."""
+        pager = make()
+        append(pager, 7 * CHUNK + 60)
+        worst = np.ones(8)
+        worst[5] = 0
+        pager.commit_ahead(pager.reserve(pager.length, 10, worst))
+        assert pager.chunks[5].block == ABSENT
+        self.accept(pager, pager.length + 2)
+        reserve(pager, 1)
+        assert pager.protected(7, 7) <= set(pager.resident_chunks)

@@ -97,6 +97,14 @@ def test_scores_are_used_after_the_delay() -> None:
     assert clock.is_due
 
 
+def test_nothing_of_the_last_text_delays_the_next() -> None:
+    clock = Selection(tau=4, share=0.02, delay=16)
+    assert clock.on_tokens(1, waiting=False, now=0)
+    assert not clock.is_due
+    clock.restart()
+    assert clock.is_due
+
+
 def test_tau_follows_the_cost_of_scoring() -> None:
     clock = Selection(tau=None, share=0.02, delay=0)
     for i in range(100):
