@@ -172,7 +172,8 @@ class PageTable:
         assert len(old.chunks) == -(-start // CHUNK), "rows ahead of the text are neither taken over nor dropped"
         first, last = start // CHUNK, (start + count - 1) // CHUNK
         if old.settled and not rebuild and first == last and start % CHUNK:
-            return Plan(replace(old, length=start + count), NO_MOVES)
+            # once a token: not `replace`, which looks at every field
+            return Plan(Layout(old.chunks, start + count, old.clock, old.epoch, True), NO_MOVES)
         keep = self.protected(first, last)
         if rebuild and ranking is not None:
             keep |= self._best(keep, ranking)

@@ -46,7 +46,7 @@ class Moves:
 NO_MOVES = Moves()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The table at one moment. A change makes another one aside, which takes its place in a single statement.
 

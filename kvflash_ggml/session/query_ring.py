@@ -29,11 +29,11 @@ class QueryRing:
         self._engine = engine
 
     def capture(self, start: int, count: int) -> None:
-        """Let the next step keep the newest queries of `count` tokens from position `start` on."""
+        """Let the next step keep the newest queries of `count` tokens from position `start` on. There must be rows."""
         rows, place = self.rows, self._engine.query_row
-        if rows and count == 1:
+        if count == 1:
             place[0] = start % rows
-        elif rows:
+        else:
             newest = min(count, rows)
             place[: count - newest] = -1
             place[count - newest : count] = np.arange(start + count - newest, start + count) % rows

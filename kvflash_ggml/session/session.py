@@ -16,7 +16,7 @@ from . import restore
 from .pool import Pool
 from .scoring import MARGIN, Scoring
 from .selection import TAU
-from .step import AfterStep, Output
+from .step import EVERY, LAST, AfterStep, Output
 from .text import Text
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Session(Text):
         """
         self._begin(len(tokens))
         if len(tokens) == 1:
-            self._generate_step(tokens, Output(every=output_all, last=True), after, ahead=False)
+            self._generate_step(tokens, EVERY if output_all else LAST, after, ahead=False)
             return
         self._forget_scores()
         done, total = 0, len(tokens)
@@ -127,7 +127,7 @@ class Session(Text):
         that are not taken over, nothing is kept, saved or scored, and the text is what it was.
         """
         self._begin(len(tokens))
-        self._generate_step(tokens, Output(every=True, last=True), after, ahead=True)
+        self._generate_step(tokens, EVERY, after, ahead=True)
 
     def accept(self, count: int) -> None:
         """The first `count` of the tokens that were verified are of the text, the others are not."""
@@ -211,7 +211,7 @@ class Session(Text):
         left = self.truncate(start)
         assert left == start, "a checkpoint is taken before the last step of a prompt"
         self.ranking, self.rebuild = ranking, True
-        self.evaluate(tokens, Output(every=output_all, last=True), after)
+        self.evaluate(tokens, EVERY if output_all else LAST, after)
 
     def _request_scores(self, *, rows: int | None) -> None:
         """Score the chunks against the newest `rows` queries, or all that are kept: a question is read as a whole."""

@@ -20,7 +20,11 @@ class Output:
     last: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+EVERY = Output(every=True, last=True)
+LAST = Output(every=False, last=True)
+
+
+@dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Step:
     """start: position of the first token. ahead: its rows are not of the text before they are accepted.
 

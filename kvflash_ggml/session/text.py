@@ -19,7 +19,7 @@ from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .step import AfterStep, Ahead, Output, Step
+from .step import EVERY, AfterStep, Ahead, Output, Step
 from .unfinished import Unfinished
 
 
@@ -109,7 +109,7 @@ class Text:
         if self.bounded:
             self.paging.save()
         plan = self.table.reserve(self.length, len(tokens), self.ranking, rebuild=self.rebuild)
-        step = Step(start=self.length, tokens=tokens, output=output, plan=plan, ahead=ahead)
+        step = Step(self.length, tokens, output, plan, ahead)
         state = self.engine.get_state() if ahead and self.engine.info.recurrent else None
         self.unfinished.begin(partial(self._end, step, state))
         try:
@@ -134,7 +134,7 @@ class Text:
         self.unfinished.begin(partial(self._accept, 0 if again else count, ahead))
         self.unfinished.settle()
         if again:
-            self.evaluate(ahead.tokens[:count], Output(every=True, last=True))
+            self.evaluate(ahead.tokens[:count], EVERY)
         elif self.bounded:
             self.paging.save()
 
@@ -148,7 +148,8 @@ class Text:
         self.mask.fill(start, plan.layout.slots(start, engine.slot[:n]))
         engine.token[:n] = step.tokens
         engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
-        self.queries.capture(start, n)
+        if self.queries.rows:
+            self.queries.capture(start, n)
         engine.output[:n] = step.output.every
         engine.output[n - 1] = step.output.every or step.output.last
         engine.step(n, wait, step.codes)

@@ -289,10 +289,10 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     evicted: list[int] = []
     apply = ours._session.paging.apply
 
-    def spy(moves: Any, length: int) -> None:
+    def spy(moves: Any, length: int) -> Any:
         evicted.extend(chunk for chunk, _ in moves.evict)
         assert not moves.recall
-        apply(moves, length)
+        return apply(moves, length)
 
     ours._session.paging.apply = spy
     pieces = [tokens[i : i + n_ubatch] for i in range(0, 1800, n_ubatch)]
