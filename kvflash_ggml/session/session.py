@@ -186,8 +186,8 @@ class Session(Text):
             self._generated(self.length - start)
 
     def _generated(self, count: int) -> None:
-        """So many tokens are of the text now."""
-        if count and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
+        """So many tokens are of the text now; fewer than none after a step that failed and took some along."""
+        if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self._request_scores(rows=1)
 
     def _question_size(self, total: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, SnapshotError
 from ..pool.page_table import PageTable
 from ..pool.plan import Moves
 from ..pool.residency import Ranking
@@ -21,6 +22,8 @@ from .pool import Pool
 from .query_ring import QueryRing
 from .step import EVERY, AfterStep, Ahead, Output, Step
 from .unfinished import Unfinished
+
+logger = logging.getLogger("kvflash_ggml")
 
 
 class Text:
@@ -189,9 +192,7 @@ class Text:
         """Can be done again wherever it was interrupted."""
         length, written = ahead.start + count, ahead.start + len(ahead.tokens)
         if length < written:
-            if ahead.state is not None:
-                self.engine.set_state(ahead.state, length)
-            if not self.engine.truncate(length):  # a window that does not reach back so far
+            if not self._goes_back(ahead, length):
                 self._cut(length, direct=False)
                 self._ahead = None
                 return
@@ -202,6 +203,16 @@ class Text:
         self.logits_at = length - 1 if length == written else None  # those kept last are of the last row
         self.table.commit(plan)
         self._ahead = None
+
+    def _goes_back(self, ahead: Ahead, length: int) -> bool:
+        """Can the memory forget the rows from `length` on? Not where a window does not reach back so far."""
+        try:
+            if ahead.state is not None:
+                self.engine.set_state(ahead.state, length)
+        except SnapshotError as err:
+            logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
+            return False
+        return self.engine.truncate(length)
 
     def _apply(self, moves: Moves, length: int) -> None:
         """Moves that no step follows at once."""

@@ -104,7 +104,7 @@ def test_a_draft_model_changes_nothing(kind: str, pool: int | None, llama: Any, 
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_wrong_drafts_cost_no_looks_and_no_reading(kind: str, llama: Any, tokens: Any) -> None:
+def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
     """Each step has drafts, all of them wrong; the text goes on as without."""
 
     def wrong(ids: Any, **_: Any) -> Any:

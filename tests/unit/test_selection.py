@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import FakeEngine, make_session
+from support.fake_engine import FakeEngine, Faults, make_session
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.session.selection import MAX_TAU, TAU, Selection
 from kvflash_ggml.session.session import Session
 
@@ -120,3 +121,70 @@ def test_tau_follows_the_cost_of_scoring() -> None:
     fixed.on_tokens(1, waiting=False, now=2)
     fixed.adapt(100.0)
     assert fixed.tau == 128
+
+
+@pytest.mark.parametrize(("recurrent", "read"), [(False, [6]), (True, [6, 2])])
+def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) -> None:
+    """Only recurrent state needs what was accepted once more, and nothing of what was read before."""
+    one = session(Counted(), recurrent=recurrent)
+    for token in range(500):
+        one.extend(np.array([token], np.int32))
+    steps: list[int] = []
+    step = one.engine.step
+
+    def count(n: int, *rest: Any) -> None:
+        steps.append(n)
+        step(n, *rest)
+
+    one.engine.step = count  # type: ignore[method-assign]
+    one.verify(np.arange(6, dtype=np.int32))
+    one.accept(2)
+    assert steps == read
+    assert one.length == PROMPT + 502
+    one.close()
+
+
+def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
+    one = session(Counted(), recurrent=True)
+    for token in range(100):
+        one.extend(np.array([token], np.int32))
+    assert one.scoring is not None
+    ticks: list[int] = []
+    clock = one.scoring.selection.on_tokens
+
+    def counted(count: int, **rest: Any) -> bool:
+        ticks.append(count)
+        return clock(count, **rest)
+
+    one.scoring.selection.on_tokens = counted  # type: ignore[method-assign]
+    one.engine.faults = Faults(0, spoil=True)  # type: ignore[attr-defined]
+    before = one.length
+    with pytest.raises(DecodeError):
+        one.extend(np.array([7], np.int32))
+    one.engine.faults = Faults()  # type: ignore[attr-defined]
+    assert one.length < before, "the recurrent state has gone back to a checkpoint"
+    assert ticks == []
+    one.close()
+
+
+def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -> None:
+    one = session(Counted(), recurrent=True)
+    one.verify(np.arange(6, dtype=np.int32))
+    put_back, failed = one.engine.set_state, False
+
+    def fail_once(data: Any, length: int) -> None:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise SnapshotError("on purpose")
+        put_back(data, length)
+
+    one.engine.set_state = fail_once  # type: ignore[method-assign]
+    one.accept(0)
+    assert failed
+    assert one.ahead == 0
+    assert one.length < PROMPT
+    one.extend(np.arange(one.length, PROMPT + 3, dtype=np.int32))
+    assert one.length == PROMPT + 3
+    one.table.check_integrity()
+    one.close()
