@@ -180,19 +180,20 @@ class Llama(SavingLlama):
         if self._session is None:
             super().eval(tokens)
             return
-        self._catch_up(self._session)
         data = np.asarray(tokens, np.int32)
         progress = self.kvflash_progress if len(data) > 1 else None
         extend = partial(self._session.extend, output_all=self._logits_all, after=self._after_step, progress=progress)
-        start = self._session.length
+        known: int | None = None
         try:
             try:
+                self._catch_up(self._session)
+                known = self._session.length
                 extend(data, checkpoint=checkpoint)
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
                 self._discard_lost()
-                text = np.concatenate([self._session.ids[:start], data])
+                text = np.concatenate([self.input_ids[: self.n_tokens if known is None else known], data])
                 self._session.reset()
                 extend(text)
         except BaseException:
@@ -204,10 +205,10 @@ class Llama(SavingLlama):
         if self._session is None:
             self._evaluate(tokens)
             return
-        self._catch_up(self._session)
-        if self._logits_all:
-            self._grow_scores(self.n_tokens + len(tokens))
         try:
+            self._catch_up(self._session)
+            if self._logits_all:
+                self._grow_scores(self.n_tokens + len(tokens))
             self._session.verify(np.asarray(tokens, np.int32), after=self._after_step)
         except SnapshotError:
             self._evaluate(tokens[:1])  # which reads again what is lost

@@ -246,6 +246,31 @@ def test_an_interrupt_while_drafts_are_dropped_leaves_none_of_them(kind: str, dr
     assert llm._session.tokens.tolist() == [*text, 7]
 
 
+def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens: Any, caplog: Any) -> None:
+    """`n_tokens` was set behind the session, which finds a page damaged when it follows."""
+    from kvflash_ggml.errors import SnapshotError
+
+    llm, fresh = llama(kvflash=512), llama(kvflash=512)
+    fresh.eval(tokens[:901].tolist())
+    llm.eval(tokens[:700].tolist())
+    llm.input_ids[700:900], llm.n_tokens = tokens[700:900], 900
+    extend, calls = llm._session.extend, []
+
+    def lost(data: Any, **keywords: Any) -> None:
+        calls.append(len(data))
+        if len(calls) == 1:
+            raise SnapshotError("a page is damaged")
+        extend(data, **keywords)
+
+    llm._session.extend = lost
+    with caplog.at_level("WARNING", "kvflash_ggml"):
+        llm.eval(tokens[900:901].tolist())
+    assert calls == [200, 901]
+    assert "the whole text is read again" in caplog.text
+    assert llm._session.tokens.tolist() == tokens[:901].tolist()
+    assert same_bits(row(llm), row(fresh))
+
+
 def first_tie(llm: Any, prompt: list[int], answer: list[int]) -> int:
     """How many greedy tokens are beyond doubt: batches of other sizes round differently."""
     llm.reset()
