@@ -34,13 +34,3 @@ def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
         whole = most + np.log(shares.sum(axis=1, keepdims=True)) + penalties[first : first + BLOCK]
         np.maximum(best, np.subtract(part, whole, out=shares).max(axis=0), out=best)
     return best
-
-
-def z_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
-    """Largest number of standard deviations above the chunks' mean in any column, less its penalty."""
-    deviation = columns.std(axis=1, keepdims=True) + 1e-6
-    best: Floats = ((columns - columns.mean(axis=1, keepdims=True)) / deviation - penalty).max(axis=0)
-    return best
-
-
-COMBINE = {"softmax": softmax_max, "z": z_max}
