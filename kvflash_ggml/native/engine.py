@@ -16,6 +16,7 @@ from ..errors import EngineError, UnsupportedModelError
 from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
+from .streamed import Streamed
 
 __all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "pool_request", "probe"]
 
@@ -95,11 +96,26 @@ class Engine:
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
 
-    def step(self, count: int, wait: int, codes: list[int]) -> None:
+    def make_stages(self, slots: int) -> int:
+        """Let steps attend to the text in page images, up to `slots` tokens of it (a multiple of 256).
+
+        Returns the bytes that it takes on the devices, without what computing larger steps needs. HostMemoryError if
+        there is no memory, UnsupportedError if a layer attends in a way of its own.
+        """
+        size = ffi.new("int64_t *")
+        return int(value(lib.kvf_stage_init(self._engine, slots, len(self.token), size), size))
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that streamed steps have copied from page images."""
+        return int(lib.kvf_streamed_bytes(self._engine))
+
+    def step(self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None) -> None:
         """Evaluate the first `count` entries of the arrays under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none.
         codes: empty; takes 0 if all went well, and another number if no token was kept.
+        streamed: what the step attends to if that is not the pool. The images may move again afterwards.
 
         Raises:
             DecodeError: llama_decode failed. Recurrent state may have gone on, and queries been captured.
@@ -109,9 +125,29 @@ class Engine:
             raise EngineError(f"a step of {count} tokens, the engine was made for {len(self.token)}")
         self._plan.n_tokens = count
         self._plan.wait = wait
+        if streamed is None:
+            self._compute(codes)
+            return
+        with self._attending(streamed):
+            self._compute(codes)
+
+    def _compute(self, codes: list[int]) -> None:
         # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
         codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
         check(codes[0])
+
+    @contextlib.contextmanager
+    def _attending(self, streamed: Streamed) -> Iterator[None]:
+        """Meanwhile the plan is that of a streamed step."""
+        plan, images = self._plan, np.ascontiguousarray(streamed.images, np.uint64)
+        kept = ffi.from_buffer("uint64_t[]", images), ffi.from_buffer(streamed.mask)
+        try:
+            plan.n_streamed, plan.streamed, plan.mask = len(images), *kept
+            plan.mask_stride, plan.mask_first = streamed.mask.shape[1], streamed.first
+            plan.open_rows, plan.open_block = streamed.rows, streamed.block
+            yield
+        finally:
+            plan.n_streamed, plan.mask, plan.mask_stride = 0, self._mask, self.info.n_slots
 
     def synchronize(self) -> None:
         lib.kvf_synchronize(self._engine)

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   4
+#define KVF_ABI   5
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -87,8 +87,15 @@ typedef struct kvf_plan {
     const void     * mask;        // [n_tokens][mask_stride] added to the attention scores
     int64_t          mask_stride; // values per mask row, at least n_slots
     uint64_t         wait;        // the compute starts after this transfer, 0: nothing to wait for
-    int32_t          n_streamed;  // page images that this step reads beside the pool: none so far, more are UNSUPPORTED
-    const uint64_t * streamed;    // [n_streamed] their addresses
+
+    // A streamed step attends through the stages instead of the pool: to chunks in page images, then to the first rows of a
+    // block, then to its own tokens, one row of a stage each. Its own rows go to their slots all the same.
+    int32_t          n_streamed;  // chunks, 0: the step attends to the pool, and the rest of this plan means nothing
+    const uint64_t * streamed;    // [n_streamed] addresses of their page images, which are read before kvf_step returns
+    int32_t          open_rows;   // below KVF_BLOCK
+    int32_t          open_block;
+    int32_t          mask_first;  // the mask covers the rows of a stage from here on; those before are visible to every token.
+                                  // 0, or KVF_BLOCK*n_streamed; rounded up to 256 there are so many rows as are attended to
 } kvf_plan;
 
 int             kvf_abi(void);
@@ -111,6 +118,11 @@ void            kvf_engine_free(kvf_engine * engine);
 void            kvf_get_info   (const kvf_engine * engine, kvf_info * info);
 enum kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int32_t n);  // n is n_devices
 enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, int32_t n);    // n is n_layers
+
+// Stages for streamed steps of up to n_tokens tokens over n_slots, a multiple of 256, and the memory to compute these; stages
+// that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own: there are none then.
+enum kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens, int64_t * device_bytes);
+uint64_t        kvf_streamed_bytes(const kvf_engine * engine);  // copied from page images to stages so far
 
 // After a failure no planned token is in the cache. After DECODE recurrent state may have gone on, and queries been captured.
 enum kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan);

@@ -1,4 +1,4 @@
-// The functions that the patched llama.cpp sources call. Behind them are kvf_pool.cpp and kvf_query.cpp.
+// The functions that the patched llama.cpp sources call. Behind them are kvf_pool.cpp, kvf_query.cpp and kvf_stage.cpp.
 #pragma once
 
 #include "llama-kv-cache.h"
@@ -20,3 +20,18 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
 // Appends to the graph the copy of the queries of layer il that the plan keeps. Does nothing unless capture was asked for.
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
                        ggml_tensor * q_cur, float kq_scale, int il);
+
+// While a streamed step is computed, or memory for one is reserved, attention reads the stages (see kvf_stage.h). Otherwise,
+// and without a pool, these return what they are given. Layers are counted among those of the cache.
+uint32_t      kvf_stage_n_kv(const kvf_pool * pool, uint32_t n_kv);
+ggml_tensor * kvf_stage_k   (const kvf_pool * pool, size_t layer, ggml_tensor * k);
+ggml_tensor * kvf_stage_v   (const kvf_pool * pool, size_t layer, ggml_tensor * v);
+
+// Appends to the node that writes rows to the pool one that writes them to the stage.
+ggml_tensor * kvf_stage_rows(const kvf_pool * pool, ggml_context * ctx, size_t layer, bool keys, ggml_tensor * pooled);
+
+// The mask of a streamed step, or null. The first call for a graph.
+ggml_tensor * kvf_stage_mask(const kvf_pool * pool, ggml_context * ctx, int64_t n_tokens);
+
+// Is this mask, of an earlier graph, that of the running step?
+bool          kvf_stage_mask_fits(const kvf_pool * pool, const ggml_tensor * mask);

@@ -51,5 +51,6 @@ void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block
 
 // kvf_transfer.cpp: the order of transfers and compute
 void     kvf_compute_waits(kvf_engine & engine, uint64_t ticket);
-uint64_t kvf_transfer_begin(kvf_engine & engine);  // the copy streams continue after the compute submitted so far
+void     kvf_copies_wait(kvf_engine & engine);     // the copy streams continue after the compute submitted so far
+uint64_t kvf_transfer_begin(kvf_engine & engine);  // so does this transfer
 void     kvf_transfer_end(kvf_engine & engine, uint64_t ticket);

@@ -1,6 +1,6 @@
 // One step: is the plan possible, and llama_decode.
-#include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_stage.h"
 
 #include "llama-impl.h"
 
@@ -11,14 +11,11 @@
 namespace {
 
 kvf_status check_sizes(kvf_engine & engine, const kvf_plan & plan) {
-    if (plan.n_streamed != 0) {
-        return kvf_fail(KVF_STATUS_UNSUPPORTED, "%d streamed pages in a plan: a step reads the pool only", plan.n_streamed);
-    }
     const int32_t most = engine.n_seq_id.size();
     if (plan.n_tokens <= 0 || plan.n_tokens > most) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "%d tokens in a plan, it takes 1 to %d", plan.n_tokens, most);
     }
-    if (plan.mask_stride < engine.info.n_slots) {
+    if (plan.n_streamed == 0 && plan.mask_stride < engine.info.n_slots) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "mask rows of %lld values for %d slots", (long long) plan.mask_stride,
                         engine.info.n_slots);
     }
@@ -90,7 +87,7 @@ kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
             return status;
         }
     }
-    return KVF_STATUS_SUCCESS;
+    return plan.n_streamed == 0 ? KVF_STATUS_SUCCESS : kvf_stream_check(engine, plan);
 }
 
 kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
@@ -102,6 +99,19 @@ kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         return kvf_fail(KVF_STATUS_DECODE, "llama_decode failed for %d tokens: %s", batch.n_tokens, err.what());
     }
+}
+
+kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch & batch) {
+    kvf_stream_begin(engine, plan);
+    const auto decoded = decode(engine, batch);
+    const auto status  = kvf_stream_end(engine, decoded);
+    if (status && !decoded) {  // computed, but wrong
+        auto & cells = kvf_access::cells(engine.kv);
+        for (int32_t i = 0; i < plan.n_tokens; ++i) {
+            cells.rm(plan.slot[i]);
+        }
+    }
+    return status;
 }
 
 }  // namespace
@@ -133,7 +143,7 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
 
     engine->pool.plan = plan;
     const auto start  = std::chrono::steady_clock::now();
-    const auto status = decode(*engine, batch);
+    const auto status = plan->n_streamed == 0 ? decode(*engine, batch) : stream(*engine, *plan, batch);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
     return status;

@@ -1,4 +1,4 @@
-#include "kvf_pool.h"
+#include "kvf_stage.h"
 
 #include "llama-impl.h"
 
@@ -57,9 +57,12 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
         return false;
     }
     const auto & from   = ubatch->data->batch_idxs;
-    const size_t value  = ggml_type_size(dst->type);
-    const size_t width  = dst->ne[0]*value;
-    const size_t stride = plan->mask_stride*value;
+    const size_t stride = plan->mask_stride*ggml_type_size(dst->type);
+    if (dst->op != GGML_OP_NONE) {
+        dst = pool.stages->mask_tail;  // what comes before it is visible to all
+    }
+    GGML_ASSERT(ggml_backend_buffer_is_host(dst->buffer));
+    const size_t width  = dst->nb[1];
     const auto * rows   = (const char *) plan->mask;
     auto *       data   = (char *) dst->data;
     for (size_t i = 0; i < from.size(); ++i) {

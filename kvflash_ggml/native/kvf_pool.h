@@ -5,10 +5,10 @@
 #include "kvf_hooks.h"
 
 #include "ggml-cpp.h"
+#include "llama-context.h"
 
 #include <map>
-
-struct llama_context;
+#include <memory>
 
 // The patches make this struct a friend of llama_kv_cache and llama_context.
 struct kvf_access {
@@ -17,10 +17,12 @@ struct kvf_access {
     static auto & head(llama_kv_cache & kv) { return kv.v_heads[0]; }
     static bool   v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
     static int    rotated(const llama_kv_cache & kv) { return kv.attn_rot_k | kv.attn_rot_v << 1; }
+    static auto & cparams(llama_context & ctx) { return ctx.cparams; }
     static bool   set_logits(llama_context & ctx, const float * row);
 };
 
-class kvf_query_index;  // kvf_query.cpp
+class  kvf_query_index;  // kvf_query.cpp
+struct kvf_stages;       // kvf_stage.h
 
 // The queries of a layer that plans have kept.
 struct kvf_query {
@@ -38,6 +40,8 @@ struct kvf_pool {
 
     std::map<int, kvf_query> queries;       // by model layer
     kvf_query_index *        query_index = nullptr;  // of the graph under construction
+
+    std::shared_ptr<kvf_stages> stages;  // null until they are made
 
     kvf_pool(llama_kv_cache & kv, uint32_t query_rows) : kv(kv), query_rows(query_rows) {}
 };

@@ -90,7 +90,7 @@ kvf_status check_pages(const kvf_engine & engine, int32_t n, const int32_t * blo
 
 }  // namespace
 
-uint64_t kvf_transfer_begin(kvf_engine & engine) {
+void kvf_copies_wait(kvf_engine & engine) {
     for (auto & lane : engine.lanes) {
         if (lane.copy) {
             ggml_backend_event_record(lane.compute_mark.get(), lane.compute);
@@ -99,6 +99,10 @@ uint64_t kvf_transfer_begin(kvf_engine & engine) {
             llama_synchronize(&engine.ctx);
         }
     }
+}
+
+uint64_t kvf_transfer_begin(kvf_engine & engine) {
+    kvf_copies_wait(engine);
     return ++engine.last_ticket;
 }
 

@@ -133,6 +133,7 @@ class DiskTier:
         if found.tail is None:
             saved = SessionState(
                 tokens=tokens,
+                whole=np.zeros(len(tokens), np.bool_),
                 table=newest_table(len(pages)),
                 heap=self._heap,
                 pages=[],

@@ -12,9 +12,11 @@ from ..constants import CHUNK
 from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..host.store import HostStore
+from ..native.streamed import Streamed
 from ..pool.masks import SlotMask
 from ..pool.page_table import PageTable
-from ..pool.plan import Moves
+from ..pool.plan import Layout, Moves
+from ..pool.view import StageMask, View
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -190,6 +192,14 @@ class Paging:
                 lo = chunk * CHUNK
                 self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
                 self._mask.place(block, chunk)
+
+    @contextmanager
+    def streamed(self, view: View, layout: Layout, mask: StageMask, start: int, count: int) -> Iterator[Streamed]:
+        """A step of `count` tokens from `start` on that sees this: what the engine has to know. Images stay meanwhile."""
+        block = layout.chunks[start // CHUNK].block if view.rows else 0
+        rows, first = mask.fill(start, count, view)
+        with self.store.lease(view.chunks) as images:
+            yield Streamed(images, view.rows, block, rows, first)
 
     @contextmanager
     def _known_transfers(self) -> Iterator[None]:

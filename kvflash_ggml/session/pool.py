@@ -10,6 +10,7 @@ from ..constants import CHUNK
 from ..host.heap import PageHeap
 from ..pool.allocator import BlockAllocator
 from ..pool.masks import AlibiMask, MaskRows, SlotMask
+from ..pool.view import AlibiStageMask, StageMask
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -19,7 +20,8 @@ class Pool:
     """The pool of a context. It knows no text; a text knows its pool.
 
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
-    images, see KVFlashConfig. block_order: in which blocks are handed out, for tests.
+    images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
+    streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
     """
 
     def __init__(
@@ -39,6 +41,14 @@ class Pool:
         self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
         self.rows = MaskRows(info.n_slots, n_ubatch, f32=info.mask_f32)
         engine.use_mask(self.rows.data)
+        self.stage_slots = 0
+        self.stage_bytes = 0
+        self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
+
+    def make_stages(self, slots: int) -> None:
+        """Let steps see up to `slots` tokens, their own with them, whatever the pool holds. See `Engine.make_stages`."""
+        self.stage_bytes = self.engine.make_stages(slots)
+        self.stage_slots = slots
 
     def make_mask(self) -> SlotMask:
         """What one more text sees."""

@@ -35,6 +35,7 @@ def state(text: Text, length: int | None = None) -> SessionState:
         table.scores, table.settled = None, False
     saved = SessionState(
         tokens=text.ids[:length].copy(),
+        whole=text.whole[:length].copy(),
         table=table,
         heap=text.paging.heap,
         pages=text.paging.retain(length),
@@ -70,6 +71,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.unfinished.begin(text.clear)
         text.clear()
         text.ids[: saved.length] = saved.tokens
+        text.whole[: saved.length] = saved.whole
         text.table.load(saved.length, saved.table, images=text.paging.keeps_images)
         text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)

@@ -14,6 +14,7 @@ from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
+from .reading import POOL, Reading
 from .scoring import MARGIN, Scoring
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
@@ -31,15 +32,23 @@ QUESTION_TOKENS = 64
 class Session(Text):
     """n_ctx: logical limit. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
     so that a pool that holds the whole context computes the same bits. scorer: who stays resident, None for pure
-    recency.
+    recency. reading: what a step sees; the pool has stages if that is more than what is in it.
     """
 
     def __init__(
-        self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, n_batch: int, scorer: Scorer | None = None
+        self,
+        pool: Pool,
+        config: KVFlashConfig,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        scorer: Scorer | None = None,
+        reading: Reading = POOL,
     ) -> None:
         super().__init__(pool, config, n_ctx=n_ctx, events=Events(scorer))
         self.n_batch = n_batch
         self.n_ubatch = pool.n_ubatch
+        self.reading = reading
         self.scoring: Scoring | None = None
         if self.bounded and scorer is not None:
             tau = config.tau or (TAU if config.deterministic else None)
@@ -91,8 +100,10 @@ class Session(Text):
             return
         self._forget_scores()
         done, total = 0, len(tokens)
-        last = total - self._question_size(total)
-        score = self.scoring is not None and self.config.reselect_prefill
+        exact = self.reading.exact
+        seen_whole = exact and self.length + total <= self.pool.stage_slots
+        last = total - (0 if exact else self._question_size(total))
+        score = self.scoring is not None and self.config.reselect_prefill and not seen_whole
         while done < total:
             batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
             count = min(self.n_ubatch, batch_end - done, self.table.room(self.length, spare=score and done < last))
@@ -103,7 +114,7 @@ class Session(Text):
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
             output = Output(every=output_all, last=done + count == batch_end)
-            self.evaluate(tokens[done : done + count], output, after)
+            self.evaluate(tokens[done : done + count], output, after, stream=exact)
             done += count
             if score or (done == total and self.scoring is not None):
                 self._request_scores(rows=None if done == total else 1)
@@ -113,6 +124,8 @@ class Session(Text):
                     raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
         if last < total:
             self._reread_question(tokens[last:], output_all=output_all, after=after)
+        elif exact and self.scoring is not None:
+            self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
 
     @property
     def room_ahead(self) -> int:
@@ -181,7 +194,7 @@ class Session(Text):
         if scoring is not None and scoring.is_ready:
             self._take(scoring.take(), sparingly=True)
         try:
-            self.evaluate(tokens, output, after, generated=True, ahead=ahead)
+            self.evaluate(tokens, output, after, generated=True, ahead=ahead, stream=self.reading.answers_exactly)
         finally:
             self._generated(self.length - start)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..arrays import Int32s
 from ..pool.plan import Plan
+from ..pool.view import View
 
 AfterStep = Callable[[int, int], None]
 """Called as (start, count) once a text has the tokens of a step, while their logits are at hand."""
@@ -26,7 +27,8 @@ LAST = Output(every=False, last=True)
 
 @dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Step:
-    """start: position of the first token. ahead: its rows are not of the text before they are accepted.
+    """start: position of the first token. ahead: its rows are not of the text before they are accepted. view: what it
+    sees in place of the pool. whole: it sees the whole text before it.
 
     codes: what llama_decode has answered; empty until it has run.
     """
@@ -36,6 +38,8 @@ class Step:
     output: Output
     plan: Plan
     ahead: bool = False
+    view: View | None = None
+    whole: bool = True
     codes: list[int] = field(default_factory=list)
 
     @property
@@ -48,9 +52,10 @@ class Step:
 class Ahead:
     """Rows that were written ahead of the text, from position `start` on.
 
-    state: what is not pooled, as it was before them; None if it can go back by itself.
+    state: what is not pooled, as it was before them; None if it can go back by itself. streamed: they did not see the pool.
     """
 
     start: int
     tokens: Int32s
     state: bytes | bytearray | None
+    streamed: bool

@@ -10,10 +10,12 @@ import numpy as np
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
+from ..constants import CHUNK
 from ..errors import ConfigError, SnapshotError
 from ..pool.page_table import PageTable
-from ..pool.plan import Moves
+from ..pool.plan import Chunk, Moves, Plan
 from ..pool.residency import Ranking
+from ..pool.view import View, choose, everything_is_resident
 from ..state.session import PolicyState
 from ..trace.events import Events
 from .checkpoints import Checkpoints
@@ -29,7 +31,7 @@ logger = logging.getLogger("kvflash_ggml")
 class Text:
     """Between tokens and the engine: each step is computed and counts, or it has never been.
 
-    n_ctx: tokens at most. logits_at: the position whose logits are at hand, None if they are not. ranking: who leaves
+    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits_at: the position whose logits are at hand, None if they are not. ranking: who leaves
     first, of the running request. rebuild: the next step brings the resident set to it.
     """
 
@@ -42,6 +44,7 @@ class Text:
         if self.bounded and engine.info.v_trans:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
         self.ids = np.zeros(n_ctx, np.int32)
+        self.whole = np.zeros(n_ctx, np.bool_)
         self.logits_at: int | None = None
         self.ranking: Ranking | None = None
         self.rebuild = False
@@ -53,6 +56,9 @@ class Text:
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.events = events
+        self.streamed_steps = 0
+        self._known_chunks: list[Chunk] = []
+        self._all_resident = True
         self._ahead: Ahead | None = None
         self._pin()
 
@@ -103,16 +109,18 @@ class Text:
         *,
         generated: bool = False,
         ahead: bool = False,
+        stream: bool = False,
     ) -> None:
         """Read tokens that fit one step. Whatever goes wrong, the text has all of them then, or none.
 
         after is called once the text has them, and again if that was interrupted. ahead: they are not of the text
-        before `accept_rows` says which of them are.
+        before `accept_rows` says which of them are. stream: they see all of the text that the stages can hold, not only
+        what is in the pool; there must be stages.
         """
         if self.bounded:
             self.paging.save()
         plan = self.table.reserve(self.length, len(tokens), self.ranking, rebuild=self.rebuild)
-        step = Step(self.length, tokens, output, plan, ahead)
+        step = Step(self.length, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
         state = self.engine.get_state() if ahead and self.engine.info.recurrent else None
         self.unfinished.begin(partial(self._end, step, state))
         try:
@@ -137,7 +145,7 @@ class Text:
         self.unfinished.begin(partial(self._accept, 0 if again else count, ahead))
         self.unfinished.settle()
         if again:
-            self.evaluate(ahead.tokens[:count], EVERY)
+            self.evaluate(ahead.tokens[:count], EVERY, stream=ahead.streamed)
         elif self.bounded:
             self.paging.save()
 
@@ -148,14 +156,34 @@ class Text:
         if events.scored or (plan.moves and events.observer is not None):
             recalled = [chunk for chunk, _ in plan.moves.recall]
             events.changed(start + n, plan.layout.resident_chunks, recalled, generating=generated)
-        self.mask.fill(start, plan.layout.slots(start, engine.slot[:n]))
+        slots = plan.layout.slots(start, engine.slot[:n])
         engine.token[:n] = step.tokens
         engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
         if self.queries.rows:
             self.queries.capture(start, n)
         engine.output[:n] = step.output.every
         engine.output[n - 1] = step.output.every or step.output.last
-        engine.step(n, wait, step.codes)
+        if step.view is None:
+            self.mask.fill(start, slots)
+            engine.step(n, wait, step.codes)
+            return
+        with self.paging.streamed(step.view, plan.layout, self.pool.stage_mask, start, n) as streamed:
+            engine.step(n, wait, step.codes, streamed)
+        self.streamed_steps += 1
+
+    def _sight(self, plan: Plan, count: int, *, stream: bool) -> tuple[View | None, bool]:
+        """What a step sees in place of the pool, and whether it sees everything."""
+        if not self.bounded:
+            return None, True
+        layout = plan.layout
+        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
+            self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, self.length)
+        if self._all_resident or not stream:
+            return None, self._all_resident
+        room = (self.pool.stage_slots - count - self.length % CHUNK) // CHUNK
+        first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
+        view = choose(self.length, room, self.table.protected(first, last), self.ranking)
+        return view, view.whole
 
     def _follow(self, step: Step, after: AfterStep | None) -> None:
         """A step is over: what has to follow it if it is done, which can be done again."""
@@ -169,9 +197,10 @@ class Text:
         """A step that was computed counts, also if it was interrupted then; of another one nothing stays."""
         if step.computed:
             self.ids[step.start : step.start + len(step.tokens)] = step.tokens
+            self.whole[step.start : step.start + len(step.tokens)] = step.whole
             self.rebuild = False
             if step.ahead:
-                self._ahead = Ahead(step.start, step.tokens, state)
+                self._ahead = Ahead(step.start, step.tokens, state, step.view is not None)
                 self.table.commit_ahead(step.plan)
             else:
                 last = step.start + len(step.tokens) - 1

@@ -58,6 +58,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     writer.section("state", saved.state.read())
     for pos, blob in sorted(saved.checkpoints.items()):
         writer.section(f"checkpoint {pos}", blob.read())
+    writer.section("whole", np.packbits(saved.whole))
     writer.section("queries", saved.queries.astype("<f4"))
     if saved.logits is not None:
         writer.section("logits", saved.logits.astype("<f4"))
@@ -177,6 +178,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
         raise _damaged(container, "queries")
     return SessionState(
         tokens=tokens,
+        whole=_whole(container, length),
         table=_table(container, length),
         heap=heap,
         pages=[],
@@ -233,6 +235,16 @@ def _table(container: Container, length: int) -> PageTableState:
         pins=frozenset(pins),
         scores=rows["score"][:scored].copy() if scored else None,
     )
+
+
+def _whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
+    """Which tokens have seen the whole text before them; none where that was not noted."""
+    if "whole" not in container:
+        return np.zeros(length, np.bool_)
+    bits = container.section("whole").array("u1", most=-(-length // 8))
+    if len(bits) != -(-length // 8):
+        raise _damaged(container, "whole")
+    return np.unpackbits(bits, count=length).astype(np.bool_)
 
 
 def _checkpoints(container: Container, length: int) -> dict[int, Blob]:

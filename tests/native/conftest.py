@@ -113,6 +113,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
 
     from kvflash_ggml.native import engine as native
     from kvflash_ggml.session.pool import Pool
+    from kvflash_ggml.session.reading import Reading
     from kvflash_ggml.session.session import Session
 
     with ExitStack() as stack:
@@ -128,6 +129,8 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             query_rows: int = 0,
             n_seq_max: int = 1,
             block_order: Sequence[int] | None = None,
+            stages: int = 0,
+            answers_exactly: bool = False,
             **config: Any,
         ) -> Bare:
             params = llama_cpp.llama_model_default_params()
@@ -149,7 +152,15 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
             engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
             shared = Pool(engine, n_ubatch=n_ubatch, block_order=block_order)
-            session = Session(shared, KVFlashConfig(pool=pool, **config), n_ctx=ctx.n_ctx(), n_batch=n_ubatch)
+            if stages:
+                shared.make_stages(stages)
+            session = Session(
+                shared,
+                KVFlashConfig(pool=pool, **config),
+                n_ctx=ctx.n_ctx(),
+                n_batch=n_ubatch,
+                reading=Reading(exact=stages > 0, answers_exactly=answers_exactly),
+            )
             stack.callback(session.close)
             return Bare(session, loaded.n_vocab(), ctx)
 

@@ -1,0 +1,23 @@
+"""What a streamed step attends to, as a value. Nothing native is loaded by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Streamed(NamedTuple):
+    """In place of the pool, and before its own tokens.
+
+    images: addresses of whole chunks, at least one. rows: so many of block `block` follow them. mask: [count, n] in
+    half precision, for the rows of the stage from `first` on, and at least up to its rows rounded up to 256.
+    """
+
+    images: Sequence[int] | npt.NDArray[np.uint64]
+    rows: int
+    block: int
+    mask: npt.NDArray[np.float16]
+    first: int
