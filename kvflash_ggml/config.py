@@ -36,6 +36,11 @@ class KVFlashConfig:
     pins: half-open token ranges (lo, hi) that are never evicted.
     host_limit: ceiling in bytes on host memory for page images, None for no ceiling.
     spill: folder for page images that do not fit under `host_limit`.
+    reading: what a token of a prompt sees of the text before it: "exact" all of it, copied to the device a layer at a
+        time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.
+    stage: tokens that can be seen so, None to size it from free memory. Of a longer text the best chunks are seen.
+    answer: what a generated token sees: "pool" what is resident, "exact" all of the text, at the speed of the bus.
+    repair: after so many tokens of an answer these are evaluated again with all of the text in view; None for never.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -52,6 +57,10 @@ class KVFlashConfig:
     pins: tuple[tuple[int, int], ...] = ()
     host_limit: int | None = None
     spill: Path | None = None
+    reading: Literal["auto", "exact", "pool"] = "auto"
+    stage: int | None = None
+    answer: Literal["pool", "exact"] = "pool"
+    repair: int | None = None
     checkpoints: int = 8
 
     def __post_init__(self) -> None:
@@ -70,6 +79,16 @@ class KVFlashConfig:
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
         if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):
             raise ConfigError(f"tau must be a whole number of at least 1, or None to adapt, not {self.tau!r}")
+        for name, known in (("reading", ("auto", "exact", "pool")), ("answer", ("pool", "exact"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
+        for name in ("stage", "repair"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of tokens of at least 1, or None, not {value!r}")
+        for name, asked in (("answer='exact'", self.answer == "exact"), (f"repair={self.repair}", self.repair)):
+            if asked and self.reading == "pool":
+                raise ConfigError(f"{name} sees the whole text, which reading='pool' does not: leave out one of them")
         for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
             value = getattr(self, name)
             if not _is_int(value) or value < least:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .relevance import loss, reading, recall, scores
-from .speed import depth, paging, random_model, restore, scoring
+from .speed import depth, paging, random_model, restore, scoring, streaming
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -13,5 +13,5 @@ def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-for verb in (depth, paging, scoring, random_model, recall, scores, reading, loss, restore):
+for verb in (depth, paging, scoring, random_model, recall, scores, reading, loss, restore, streaming):
     main.add_command(verb)

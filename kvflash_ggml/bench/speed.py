@@ -148,6 +148,54 @@ def scoring(
     )
 
 
+@click.command()
+@model_argument
+@click.option("--depths", type=Numbers(), default="8K,32K", show_default=True, help="Tokens of the texts.")
+@click.option("--pool", type=Numbers(), default="2K", show_default=True, help="Tokens.")
+@click.option("--rows", type=Numbers(), default="1,8,32", show_default=True, help="Tokens of the steps timed there.")
+@click.option("--arms", default="full,exact,pool", show_default=True, help="Which to run.")
+@model_options
+def streaming(
+    model: str, depths: tuple[int, ...], pool: tuple[int, ...], rows: tuple[int, ...], arms: str,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Exact reading through stages, beside the full cache and a pool that reads with a hole."""
+    if len(pool) != 1:
+        raise click.BadParameter("one pool at a time", param_hint="--pool")
+    library.load()
+    from . import report
+    from .streaming import ARMS, Plan, ratios, run_arm
+
+    if unknown := set(arms.split(",")) - set(ARMS):
+        raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(ARMS)}", param_hint="--arms")
+    plan = Plan(pool=pool[0], depths=depths, rows=rows)
+    points, logits, device = [], {}, ""
+    with user_errors():
+        for arm in arms.split(","):
+            for point, row, where in run_arm(model, arm, plan, options):
+                points.append(point)
+                logits[arm, point.depth] = row
+                device = where or device
+                click.echo(f"{arm} at {point.depth}: read in {point.prefill_s:.2f} s", err=True)
+    table = ratios(points, logits)
+    columns = {
+        "arm": "arm",
+        "depth": "depth",
+        "prefill_s": "read s",
+        "prefill_vs_full": "t/s /full",
+        "same_bits": "same bits",
+        "decode_tps": "decode t/s",
+        "kv_mib": "KV MiB",
+        "used_mib": "used MiB",
+        "step_ms": "step ms",
+        "copy_ms": "copy ms",
+    }
+    report.table(list(columns.values()), [[str(row.get(key, "-")) if key in ("same_bits", "step_ms") else
+                                           row.get(key, "-") for key in columns] for row in table])  # fmt: skip
+    report.document({"bench": "streaming", "model": Path(model).name, "options": options | asdict(plan),
+                     "environment": report.environment(device), "points": table})  # fmt: skip
+
+
 @click.command(name="random-model")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention or tiny.")

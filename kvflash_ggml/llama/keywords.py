@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     from llama_cpp.llama_speculative import LlamaDraftModel
@@ -25,6 +25,10 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_tau: int | None
     kvflash_calibrate: bool | str | Path | None
     kvflash_deterministic: bool | None
+    kvflash_reading: Literal["auto", "exact", "pool"] | None
+    kvflash_stage: int | None
+    kvflash_answer: Literal["pool", "exact"] | None
+    kvflash_repair: int | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None
     kvflash_host_limit: int | None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..calibration.finder import HeadFinder
 from ..constants import CHUNK
+from ..session.reading import Loss
 from ..session.session import Progress, Session
 from ..trace.html import Summary
 from ..trace.recorder import Trace
@@ -89,6 +92,36 @@ class PoolStats:
     def device_bytes(self) -> int:
         """Bytes of the pool on the device; constant."""
         return self._session.engine.info.device_bytes
+
+    @property
+    def reading(self) -> str:
+        """What a token of a prompt sees of the text before it: "exact" all of it, or "pool" what is resident."""
+        return "exact" if self._session.reading.exact or not self._session.bounded else "pool"
+
+    @property
+    def stage(self) -> int:
+        """Tokens that a streamed step can see; 0 if there are no stages."""
+        return self._session.pool.stage_slots
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of the stages on the device; constant."""
+        return self._session.pool.stage_bytes
+
+    @property
+    def streamed_steps(self) -> int:
+        """Steps that saw more of the text than was resident."""
+        return self._session.streamed_steps
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that they have copied from page images to the device."""
+        return self._session.engine.streamed_bytes
+
+    @property
+    def last(self) -> Loss:
+        """What the newest request has lost against full attention: a copy, as it stands."""
+        return replace(self._session.loss)
 
     @property
     def policy(self) -> str:
@@ -193,9 +226,18 @@ class PoolStats:
         return (
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
-            f"{' (page-locked)' if info.pinned else ''}, KV {types}, policy {self.policy}{self._index()}, "
-            f"{info.n_layers} layers pooled{self._windows()}"
+            f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
+            f"{self._reading()}, policy {self.policy}{self._index()}, {info.n_layers} layers pooled{self._windows()}"
         )
+
+    def _reading(self) -> str:
+        reading, stage = self._session.reading, self.stage
+        if not self._session.bounded:
+            return "reading exact"
+        if not reading.exact:
+            return f"reading by the pool ({reading.why})"
+        size = f"{stage} tokens in view: {reading.why}, {self.stage_bytes / 2**20:.1f} MiB"
+        return f"reading {'and answering ' if reading.answers_exactly else ''}exact ({size})"
 
     def _windows(self) -> str:
         window = self._session.engine.info.n_swa

@@ -37,7 +37,7 @@ def everything_is_resident(layout: Layout, start: int) -> bool:
 
 
 def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:
-    """The text before `start`, or of its sealed chunks the `room` that matter: `keep`, then by rank, then the newest."""
+    """The text before `start`, or those `room` chunks of it that matter: `keep`, then by rank, then the newest."""
     sealed, rows = divmod(start, CHUNK)
     if sealed <= room:
         return View(tuple(range(sealed)), rows, True)

@@ -195,7 +195,7 @@ class Paging:
 
     @contextmanager
     def streamed(self, view: View, layout: Layout, mask: StageMask, start: int, count: int) -> Iterator[Streamed]:
-        """A step of `count` tokens from `start` on that sees this: what the engine has to know. Images stay meanwhile."""
+        """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile."""
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view)
         with self.store.lease(view.chunks) as images:

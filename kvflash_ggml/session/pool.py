@@ -46,7 +46,7 @@ class Pool:
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
 
     def make_stages(self, slots: int) -> None:
-        """Let steps see up to `slots` tokens, their own with them, whatever the pool holds. See `Engine.make_stages`."""
+        """Let steps see up to `slots` tokens, their own with them, whatever is resident. See `Engine.make_stages`."""
         self.stage_bytes = self.engine.make_stages(slots)
         self.stage_slots = slots
 

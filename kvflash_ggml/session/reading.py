@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """exact: prompts see the whole text, through stages. answers_exactly: so does every generated token. why: the
-    reason, for people, where it is not what was asked for or where that was left open.
+    """exact: prompts see the whole text, through stages. answers_exactly: so does every generated token. why: where
+    that was left open, or could not be had, the reason, for people.
     """
 
     exact: bool = False
@@ -17,3 +17,32 @@ class Reading:
 
 
 POOL = Reading()
+
+
+@dataclass(slots=True)
+class Loss:
+    """What the newest request has lost against full attention, in tokens.
+
+    read: of its prompt, those that were not known already. read_whole: of these, those that saw the whole text before
+    them. generated, generated_whole: the same of its answer. repaired: tokens of the answer that were read again with
+    all of the text in view. changed: of these, those after which another token would have been the likeliest.
+    """
+
+    read: int = 0
+    read_whole: int = 0
+    generated: int = 0
+    generated_whole: int = 0
+    repaired: int = 0
+    changed: int = 0
+    seen: float = 0.0
+
+    def add_read(self, count: int, share: float) -> None:
+        """A step of the prompt saw such a share of the text before it, 0 to 1."""
+        self.read += count
+        self.read_whole += count if share == 1 else 0
+        self.seen += count * share
+
+    @property
+    def view(self) -> float | None:
+        """Share of the text before them that the tokens of the prompt saw, 0 to 1; None if none were read."""
+        return self.seen / self.read if self.read else None

@@ -14,7 +14,8 @@ from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
-from .reading import POOL, Reading
+from .reading import POOL, Loss, Reading
+from .repair import Repair
 from .scoring import MARGIN, Scoring
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
@@ -49,6 +50,8 @@ class Session(Text):
         self.n_batch = n_batch
         self.n_ubatch = pool.n_ubatch
         self.reading = reading
+        self.repair: Repair | None = None
+        self.loss = Loss()
         self.scoring: Scoring | None = None
         if self.bounded and scorer is not None:
             tau = config.tau or (TAU if config.deterministic else None)
@@ -97,8 +100,10 @@ class Session(Text):
         self._begin(len(tokens))
         if len(tokens) == 1:
             self._generate_step(tokens, EVERY if output_all else LAST, after, ahead=False)
+            self._repair(after)
             return
         self._forget_scores()
+        self.loss = Loss()
         done, total = 0, len(tokens)
         exact = self.reading.exact
         seen_whole = exact and self.length + total <= self.pool.stage_slots
@@ -115,6 +120,7 @@ class Session(Text):
                 self._take(self.scoring.take_overlapped())
             output = Output(every=output_all, last=done + count == batch_end)
             self.evaluate(tokens[done : done + count], output, after, stream=exact)
+            self.loss.add_read(count, self._share_seen(start, count))
             done += count
             if score or (done == total and self.scoring is not None):
                 self._request_scores(rows=None if done == total else 1)
@@ -126,6 +132,8 @@ class Session(Text):
             self._reread_question(tokens[last:], output_all=output_all, after=after)
         elif exact and self.scoring is not None:
             self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
+        if self.repair is not None:
+            self.repair.start = self.length
 
     @property
     def room_ahead(self) -> int:
@@ -149,6 +157,7 @@ class Session(Text):
             return
         self.accept_rows(count)
         self._generated(count)
+        self._repair(None)
 
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
@@ -186,20 +195,50 @@ class Session(Text):
                 f" (the pool holds {self.pool.n_slots} of them at a time)"
             )
 
+    def _share_seen(self, start: int, count: int) -> float:
+        """Of the text before `start`, how much did a step of `count` tokens see that has just been done?"""
+        if self.whole[start]:
+            return 1.0
+        seen = self.pool.stage_slots if self.reading.exact else self.table.resident * CHUNK
+        return min(1.0, (seen - count) / start)
+
+    def _repair(self, after: AfterStep | None) -> None:
+        """Read the newest tokens again with the whole text in view, where it is time."""
+        repair, end = self.repair, self.length
+        if repair is None or self.ahead or not repair.is_due(end):
+            return
+        start, ranking, text = repair.start, self.ranking, self.tokens.copy()
+        self.truncate(start)  # to a place further back, where the memory knows no other
+        while self.length < end:
+            at = self.length
+            count = min(end - at, self.n_ubatch, self.table.room(at))
+            self.evaluate(text[at : at + count], EVERY, after, stream=True)
+            self.loss.changed += repair.changed(at, count)
+        self.loss.repaired += end - start
+        self.ranking = ranking
+        repair.start = end
+
     # --- relevance
 
     def _generate_step(self, tokens: Int32s, output: Output, after: AfterStep | None, *, ahead: bool) -> None:
         """One step of generation: the fast path."""
-        start, scoring = self.length, self.scoring
+        start, scoring, repair = self.length, self.scoring, self.repair
+        if repair is not None and start == repair.start:
+            self.checkpoints.before_step(start, wanted=True)
         if scoring is not None and scoring.is_ready:
             self._take(scoring.take(), sparingly=True)
         try:
             self.evaluate(tokens, output, after, generated=True, ahead=ahead, stream=self.reading.answers_exactly)
+            if repair is not None:
+                repair.generated(start, len(tokens))
         finally:
             self._generated(self.length - start)
 
     def _generated(self, count: int) -> None:
         """So many tokens are of the text now; fewer than none after a step that failed and took some along."""
+        if count > 0:
+            self.loss.generated += count
+            self.loss.generated_whole += count if self.whole[self.length - 1] else 0
         if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self._request_scores(rows=1)
 

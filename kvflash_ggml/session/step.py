@@ -52,7 +52,8 @@ class Step:
 class Ahead:
     """Rows that were written ahead of the text, from position `start` on.
 
-    state: what is not pooled, as it was before them; None if it can go back by itself. streamed: they did not see the pool.
+    state: what is not pooled, as it was before them; None if it can go back by itself. streamed: did they see more than
+    the pool?
     """
 
     start: int

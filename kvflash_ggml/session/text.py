@@ -31,8 +31,9 @@ logger = logging.getLogger("kvflash_ggml")
 class Text:
     """Between tokens and the engine: each step is computed and counts, or it has never been.
 
-    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits_at: the position whose logits are at hand, None if they are not. ranking: who leaves
-    first, of the running request. rebuild: the next step brings the resident set to it.
+    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits_at: the position
+    whose logits are at hand, None if they are not. ranking: who leaves first, of the running request. rebuild: the next
+    step brings the resident set to it. streamed_steps: those that saw more than the pool.
     """
 
     def __init__(self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events) -> None:

@@ -114,9 +114,10 @@ class PolicyState:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionState:
-    """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk, retained until `release`. state, checkpoints: what is not
-    pooled, now and by position. queries: the captured ring, flat, true for positions from `queries_from` on. logits:
-    of the last token, if it was just evaluated. seed: of the next random numbers.
+    """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk,
+    retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
+    flat, true for positions from `queries_from` on. logits: of the last token, if it was just evaluated. seed: of the
+    next random numbers.
     """
 
     tokens: Int32s

@@ -96,7 +96,7 @@ def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any
             split = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 256}
             # what leaves the pool is foreseeable only without scores
             if isinstance(kwargs.get("kvflash"), int):
-                kwargs = {"kvflash_policy": "lru", "kvflash_calibrate": False} | kwargs
+                kwargs = {"kvflash_policy": "lru", "kvflash_calibrate": False, "kvflash_reading": "pool"} | kwargs
             llm = cls(str(model(kind)), **({"seed": 7, "verbose": False} | threads | split | kwargs))
             stack.callback(llm.close)
             return llm

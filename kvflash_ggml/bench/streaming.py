@@ -1,0 +1,160 @@
+"""Exact reading through stages beside the full cache and beside a pool: time, memory, bits of the last logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .opening import opened
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
+ARMS = ("full", "exact", "pool")
+
+COPIED = 1 << 28
+"""Bytes of the plain copy that gives the speed of the bus."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """depths: tokens read from the beginning, one after the other. rows: tokens of the steps that are timed there."""
+
+    pool: int
+    depths: tuple[int, ...]
+    rows: tuple[int, ...]
+    repeats: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One arm at one depth. kv_mib: K and V on the device, pool and stages. used_mib: all device memory in use.
+
+    step_ms: of a step of so many rows that sees the whole text (in the arm "pool": what is resident), and copy_ms: a
+    plain copy of the bytes that it streams. decode_tps: of single tokens as they are generated.
+    """
+
+    arm: str
+    depth: int
+    prefill_s: float
+    prefill_tps: float
+    decode_tps: float
+    kv_mib: float
+    used_mib: float
+    streamed_gib: float
+    step_ms: dict[int, float]
+    copy_ms: float
+
+
+def run_arm(
+    model: str, arm: str, plan: Plan, options: dict[str, Any]
+) -> Iterator[tuple[Point, npt.NDArray[np.float32], str]]:
+    """The points of an arm, the last logits of each text, and the device."""
+    n_ctx = max(plan.depths) + 1024
+    fields = {"reading": arm, "deterministic": True} if arm != "full" else {}
+    pool = None if arm == "full" else plan.pool
+    with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields, swa_full=False) as llm:
+        rng = np.random.default_rng(plan.seed)
+        text = rng.integers(10, min(llm.n_vocab() - 10, 4000), n_ctx).astype(np.int32)
+        device = llm._session.engine.info.device if llm._session else ""
+        for depth in sorted(plan.depths):
+            llm.reset()
+            began = time.perf_counter()
+            llm.eval(text[:depth].tolist())
+            logits = _finish(llm)
+            seconds = time.perf_counter() - began
+            yield _point(llm, arm, text, depth, seconds, plan), logits, device
+
+
+def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, seconds: float, plan: Plan) -> Point:
+    view, session = llm.kvflash, llm._session
+    streamed = view.streamed_bytes if view else 0
+    decode = _decode(llm, text[depth : depth + 40])
+    steps = {rows: _step_ms(llm, text, rows, plan.repeats, streams=arm == "exact") for rows in plan.rows}
+    copied = 0.0
+    if session is not None and arm == "exact":
+        size = depth * session.engine.info.page_bytes // 64
+        copied = float(np.median([session.engine.plain_copy(COPIED, to_device=True) for _ in range(5)])) * size / COPIED
+    return Point(
+        arm=arm,
+        depth=depth,
+        prefill_s=seconds,
+        prefill_tps=depth / seconds,
+        decode_tps=decode,
+        kv_mib=(view.device_bytes + view.stage_bytes) / 2**20 if view else _full_kv(llm) / 2**20,
+        used_mib=_used(llm) / 2**20,
+        streamed_gib=streamed / 2**30,
+        step_ms=steps,
+        copy_ms=copied * 1e3,
+    )
+
+
+def _decode(llm: Llama, tokens: npt.NDArray[np.int32]) -> float:
+    for token in tokens[:8]:  # the first steps build the graph, and bring what the prompt's end asked for
+        llm.eval([int(token)])
+    _finish(llm)
+    began = time.perf_counter()
+    for token in tokens[8:]:
+        llm.eval([int(token)])
+        _finish(llm)
+    return len(tokens[8:]) / (time.perf_counter() - began)
+
+
+def _step_ms(llm: Llama, text: npt.NDArray[np.int32], rows: int, repeats: int, *, streams: bool) -> float:
+    """Median of steps that go on with the text; the first one, which builds a graph, does not count."""
+    from ..session.step import LAST
+
+    took = []
+    for _ in range(repeats + 1):
+        tokens = text[llm.n_tokens : llm.n_tokens + rows]
+        began = time.perf_counter()
+        if llm._session is None:
+            llm.eval(tokens.tolist())
+        else:
+            llm._session.evaluate(tokens, LAST, llm._after_step, stream=streams)
+        _finish(llm)
+        took.append(time.perf_counter() - began)
+    return float(np.median(took[1:])) * 1e3
+
+
+def _finish(llm: Llama) -> npt.NDArray[np.float32]:
+    """The logits, as sampling would wait for them."""
+    logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
+    return logits
+
+
+def _full_kv(llm: Llama) -> float:
+    from ..llama.sizing import slot_size
+
+    return float(slot_size(llm._model, llm.context_params) * llm.n_ctx())
+
+
+def _used(llm: Llama) -> int:
+    import ctypes
+
+    from ..native.engine import device_memory
+
+    free, total, _ = device_memory(ctypes.cast(llm._model.model, ctypes.c_void_p).value or 0)
+    return total - free
+
+
+def ratios(points: list[Point], logits: dict[tuple[str, int], npt.NDArray[np.float32]]) -> list[dict[str, Any]]:
+    """Each point with its ratios to the full cache at the same depth."""
+    full = {p.depth: p for p in points if p.arm == "full"}
+    out = []
+    for p in points:
+        row = asdict(p)
+        if p.depth in full:
+            row["prefill_vs_full"] = p.prefill_tps / full[p.depth].prefill_tps
+            row["decode_vs_full"] = p.decode_tps / full[p.depth].decode_tps
+            row["same_bits"] = logits[p.arm, p.depth].tobytes() == logits["full", p.depth].tobytes()
+        if p.copy_ms:
+            row["step_vs_copy"] = {n: ms / p.copy_ms for n, ms in p.step_ms.items()}
+        out.append(row)
+    return out

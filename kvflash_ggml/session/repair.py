@@ -1,0 +1,37 @@
+"""Repair: the newest tokens of an answer are read again with the whole text in view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..arrays import Int32s
+
+Likeliest = Callable[[int], Int32s]
+"""The likeliest next token after each of the last so many rows of which logits are at hand."""
+
+
+class Repair:
+    """When, from where, and what would have been different.
+
+    every: tokens between two repairs. start: the first token that has not been repaired.
+    """
+
+    def __init__(self, every: int, n_ctx: int, likeliest: Likeliest) -> None:
+        self.start = 0
+        self._every = every
+        self._likeliest = likeliest
+        self._picks = np.full(n_ctx, -1, np.int32)
+
+    def is_due(self, length: int) -> bool:
+        return length - self.start >= self._every
+
+    def generated(self, start: int, count: int) -> None:
+        """The tokens from `start` on have been evaluated, and their logits are at hand."""
+        self._picks[start : start + count] = self._likeliest(count)
+
+    def changed(self, start: int, count: int) -> int:
+        """The same again: after how many of them is another token the likeliest now?"""
+        before = self._picks[start : start + count]
+        return int(((before >= 0) & (before != self._likeliest(count))).sum())
