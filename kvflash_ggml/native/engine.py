@@ -110,12 +110,17 @@ class Engine:
         """Bytes that streamed steps have copied from page images."""
         return int(lib.kvf_streamed_bytes(self._engine))
 
+    @property
+    def streamed_ticket(self) -> int:
+        """The transfer after which the newest streamed step has read its page images."""
+        return int(lib.kvf_streamed_ticket(self._engine))
+
     def step(self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None) -> None:
         """Evaluate the first `count` entries of the arrays under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none.
         codes: empty; takes 0 if all went well, and another number if no token was kept.
-        streamed: what the step attends to if that is not the pool. The images may move again afterwards.
+        streamed: what the step attends to if that is not the pool. Images may move after `streamed_ticket`.
 
         Raises:
             DecodeError: llama_decode failed. Recurrent state may have gone on, and queries been captured.

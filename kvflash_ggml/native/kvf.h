@@ -91,7 +91,7 @@ typedef struct kvf_plan {
     // A streamed step attends through the stages instead of the pool: to chunks in page images, then to the first rows of a
     // block, then to its own tokens, one row of a stage each. Its own rows go to their slots all the same.
     int32_t          n_streamed;  // chunks, 0: the step attends to the pool, and the rest of this plan means nothing
-    const uint64_t * streamed;    // [n_streamed] addresses of their page images, which are read before kvf_step returns
+    const uint64_t * streamed;    // [n_streamed] addresses of their page images, see kvf_streamed_ticket
     int32_t          open_rows;   // below KVF_BLOCK
     int32_t          open_block;
     int32_t          mask_first;  // the mask covers the rows of a stage from here on; those before are visible to every token.
@@ -122,6 +122,7 @@ enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, i
 // Stages for streamed steps of up to n_tokens tokens over n_slots, a multiple of 256, and the memory to compute these; stages
 // that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own: there are none then.
 enum kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens, int64_t * device_bytes);
+uint64_t        kvf_streamed_ticket(const kvf_engine * engine);  // the newest streamed step has read its page images then
 uint64_t        kvf_streamed_bytes(const kvf_engine * engine);  // copied from page images to stages so far
 
 // After a failure no planned token is in the cache. After DECODE recurrent state may have gone on, and queries been captured.

@@ -151,6 +151,10 @@ kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens
     }
 }
 
+uint64_t kvf_streamed_ticket(const kvf_engine * engine) {
+    return engine->pool.stages ? engine->pool.stages->ticket : 0;
+}
+
 uint64_t kvf_streamed_bytes(const kvf_engine * engine) {
     return engine->pool.stages ? engine->pool.stages->bytes : 0;
 }

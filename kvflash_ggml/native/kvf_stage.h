@@ -43,6 +43,7 @@ struct kvf_stages {
     std::vector<ring>   rings;
     int64_t             device_bytes = 0;
     uint64_t            bytes        = 0;  // copied from page images so far
+    uint64_t            ticket       = 0;  // the transfers of the newest streamed step
 
     // of the running step
     bool                 active = false;

@@ -60,27 +60,40 @@ void load(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, siz
     }
 }
 
+// The compute submitted from here on reads the layer.
 void wait_for(const kvf_stages::ring & ring, size_t place) {
     if (ring.lane->copy) {
         ggml_backend_event_wait(ring.lane->compute, ring.ready[place % ring.n_stages].get());
     }
 }
 
-// All that reads a stage has been computed: it takes another layer, and the compute goes on with the next one.
-void advance(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, size_t place) {
-    if (ring.n_stages > 1 && place + 1 < ring.layers.size()) {
-        wait_for(ring, place + 1);
+// The layer is loaded when all compute submitted so far is done.
+void load_behind(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, size_t place) {
+    const auto & lane = *ring.lane;
+    if (lane.copy) {
+        ggml_backend_event_record(lane.compute_mark.get(), lane.compute);
+        ggml_backend_event_wait(lane.copy.get(), lane.compute_mark.get());
+    } else if (lane.compute) {
+        ggml_backend_synchronize(lane.compute);
     }
+    load(engine, stages, ring, place);
+}
+
+// All that reads a stage has been submitted: it takes another layer, and the compute goes on with the next one.
+void advance(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, size_t place) {
     if (place + ring.n_stages < ring.layers.size()) {
-        load(engine, stages, ring, place + ring.n_stages);
+        load_behind(engine, stages, ring, place + ring.n_stages);
+    }
+    if (place + 1 < ring.layers.size()) {
+        wait_for(ring, place + 1);
     }
 }
 
-// The scheduler has computed all nodes up to this one, and waits for what is said.
+// The scheduler has submitted all nodes up to this one.
 bool on_node(ggml_tensor * node, bool ask, void * data) {
     auto & engine = *(kvf_engine *) data;
     auto & stages = *engine.pool.stages;
-    auto * layer  = kvf_attended(stages, node);
+    auto * layer  = stages.active ? kvf_attended(stages, node) : nullptr;  // a graph that is reused keeps its observer
     if (ask || !layer) {
         return layer != nullptr;
     }
@@ -88,6 +101,14 @@ bool on_node(ggml_tensor * node, bool ask, void * data) {
         advance(engine, stages, stages.rings[layer->ring], layer->place);
     }
     return true;
+}
+
+// No step but a streamed one is observed: that would split its graph, and keep the device from replaying it.
+void observe(kvf_engine & engine, ggml_backend_sched_eval_callback callback) {
+    auto & cparams = kvf_access::cparams(engine.ctx);
+    cparams.cb_eval           = callback;
+    cparams.cb_eval_user_data = &engine;
+    ggml_backend_sched_set_eval_async(engine.ctx.get_sched(), callback != nullptr);
 }
 
 void find_runs(kvf_stages & stages, const kvf_plan & plan, size_t page_bytes) {
@@ -179,16 +200,12 @@ void kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan) {
         }
         wait_for(ring, 0);
     }
-    auto & cparams = kvf_access::cparams(engine.ctx);
-    cparams.cb_eval           = on_node;
-    cparams.cb_eval_user_data = &engine;
+    observe(engine, on_node);
 }
 
 kvf_status kvf_stream_end(kvf_engine & engine, kvf_status status) {
-    auto & stages  = *engine.pool.stages;
-    auto & cparams = kvf_access::cparams(engine.ctx);
-    cparams.cb_eval           = nullptr;
-    cparams.cb_eval_user_data = nullptr;
+    auto & stages = *engine.pool.stages;
+    observe(engine, nullptr);
     stages.active = false;
     stages.plan   = nullptr;
     for (size_t i = 0; i < stages.layers.size() && status == KVF_STATUS_SUCCESS; ++i) {
@@ -196,6 +213,8 @@ kvf_status kvf_stream_end(kvf_engine & engine, kvf_status status) {
             status = kvf_fail(KVF_STATUS_DECODE, "layer %d was not computed from its stage", engine.layers[i].il);
         }
     }
+    stages.ticket = ++engine.last_ticket;
+    kvf_transfer_end(engine, stages.ticket);
     if (status != KVF_STATUS_SUCCESS) {  // nothing may read the page images any more
         llama_synchronize(&engine.ctx);
         for (const auto & lane : engine.lanes) {

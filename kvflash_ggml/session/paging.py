@@ -198,8 +198,9 @@ class Paging:
         """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile."""
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view)
-        with self.store.lease(view.chunks) as images:
+        with self.store.lease(view.chunks) as images, self._known_transfers():
             yield Streamed(images, view.rows, block, rows, first)
+            self.store.written(view.chunks, self._engine.streamed_ticket)
 
     @contextmanager
     def _known_transfers(self) -> Iterator[None]:

@@ -150,7 +150,7 @@ PLANS = {
     "negative query row": ({"query_row": {0: -2}}, "ARGUMENT", "the query of token 0 is put in row -2 of 8"),
     "query row named twice": ({"query_row": {0: 3, 2: 3}}, "ARGUMENT", "the query of token 2 is put in row 3, as one"),
     "mask": ({"mask_stride": 511}, "ARGUMENT", "mask rows of 511 values for 512 slots"),
-    "streamed pages": ({"n_streamed": 2}, "UNSUPPORTED", "2 streamed pages in a plan: a step reads the pool only"),
+    "streamed pages": ({"n_streamed": 2}, "ARGUMENT", "2 streamed pages in a plan, and no stages were made"),
 }
 ERRORS: dict[str, type[KVFlashError]] = {
     "ARGUMENT": EngineError, "UNSUPPORTED": UnsupportedError, "DECODE": DecodeError,

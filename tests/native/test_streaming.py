@@ -29,3 +29,12 @@ def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tok
     assert session.engine.streamed_bytes > session.engine.info.page_bytes * 27
     assert session.whole[: session.length].all()
     assert same_bits(rows, bare(kind, pool=N_CTX, **size).logits_along(prompt, rest))
+
+
+def test_the_host_runs_ahead(bare: Callable[..., Any], tokens: Any) -> None:
+    """Pages that a streamed step reads are not free before it has: they know the transfer."""
+    session = bare(pool=POOL, stages=N_CTX, n_ctx=N_CTX, n_ubatch=128).session
+    session.extend(tokens[:1000])
+    ticket = session.engine.streamed_ticket
+    assert ticket > 0
+    assert {session.store.ticket(c) for c in range((1000 - 104) // 64)} == {ticket}
