@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..llama.llama import Llama
-from .opening import opened
+from .opening import EXACT, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
         depth=depth,
         prefill_tps=prefill,
         decode_tps=plan.decode / wall,
-        policy=view.policy if view else "-",
+        policy=f"{view.policy}{EXACT if view.reading == 'exact' else ''}" if view else "-",
         looks=chooser.looks - looks if chooser else 0,
         look_ms=(chooser.seconds - looked) / max(1, chooser.looks - looks) * 1e3 if chooser else 0.0,
         page_ins=session.page_ins - page_ins if session else 0,

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 ALL_HEADS = "qk-all"
 """The policy `qk` asking every head, as it does before its heads are known."""
 
+EXACT = ":exact"
+"""Ends the policy of an arm that reads prompts with the whole text in view. Others read with what the pool holds."""
+
+
+def reads_exactly(policy: str) -> bool:
+    return policy.endswith(EXACT)
+
 
 @contextmanager
 def opened(
@@ -27,7 +34,7 @@ def opened(
     fields: dict[str, Any] | None = None,
     **keywords: Any,
 ) -> Iterator[Llama]:
-    """The Llama of an arm, closed at the end. pool: None for the full cache.
+    """The Llama of an arm, closed at the end. pool: None for the full cache. policy: with EXACT or without.
 
     options: keywords of `Llama`, and `heads`: a file of retrieval heads. Without one they are those in the user's cache
     folder, or are found now. fields: more of KVFlashConfig.
@@ -37,9 +44,12 @@ def opened(
     options = dict(options)
     heads = options.pop("heads", None)
     if pool is not None:
-        calibrate = False if policy == ALL_HEADS else True if heads is None else Path(heads)
-        name = "qk" if policy == ALL_HEADS else policy
-        keywords["kvflash"] = KVFlashConfig(pool=pool, policy=name, calibrate=calibrate, **(fields or {}))
+        name, reading = policy.removesuffix(EXACT), "exact" if reads_exactly(policy) else "pool"
+        calibrate = False if name == ALL_HEADS else True if heads is None else Path(heads)
+        settings = {
+            "policy": "qk" if name == ALL_HEADS else name, "reading": reading, "calibrate": calibrate, **(fields or {})
+        }  # fmt: skip
+        keywords["kvflash"] = KVFlashConfig(pool=pool, **settings)
     llm = Llama(model, n_ctx=n_ctx, flash_attn=True, verbose=False, **keywords, **options)
     try:
         if llm.kvflash is not None:

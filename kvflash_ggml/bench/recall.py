@@ -17,7 +17,7 @@ from ..constants import CHUNK
 from ..llama.llama import Llama
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
-from .opening import opened
+from .opening import EXACT, opened
 from .outcomes import Arm, Outcome, Plan, Read
 from .tasks_kinds import FREE, make
 
@@ -39,7 +39,7 @@ def run_arm(
     seen: Callable[[Outcome], None] | None = None,
 ) -> tuple[list[Outcome], list[Read]]:
     """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
-    fields = {"drafter": drafter} if arm.policy == "drafter" else {}
+    fields = {"drafter": drafter} if arm.policy.removesuffix(EXACT) == "drafter" else {}
     n_ctx = arm.context + TAIL_ROOM
     outcomes: list[Outcome] = []
     reads: list[Read] = []

@@ -11,6 +11,8 @@ import click
 from ..native import library
 from .options import Names, Numbers, Shares, model_argument, model_options, set_option, text_option, user_errors
 
+POLICIES = "With ':exact' prompts are read with the whole text in view, else with what the pool holds."
+
 RESIDENCY = (6.25, 3.0)
 """Pools that recall is measured in unless others are named, in % of the context."""
 
@@ -21,7 +23,7 @@ RESIDENCY = (6.25, 3.0)
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
 @click.option("--residency", type=Shares(), help="Pools, in % of the context.  [default: 6.25,3 without --pools]")
 @click.option("--pools", type=Numbers(), default=(), help="Pools, in tokens.")
-@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--policies", type=Names(), default="qk:exact,qk,lru", show_default=True, help=POLICIES)
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option(
     "--tasks",
@@ -133,7 +135,7 @@ def scores(
 @text_option
 @click.option("--contexts", type=Numbers(), default="8K", show_default=True, help="Tokens of each document.")
 @click.option("--residency", type=Shares(), default="6.25", show_default=True, help="Pools, in % of the context.")
-@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--policies", type=Names(), default="qk:exact,qk,lru", show_default=True, help=POLICIES)
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option("--tasks", type=Names(), default="copy,table,scattered", show_default=True)
 @click.option("--trials", default=8, show_default=True, help="Of each task.")
@@ -150,6 +152,7 @@ def reading(
         filler = read_text(text)
     library.load()
     from . import report
+    from .opening import reads_exactly
     from .outcomes import Plan, arms
     from .reading import run_arm, summary
 
@@ -157,7 +160,8 @@ def reading(
     rows: list[dict[str, Any]] = []
     with user_errors():
         for arm in arms(contexts, residency, policies, full=full):
-            for reselect in (True, False) if arm.policy not in ("full", "lru") else (False,):
+            once = arm.policy in ("full", "lru") or reads_exactly(arm.policy)
+            for reselect in (False,) if once else (True, False):
                 readings = list(run_arm(model, arm, plan, filler, options, reselect=reselect))
                 made = summary(arm, readings, reselect=reselect)
                 nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in made)
@@ -174,7 +178,7 @@ def reading(
 @text_option
 @click.option("--contexts", type=Numbers(), default="4K", show_default=True, help="Tokens of each document.")
 @click.option("--pools", type=Numbers(), default="512", show_default=True, help="Pools, in tokens.")
-@click.option("--policies", type=Names(), default="qk,lru", show_default=True)
+@click.option("--policies", type=Names(), default="qk:exact,qk,lru", show_default=True, help=POLICIES)
 @click.option("--documents", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Counted after a document.")
 @click.option("--seed", default=0, show_default=True, help="Of the first document.")

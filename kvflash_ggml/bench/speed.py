@@ -17,7 +17,12 @@ from .options import Numbers, model_argument, model_options, user_errors
 @model_argument
 @click.option("--depths", type=Numbers(), default="1K,8K,32K", show_default=True, help="Tokens in the cache.")
 @click.option("--pools", type=Numbers(), default="1K", show_default=True, help="Pool sizes to compare.")
-@click.option("--policies", default="lru,qk", show_default=True, help="Who stays resident, one arm each.")
+@click.option(
+    "--policies",
+    default="lru,qk,qk:exact",
+    show_default=True,
+    help="Who stays resident, one arm each; with ':exact' prompts are read with the whole text in view.",
+)
 @click.option("--full/--no-full", default=True, show_default=True, help="Also run the full cache.")
 @click.option("--window", default=4096, show_default=True, help="Prefill is timed over so many tokens.")
 @click.option("--decode", default=64, show_default=True, help="Decode steps timed at each depth.")

@@ -148,6 +148,7 @@ def study(
         n_ctx=context + TAIL_ROOM,
         kvflash=pool,
         kvflash_policy=capture,
+        kvflash_reading="pool",
         flash_attn=True,
         verbose=False,
         **{name: value for name, value in options.items() if name != "heads"},

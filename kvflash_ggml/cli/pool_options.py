@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -27,6 +28,10 @@ class PoolOptions:
     kvflash_tau: int | None
     kvflash_calibrate: bool | str
     kvflash_deterministic: bool
+    kvflash_reading: Literal["auto", "exact", "pool"]
+    kvflash_stage: int | None
+    kvflash_answer: Literal["pool", "exact"]
+    kvflash_repair: int | None
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
@@ -47,6 +52,10 @@ class PoolOptions:
             tau=self.kvflash_tau,
             calibrate=calibrate if isinstance(calibrate, bool) else Path(calibrate),
             deterministic=self.kvflash_deterministic,
+            reading=self.kvflash_reading,
+            stage=self.kvflash_stage,
+            answer=self.kvflash_answer,
+            repair=self.kvflash_repair,
             pins=self.kvflash_pin,
             host_limit=self.kvflash_host_limit,
             spill=self.kvflash_spill,
@@ -111,6 +120,39 @@ pool_options = collected(
         is_flag=True,
         envvar="KVFLASH_DETERMINISTIC",
         help="The same text brings the same chunks: each prompt is read from its beginning.",
+    ),
+    _pool(
+        "--kvflash-reading",
+        type=click.Choice(["auto", "exact", "pool"]),
+        default="auto",
+        show_default=True,
+        envvar="KVFLASH_READING",
+        help="What the prompt's tokens see of the text before them: 'exact' all of it, as without a pool; 'pool' what"
+        " is resident; 'auto' all of it if there is memory for that.",
+    ),
+    _pool(
+        "--kvflash-stage",
+        type=Size(),
+        envvar="KVFLASH_STAGE",
+        metavar="TOKENS",
+        help="So many tokens can be seen by exact reading; of a longer text the best chunks.  [default: all, or what a"
+        " third of the free device memory holds]",
+    ),
+    _pool(
+        "--kvflash-answer",
+        type=click.Choice(["pool", "exact"]),
+        default="pool",
+        show_default=True,
+        envvar="KVFLASH_ANSWER",
+        help="What the answer's tokens see: what is resident, or all of the text, at the speed of the bus.",
+    ),
+    _pool(
+        "--kvflash-repair",
+        type=click.IntRange(min=1),
+        envvar="KVFLASH_REPAIR",
+        metavar="N",
+        help="After every N tokens of an answer, evaluate these again with the whole text in view, and count what would"
+        " have been different.  [default: never]",
     ),
     _pool(
         "--kvflash-pin",

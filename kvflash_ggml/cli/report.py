@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ _COUNTERS = (
     "type_v",
     "pinned",
     "evicted_mass",
+    "reading",
+    "stage",
+    "stage_bytes",
+    "streamed_steps",
+    "streamed_bytes",
 )
 
 
@@ -92,12 +98,27 @@ def residency(stats: Any) -> list[str]:
     return [
         f"resident {stats.resident}/{stats.chunks} chunks",
         f"{stats.page_ins} recalled, {stats.page_outs} copied to the host",
+        *losses(stats.last),
     ]
+
+
+def losses(last: Any) -> list[str]:
+    """What a request has lost against full attention: how its prompt was read, and what repairs have found."""
+    parts = []
+    if last.read:
+        exact = last.read_whole == last.read
+        parts.append("read exactly" if exact else f"read with {last.view * 100:.0f} % of the text in view")
+    if last.repaired:
+        parts.append(f"{last.repaired} repaired, {last.changed} would have gone another way")
+    return parts
 
 
 def counters(stats: Any) -> dict[str, Any] | None:
     """The pool's numbers, None when it is off."""
-    return None if stats is None else {name: getattr(stats, name) for name in _COUNTERS}
+    if stats is None:
+        return None
+    last = {**asdict(stats.last), "view": stats.last.view}
+    return {**{name: getattr(stats, name) for name in _COUNTERS}, "last": last}
 
 
 def document(

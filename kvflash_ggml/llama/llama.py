@@ -17,7 +17,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from .. import modelfile, policy
-from ..arrays import Int32s, common_prefix
+from ..arrays import common_prefix
 from ..calibration.finder import HeadFinder, open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
@@ -27,12 +27,10 @@ from ..native import library
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
-from ..session.repair import Repair
-from ..session.session import Session
 from . import parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
-from .reading import open_reading
+from .reading import open_session
 from .sizing import PoolSize
 from .state import SavingLlama
 from .stats import PoolStats
@@ -139,13 +137,7 @@ class Llama(SavingLlama):
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
         config = self._config
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
-        free_bytes, _, _ = native.device_memory(ctypes.cast(self._model.model, ctypes.c_void_p).value or 0)
-        reading = open_reading(config, pool, n_ctx=self._n_ctx, free_bytes=free_bytes)
-        self._session = Session(
-            pool, config, n_ctx=self._n_ctx, n_batch=self.n_batch, scorer=self._scorer, reading=reading
-        )
-        if config.repair is not None and reading.exact:
-            self._session.repair = Repair(config.repair, self._n_ctx, self._likeliest)
+        self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
         self._open_snapshots(self._session)
@@ -230,11 +222,6 @@ class Llama(SavingLlama):
             self.scores[start : start + count] = logits
         self.n_tokens = start + count
         self._requires_eval = False
-
-    def _likeliest(self, count: int) -> Int32s:
-        logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=(count, self._n_vocab))
-        picks: Int32s = logits.argmax(1).astype(np.int32)
-        return picks
 
     @changing
     def reset(self) -> None:

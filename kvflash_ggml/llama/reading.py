@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
 from ..session.reading import Reading
+from ..session.repair import Repair
+from ..session.session import Session
+from .sizing import address
 
 if TYPE_CHECKING:
+    from llama_cpp import Llama
+
     from ..native.info import DeviceInfo, Layer
+    from ..policy.base import Scorer
     from ..session.pool import Pool
 
 logger = logging.getLogger("kvflash_ggml")
@@ -21,6 +31,26 @@ SHARE = 3
 """Stages, and what computing larger steps takes, may have one part in so many of the memory that is free."""
 
 HALF = 2
+
+
+def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Session:
+    """A session on a pool that reads and answers as it is asked to. See `open_reading`."""
+    from ..native.engine import device_memory
+
+    n_ctx = llm.n_ctx()
+    free_bytes, _, _ = device_memory(address(llm._model))
+    reading = open_reading(config, pool, n_ctx=n_ctx, free_bytes=free_bytes)
+    session = Session(pool, config, n_ctx=n_ctx, n_batch=llm.n_batch, scorer=scorer, reading=reading)
+    if config.repair is not None and reading.exact:
+        session.repair = Repair(config.repair, n_ctx, partial(likeliest, llm))
+    return session
+
+
+def likeliest(llm: Llama, count: int) -> Int32s:
+    """The likeliest next token after each of the last `count` rows, of which logits are at hand."""
+    logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(count, llm.n_vocab()))
+    picks: Int32s = logits.argmax(axis=1).astype(np.int32)
+    return picks
 
 
 def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: int) -> Reading:

@@ -32,7 +32,7 @@ def fit(config: KVFlashConfig, model: Any, params: Any, *, reserved: int = 0) ->
     """
     from ..native import engine as native  # here, as below: the arithmetic needs no library
 
-    free, _, _ = native.device_memory(_address(model))
+    free, _, _ = native.device_memory(address(model))
     n_ctx = params.n_ctx or model.n_ctx_train()
     return resolve(config, n_ctx=n_ctx, free_bytes=free - reserved, slot_bytes=slot_size(model, params))
 
@@ -42,7 +42,7 @@ def slot_size(model: Any, params: Any) -> int:
     from ..native import engine as native
 
     return native.probe(
-        _address(model),
+        address(model),
         type_k=params.type_k,
         type_v=params.type_v,
         offload=params.offload_kqv,
@@ -76,5 +76,5 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, free_bytes: int, slot_bytes: i
     return PoolSize(slots=slots, n_ctx=ceiling, why=why)
 
 
-def _address(model: Any) -> int:
+def address(model: Any) -> int:
     return ctypes.cast(model.model, ctypes.c_void_p).value or 0

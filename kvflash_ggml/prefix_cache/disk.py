@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..constants import CHUNK
@@ -129,11 +130,11 @@ class DiskTier:
                         page.read_into(image)
 
     def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
-        pages, statistics = self._read_segments(found, hashes.names(self._root, tokens))
+        pages, statistics, whole = self._read_segments(found, hashes.names(self._root, tokens))
         if found.tail is None:
             saved = SessionState(
                 tokens=tokens,
-                whole=np.zeros(len(tokens), np.bool_),
+                whole=whole,
                 table=newest_table(len(pages)),
                 heap=self._heap,
                 pages=[],
@@ -156,10 +157,13 @@ class DiskTier:
             saved.policy = replace(saved.policy, statistics=done(statistics))
         return saved
 
-    def _read_segments(self, found: PrefixMatch, names: list[str]) -> tuple[list[StoredPage], Statistics | None]:
-        """The images of the chunks, and their statistics if there are any."""
+    def _read_segments(
+        self, found: PrefixMatch, names: list[str]
+    ) -> tuple[list[StoredPage], Statistics | None, npt.NDArray[np.bool_]]:
+        """The images of the chunks, their statistics if there are any, and which tokens have seen the whole text."""
         pages: list[StoredPage] = []
         parts: list[Statistics] = []
+        whole: list[npt.NDArray[np.bool_]] = []
         while len(pages) < len(found.segments):
             at = len(pages)
             entry, first = found.segments[at]
@@ -172,12 +176,14 @@ class DiskTier:
                 if held.hex() != "".join(names[at + 1 : at + 1 + last - first]):
                     raise SnapshotError(f"{entry.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
+                whole.append(format.read_whole(container, entry.count * CHUNK)[first * CHUNK : last * CHUNK])
                 if "statistics" in container:
                     part = format.read_statistics(container, entry.count, self._heap.page_bytes)
                     parts.append(Statistics(part.name, part.rows[first:last]))
         rows = [row for part in parts for row in part.rows]
-        whole = len(rows) == len(pages) and len({part.layout for part in parts}) == 1
-        return pages, Statistics(parts[0].name, rows) if whole else None
+        complete = len(rows) == len(pages) and len({part.layout for part in parts}) == 1
+        statistics = Statistics(parts[0].name, rows) if complete else None
+        return pages, statistics, np.concatenate(whole) if whole else np.zeros(0, np.bool_)
 
     def _cover(self, names: list[str], by_parent: dict[str, list[Entry]]) -> list[tuple[Entry, int]]:
         """For each chunk from the first on, a segment that holds it, as far as there are any."""
@@ -296,6 +302,7 @@ class DiskTier:
         with replacing(path, guard=self._all.locked) as file:
             writer = Writer(file)
             writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
+            format.write_whole(writer, saved.whole[first * CHUNK : last * CHUNK])
             writer.pages("pages", (self._heap.bytes_of(page) for page in saved.pages[first:last]))
             format.write_statistics(writer, saved, slice(first, last))
             writer.close(SEGMENT, {"fingerprint": self._fingerprint, "settings": self._settings})
@@ -338,6 +345,7 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
     return replace(
         saved,
         tokens=saved.tokens[:pos],
+        whole=saved.whole[:pos],
         table=newest_table(chunks),
         pages=saved.pages[:chunks],
         state=saved.checkpoints[pos],

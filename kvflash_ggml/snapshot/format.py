@@ -58,7 +58,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     writer.section("state", saved.state.read())
     for pos, blob in sorted(saved.checkpoints.items()):
         writer.section(f"checkpoint {pos}", blob.read())
-    writer.section("whole", np.packbits(saved.whole))
+    write_whole(writer, saved.whole)
     writer.section("queries", saved.queries.astype("<f4"))
     if saved.logits is not None:
         writer.section("logits", saved.logits.astype("<f4"))
@@ -178,7 +178,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
         raise _damaged(container, "queries")
     return SessionState(
         tokens=tokens,
-        whole=_whole(container, length),
+        whole=read_whole(container, length),
         table=_table(container, length),
         heap=heap,
         pages=[],
@@ -237,8 +237,12 @@ def _table(container: Container, length: int) -> PageTableState:
     )
 
 
-def _whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
-    """Which tokens have seen the whole text before them; none where that was not noted."""
+def write_whole(writer: Writer, whole: npt.NDArray[np.bool_]) -> None:
+    writer.section("whole", np.packbits(whole))
+
+
+def read_whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
+    """Which of the first tokens have seen the whole text before them; none where that was not noted."""
     if "whole" not in container:
         return np.zeros(length, np.bool_)
     bits = container.section("whole").array("u1", most=-(-length // 8))

@@ -53,6 +53,8 @@ class SnapshotStore:
             "tau": config.tau,
             "sinks": config.sinks,
             "tail": config.tail,
+            "reading": "exact" if session.reading.exact else "pool",
+            "repair": config.repair,
         }
 
     def save(self, saved: SessionState, path: Path, *, compress: bool) -> Future[int]:

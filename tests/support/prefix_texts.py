@@ -94,6 +94,7 @@ def session(
     saved_policy.statistics = ready(statistics_of(tokens, after))
     return SessionState(
         tokens=tokens,
+        whole=tokens % 2 == 0,
         table=PageTableState(
             blocks=[c if c < 4 else ABSENT for c in range(chunks)],
             last_use=list(range(chunks)),
@@ -116,6 +117,7 @@ def session(
 def check_session(saved: SessionState, tokens: Int32s, *, stateful: bool) -> None:
     """It is of this text and of no other, to the last byte."""
     assert saved.tokens.tolist() == tokens.tolist()
+    assert saved.whole.tolist() == (tokens % 2 == 0).tolist()
     assert len(saved.pages) == len(saved.table.blocks) == -(-len(tokens) // CHUNK)
     for c, page in enumerate(saved.pages):
         assert saved.heap.bytes_of(page) == image_of(tokens, c), f"chunk {c} is of another text"

@@ -309,6 +309,7 @@ def test_the_layout_is_what_the_document_says(data: bytes) -> None:
     chunks = -(-length // CHUNK)
     assert facts["length"] == length == len(parts.sections["tokens"]) // 4
     assert np.frombuffer(parts.sections["tokens"], "<i4")[:LENGTH].tolist() == text(LENGTH).tolist()
+    assert len(parts.sections["whole"]) == -(-length // 8)
     assert len(parts.pages) == len(ledger(parts)) == chunks
     assert all(len(stored) == PAGE_BYTES and codec == 0 for stored, codec in parts.pages)
     blocks, scored, scores, uses = zip(*ledger(parts), strict=True)
@@ -328,7 +329,7 @@ def test_the_layout_is_what_the_document_says(data: bytes) -> None:
     assert len(parts.sections["statistics"]) == length // CHUNK * 4
     assert "logits" not in parts.sections
     assert facts["fingerprint"]["chunk"] == CHUNK
-    assert set(facts["settings"]) == {"pool", "n_ctx", "policy", "tau", "sinks", "tail"}
+    assert set(facts["settings"]) == {"pool", "n_ctx", "policy", "tau", "sinks", "tail", "reading", "repair"}
 
 
 def test_a_recurrent_layout(world: Any) -> None:
