@@ -1,0 +1,193 @@
+"""llama.cpp's own converter, from the pinned source, in a child process: it needs torch, and nothing else here does."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from .. import env
+from ..errors import ConversionError, LibraryError
+from ..files import check_writable
+from ..native import library
+from . import gguf_read, safetensors, verify
+
+TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+"""What a whole model is written as; auto is the 16-bit type that loses least."""
+
+NEEDED = ("torch", "transformers", "sentencepiece", "google.protobuf")
+"""What the converter imports, for some model or other."""
+
+_SCRIPT = "convert_hf_to_gguf.py"
+_PARTS = (_SCRIPT, "conversion", "gguf-py")
+_LLAMA = "llama.cpp"
+_PIN = Path(__file__).parents[2] / "vendor/pin.toml"  # in a checkout that is not built
+_TAIL = 12
+
+
+def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str] = (), shown: bool = False) -> None:
+    """Write the Hugging Face model in `folder` to `out`, as a whole or not at all.
+
+    kind: of TYPES. arguments: further ones for llama.cpp's converter. shown: on stderr goes what it says; otherwise
+    only the end of it, if it fails. Raises LibraryError with what is missing and where to get it, ConversionError if
+    the folder is none or the converter fails.
+    """
+    check_writable(out)
+    _check_folder(folder, "the folder of a Hugging Face checkpoint", "Give the folder that was fetched.")
+    _refuse_without_packages()
+    with _converter() as script, tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
+        # whole paths, so that no name is taken for an option
+        made = (Path(parts) / out.name).resolve()
+        given = [str(folder.resolve()), "--outfile", str(made), "--outtype", kind, *arguments]
+        _run([sys.executable, str(script), *given], folder.name, shown=shown)
+        files = sorted(Path(parts).iterdir())  # of some kinds the name gets a prefix
+        if len(files) != 1:
+            raise _failed(folder.name, f"wrote {len(files)} files", "")
+        gguf_read.read(files[0], called=out.name)
+        _publish(files[0], out)
+
+
+def convert_draft(
+    folder: Path, out: Path, *, model: Path, target_folder: Path, kind: str, rope_differs: bool, shown: bool = False
+) -> None:
+    """Write a drafter of any kind that llama.cpp converts to `out`, checked before and after.
+
+    model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
+    """
+    check_writable(out)
+    _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
+    _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
+    safetensors.read_folder(folder)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
+        made = Path(parts) / out.name
+        convert_model(
+            folder, made, kind=kind, arguments=["--target-model-dir", str(target_folder.resolve())], shown=shown
+        )
+        verify.verify(made, model=model, rope_differs=rope_differs, called=out.name)
+        _publish(made, out)
+
+
+def _check_folder(folder: Path, wanted: str, remedy: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConversionError(str(folder), "config.json", found="not there", wanted=wanted, remedy=remedy)
+
+
+def _refuse_without_packages() -> None:
+    missing = [name for name in NEEDED if not _installed(name)]
+    if missing:
+        raise LibraryError(
+            f"llama.cpp's converter needs {', '.join(missing)}, and {sys.prefix} does not have it: "
+            "pip install 'kvflash-ggml[convert]'"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+def _run(command: list[str], name: str, *, shown: bool) -> None:
+    settings = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
+    settings["PYTHONDONTWRITEBYTECODE"] = "1"  # the source lies in a cache that is as it was unpacked
+    with tempfile.TemporaryFile() as said:
+        place = None if shown else said
+        done = subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, stdout=place, stderr=place, check=False)
+        if done.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").rstrip().splitlines()
+            raise _failed(name, f"ended with {done.returncode}", "\n".join(lines[-_TAIL:]))
+
+
+def _failed(name: str, found: str, said: str) -> ConversionError:
+    error = ConversionError(
+        name, "llama.cpp's converter", found=found, wanted="a file", remedy="It says why" + (":" if said else " above.")
+    )
+    error.args = (f"{error.args[0]}\n{said}" if said else error.args[0],)
+    return error
+
+
+def _publish(made: Path, out: Path) -> None:
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    made.replace(out)
+
+
+# --- the source
+
+
+@contextlib.contextmanager
+def _converter() -> Iterator[Path]:
+    """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
+    sha256 = _pinned()
+    if (given := env.llama_source()) is not None:
+        yield _script(given.expanduser())
+        return
+    tree = env.cache_dir() / "src" / sha256[:12]
+    if (tree / ".complete").is_file() and (tree / _LLAMA / _SCRIPT).is_file():
+        yield _script(tree / _LLAMA)
+        return
+    sdist = _sdist(sha256)
+    with tempfile.TemporaryDirectory() as name:
+        _unpack(sdist, Path(name))
+        yield _script(Path(name))
+
+
+def _script(tree: Path) -> Path:
+    if not (tree / _SCRIPT).is_file():
+        raise LibraryError(f"{tree} is no llama.cpp source: it has no {_SCRIPT}")
+    return tree / _SCRIPT
+
+
+def _pinned() -> str:
+    """The hash of the sdist that the package is built from."""
+    try:
+        return str(library.build_info()["sdist_sha256"])
+    except LibraryError:
+        if _PIN.is_file() and (found := re.search(r'^sha256 = "(\w{64})"', _PIN.read_text("utf-8"), re.MULTILINE)):
+            return found[1]
+        raise
+
+
+def _sdist(sha256: str) -> Path:
+    given = env.sdist()
+    known = [given.expanduser()] if given else sorted((env.cache_dir() / "sdist").glob("llama_cpp_python-*.tar.gz"))
+    for path in known:
+        if path.is_file() and _hash(path) == sha256:
+            return path
+    raise LibraryError(
+        "the source that llama.cpp's converter is in is not in the cache any more"
+        + (f", and {given} is not it" if given else "")
+        + ": fetch the sdist of the llama-cpp-python that is installed (pip download --no-deps --no-binary "
+        "llama-cpp-python llama-cpp-python==VERSION) and set KVFLASH_SDIST to it"
+    )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _unpack(sdist: Path, folder: Path) -> None:
+    with tarfile.open(sdist, "r:gz") as archive:
+        for member in archive:
+            inner = PurePosixPath(member.name).parts[3:]  # llama_cpp_python-VERSION/vendor/llama.cpp/...
+            if not member.isfile() or not inner or inner[0] not in _PARTS or ".." in inner:
+                continue
+            content = archive.extractfile(member)
+            assert content is not None
+            place = folder.joinpath(*inner)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content.read())
