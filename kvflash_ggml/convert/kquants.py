@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 
 from ..arrays import Floats
+from ..errors import LibraryError
 from ..native import library
 from . import types
 from .types import Bytes, TensorType
@@ -16,7 +17,11 @@ def encode(rows: Floats, kind: TensorType) -> Bytes:
     """Finite rows [n, width] as rows of bytes. LibraryError if the native library cannot be had."""
     if kind.name in types.WITHOUT_LIBRARY:
         return types.encode(rows, kind)
-    library.load()
+    try:
+        library.load()
+    except LibraryError as error:
+        ours = ", ".join(sorted(types.WITHOUT_LIBRARY))
+        raise LibraryError(f"{kind.name} is made by ggml itself, and {error} Without it there are {ours}.") from error
     quantize = ctypes.CDLL(None).ggml_quantize_chunk
     floats, number = ctypes.POINTER(ctypes.c_float), ctypes.c_int64
     quantize.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, number, number, number, floats]
