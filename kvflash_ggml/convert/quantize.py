@@ -61,7 +61,7 @@ def quantize(
     verify.target_layers(file)
     tensors = [_planned(file, tensor, kind, encode) for tensor in file.tensors.values()]
     with replacing(out) as made:
-        gguf_write.write(made, _fields(file, kind), tensors, progress)
+        gguf_write.write(made, fields(file, kind), tensors, progress)
         made.flush()
         _check_keys(file, gguf_read.read(Path(made.name), called=out.name))
 
@@ -92,17 +92,18 @@ def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> It
 
 
 def _planned(file: GGUF, tensor: Tensor, kind: str, encode: Encoder) -> Planned:
-    chosen = _chosen(tensor, kind)
-    if chosen != tensor.kind and tensor.kind.name not in types.FLOATS:
+    wanted = chosen(tensor, kind)
+    if wanted != tensor.kind and tensor.kind.name not in types.FLOATS:
         raise ConversionError(
             file.name, f"the type of {tensor.name}", found=tensor.kind.name, wanted="f32, f16 or bf16",
             remedy="Quantise the file that this one was made of: what was lost twice is lost for good.",
         )  # fmt: skip
-    pieces = partial(recoded, file, tensor, chosen, encode)
-    return Planned(name=tensor.name, kind=chosen, shape=tensor.shape, pieces=pieces)
+    pieces = partial(recoded, file, tensor, wanted, encode)
+    return Planned(name=tensor.name, kind=wanted, shape=tensor.shape, pieces=pieces)
 
 
-def _chosen(tensor: Tensor, kind: str) -> TensorType:
+def chosen(tensor: Tensor, kind: str) -> TensorType:
+    """What a tensor is stored as; a row that is no whole blocks of a type gets a larger one."""
     block = _BLOCK.fullmatch(tensor.name)
     if len(tensor.shape) != 2 or not (block or tensor.name in _STEERING):
         return tensor.kind
@@ -116,7 +117,8 @@ def _chosen(tensor: Tensor, kind: str) -> TensorType:
     return tensor.kind
 
 
-def _fields(file: GGUF, kind: str) -> list[Field]:
+def fields(file: GGUF, kind: str) -> list[Field]:
+    """Those of the file, of another type."""
     found = [field for field in file.fields.values() if field.name not in _CHANGED]
     found[1:1] = [
         Field.of("general.file_type", FILE_TYPES[kind]),
