@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from .convert_draft import draft
@@ -12,19 +10,10 @@ from .convert_migrate import migrate
 from .convert_model import model
 from .convert_quantize import quantize
 from .convert_verify import verify
-from .main import INTERRUPTED
+from .main import Verbs
 
 
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            ctx.exit(INTERRUPTED)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 def convert() -> None:
     """Make GGUF files of drafters and models, and check them.
 

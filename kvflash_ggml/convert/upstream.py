@@ -128,7 +128,7 @@ def _publish(made: Path, out: Path) -> None:
 @contextlib.contextmanager
 def _converter() -> Iterator[Path]:
     """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
-    sha256 = _pinned()
+    sha256 = pinned()
     if (given := env.llama_source()) is not None:
         yield _script(given.expanduser())
         return
@@ -148,7 +148,7 @@ def _script(tree: Path) -> Path:
     return tree / _SCRIPT
 
 
-def _pinned() -> str:
+def pinned() -> str:
     """The hash of the sdist that the package is built from."""
     try:
         return str(library.build_info()["sdist_sha256"])
