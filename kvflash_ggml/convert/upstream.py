@@ -43,7 +43,7 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
     check_writable(out)
     _check_folder(folder, "the folder of a Hugging Face checkpoint", "Give the folder that was fetched.")
     _refuse_without_packages()
-    with _converter() as script, tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
+    with converter() as script, tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
         # whole paths, so that no name is taken for an option
         made = (Path(parts) / out.name).resolve()
         given = [str(folder.resolve()), "--outfile", str(made), "--outtype", kind, *arguments]
@@ -126,7 +126,7 @@ def _publish(made: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _converter() -> Iterator[Path]:
+def converter() -> Iterator[Path]:
     """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
     sha256 = pinned()
     if (given := env.llama_source()) is not None:
