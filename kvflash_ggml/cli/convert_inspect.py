@@ -66,7 +66,7 @@ def _layers(it: Description) -> str:
     text = "?" if it.layers is None else f"{it.layers}"
     text += f", {it.attention} with attention"
     if it.pooled is None:
-        text += f", a window of {it.window:,} tokens in some: llama.cpp knows which"
+        text += f"; the file names a window of {it.window:,} tokens, and not the layers that have it"
     else:
         text += f", {it.pooled} of them grow with the text"
     return text + (f"; {it.nextn} more that predict further tokens" if it.nextn else "")

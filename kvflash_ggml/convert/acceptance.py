@@ -129,11 +129,11 @@ class TargetModel:
         )
 
     def go_on(self, text: str, count: int) -> Continued:
-        """The text's tokens and `count` more, fewer where its context ends."""
+        """The text's tokens and `count` more, fewer of either where the context ends."""
         lc = self._lc
         lc.llama_memory_clear(lc.llama_get_memory(self.ctx), True)
-        room = self.n_ctx - _ROOM - count
-        prompt = self.tokens(text)[: max(1, room)]
+        count = max(1, min(count, self.n_ctx // 2 - _ROOM))
+        prompt = self.tokens(text)[: self.n_ctx - _ROOM - count]
         tokens, features = list(prompt), []
         for start in range(0, len(prompt), _STEP):
             features.append(self._decode(prompt[start : start + _STEP], start))

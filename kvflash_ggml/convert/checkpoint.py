@@ -73,10 +73,14 @@ def read(folder: Path) -> Drafter:
     return found
 
 
-def architecture(folder: Path) -> str:
-    """The first of a configuration's `architectures`; empty if there is none."""
-    names = read_json(folder / CONFIG, what=CONFIG).get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+def check_block_size(folder: Path) -> None:
+    """ConversionError for a drafter of blocks that does not name their size: llama.cpp's converter would take 16."""
+    config = read_json(folder / CONFIG, what=CONFIG)
+    names = config.get("architectures")
+    nested = (config, config.get("dflash_config"), config.get("transformer_layer_config"))
+    known = any(isinstance(place, dict) and type(place.get("block_size")) is int for place in nested)
+    if not known and isinstance(names, list) and any(word in str(names) for word in ("DFlash", "DSpark")):
+        raise ConversionError(folder.name, "block_size", found="not there", wanted="a whole number", remedy=_DAMAGED)
 
 
 def named(sources: Iterable[Source]) -> dict[str, Source]:

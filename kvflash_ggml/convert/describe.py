@@ -18,7 +18,7 @@ _SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _KEYS = ("attn_k.weight", "attn_kv_a_mqa.weight")
 _FUSED = "attn_qkv.weight"
-_RECURRENT = ("ssm_", "shortconv.", "time_mix_")
+_RECURRENT = ("ssm_", "shortconv.", "time_mix_", "attn_gate.")
 _F16 = 2
 
 
@@ -59,7 +59,7 @@ def describe(path: Path) -> Description:
     nextn = _whole(file.own("nextn_predict_layers")) or 0
     count = _whole(file.own("block_count"))
     layers = None if count is None else max(0, count - nextn)
-    attention = [layer for layer in _attention(tensors) if layers is None or layer < layers]
+    attention = [layer for layer in _attention(file, tensors) if layers is None or layer < layers]
     pooled = _pooled(file, attention)
     tokens = file.fields.get("tokenizer.ggml.tokens")
     return Description(
@@ -94,16 +94,19 @@ def _all_tensors(file: GGUF) -> list[Tensor]:
     return found
 
 
-def _attention(tensors: list[Tensor]) -> list[int]:
+def _attention(file: GGUF, tensors: list[Tensor]) -> list[int]:
     """Layers with keys: a projection of their own, or one for queries, keys and values that no recurrence reads."""
     names: dict[int, set[str]] = {}
     for tensor in tensors:
         if (match := _LAYER.fullmatch(tensor.name)) is not None:
             names.setdefault(int(match[1]), set()).add(match[2])
+    heads = file.own("attention.head_count_kv")  # by layer in hybrids: none where the state is recurrent
+    without = {layer for layer, count in enumerate(heads) if count == 0} if isinstance(heads, list) else set()
     return sorted(
         layer
         for layer, own in names.items()
-        if own & {*_KEYS} or (_FUSED in own and not any(name.startswith(_RECURRENT) for name in own))
+        if layer not in without
+        and (own & {*_KEYS} or (_FUSED in own and not any(name.startswith(_RECURRENT) for name in own)))
     )
 
 

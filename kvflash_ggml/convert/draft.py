@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConversionError
-from ..files import check_writable, replacing
+from ..files import replacing
 from . import checkpoint, drafter, gguf_read, gguf_write, safetensors, target, types
 from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
 from .gguf_read import Field
@@ -47,7 +47,7 @@ def convert(
 
     Raises ConversionError with what is wrong, what was wanted and what helps; ConfigError if `out` cannot be written.
     """
-    check_writable(out)
+    gguf_write.check_output(out, model)
     if not folder.is_dir():
         raise ConversionError(
             str(folder), "the checkpoint", found="no folder", wanted="one with config.json and .safetensors files",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import ConversionError
+from ..files import check_writable
 from . import types
 from .gguf_read import ALIGNMENT, Field
 from .types import Bytes, TensorType
@@ -29,6 +32,16 @@ class Planned:
     @property
     def nbytes(self) -> int:
         return types.nbytes(self.kind, self.shape)
+
+
+def check_output(out: Path, *read: Path | None) -> None:
+    """ConfigError if a file cannot be written there, ConversionError if it is one of those that are read."""
+    check_writable(out)
+    for source in read:
+        if source is not None and out.exists() and source.exists() and out.samefile(source):
+            raise ConversionError(
+                out.name, "the output", found="an input", wanted="another file", remedy="Name a new file to write."
+            )
 
 
 def write(file: BinaryIO, fields: Sequence[Field], tensors: Sequence[Planned], progress: Progress) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError
-from ..files import check_writable, replacing
+from ..files import replacing
 from . import gguf_read, gguf_write, target, types, verify
 from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
 from .gguf_read import GGUF, Field, Tensor
 from .gguf_write import Planned, Progress
-from .quantize import check_writing, recoded
+from .quantize import recoded
 
 OLD = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 
@@ -34,8 +34,7 @@ def migrate(
     model: the target, which the result is checked beside, and whose tokenizer it gets if it has none. Raises
     ConversionError if something that llama.cpp needs is not in the file, or the result does not pass `verify`.
     """
-    check_writing(source, out)
-    check_writable(out)
+    gguf_write.check_output(out, source, model)
     file = gguf_read.read(source)
     if file.architecture not in OLD:
         raise ConversionError(

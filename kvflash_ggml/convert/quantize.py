@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConversionError
-from ..files import check_writable, replacing
+from ..files import replacing
 from . import gguf_read, gguf_write, types, verify
 from .draft import FILE_TYPES, QUANTIZATION_VERSION
 from .drafter import ARCHITECTURE
@@ -50,8 +50,7 @@ def quantize(
     encode: for types that ggml itself has to make. Raises ConversionError if the source is no such file or lacks what
     a drafter needs; afterwards every key but the file's type is compared with the source's.
     """
-    check_writing(source, out)
-    check_writable(out)
+    gguf_write.check_output(out, source)
     file = gguf_read.read(source)
     if file.architecture not in (ARCHITECTURE, verify.EAGLE3):
         raise ConversionError(
@@ -64,14 +63,6 @@ def quantize(
         gguf_write.write(made, fields(file, kind), tensors, progress)
         made.flush()
         _check_keys(file, gguf_read.read(Path(made.name), called=out.name))
-
-
-def check_writing(source: Path, out: Path) -> None:
-    """ConversionError if a file would be written over the one that is read."""
-    if source.exists() and out.exists() and source.samefile(out):
-        raise ConversionError(
-            out.name, "the output", found="the input", wanted="another file", remedy="Name a new file to write."
-        )
 
 
 def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> Iterator[Bytes]:

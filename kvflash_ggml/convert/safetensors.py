@@ -101,7 +101,10 @@ def _source(path: Path, name: str, facts: Any, *, start: int, room: int) -> Sour
     offsets: Any = facts.get("data_offsets")
     kind = types.BY_NAME.get(_DTYPES.get(dtype, "")) if isinstance(dtype, str) else None
     if kind is None:
-        raise _refusal(path, f"the dtype of {name!r}", dtype, f"one of {', '.join(_DTYPES)}")
+        raise ConversionError(
+            path.name, f"the dtype of {name!r}", found=dtype, wanted=f"one of {', '.join(_DTYPES)}",
+            remedy="Fetch the checkpoint in one of these types.",
+        )  # fmt: skip
     if not _whole_numbers(shape) or len(shape) > _MAX_DIMS or 0 in shape:
         raise _refusal(path, f"the shape of {name!r}", shape, f"up to {_MAX_DIMS} positive lengths")
     if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:

@@ -23,7 +23,6 @@ USUAL_THETA = 10000.0
 """What llama.cpp takes where a file does not name RoPE's base."""
 
 _TOKENIZER = "tokenizer."
-_VOCABULARY = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 _REMEDY = "Give the GGUF file of the whole target model, the first one if it is split."
 
 
@@ -72,12 +71,9 @@ def describe(file: GGUF) -> Target:
 
 
 def vocabulary(file: GGUF) -> str:
-    """A hash of what makes text into tokens."""
-    digest = hashlib.sha256()
-    for name in _VOCABULARY:
-        field = file.fields.get(name)
-        digest.update(b"-" if field is None else hashlib.sha256(field.raw).digest())
-    return digest.hexdigest()[:16]
+    """A hash of its tokens. How text becomes tokens is no matter: a draft gets them ready-made."""
+    field = file.fields.get("tokenizer.ggml.tokens")
+    return hashlib.sha256(b"" if field is None else field.raw).hexdigest()[:16]
 
 
 def _whole(file: GGUF, key: str) -> int:

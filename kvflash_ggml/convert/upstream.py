@@ -13,12 +13,13 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from .. import env
 from ..errors import ConversionError, LibraryError
 from ..files import check_writable
 from ..native import library
-from . import gguf_read, safetensors, verify
+from . import checkpoint, gguf_read, gguf_write, safetensors, verify
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """What a whole model is written as; auto is the 16-bit type that loses least."""
@@ -62,9 +63,10 @@ def convert_draft(
 
     model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
     """
-    check_writable(out)
+    gguf_write.check_output(out, model)
     _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
     _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
+    checkpoint.check_block_size(folder)
     safetensors.read_folder(folder)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
         made = Path(parts) / out.name
@@ -109,11 +111,8 @@ def _run(command: list[str], name: str, *, shown: bool) -> None:
 
 
 def _failed(name: str, found: str, said: str) -> ConversionError:
-    error = ConversionError(
-        name, "llama.cpp's converter", found=found, wanted="a file", remedy="It says why" + (":" if said else " above.")
-    )
-    error.args = (f"{error.args[0]}\n{said}" if said else error.args[0],)
-    return error
+    remedy = f"It said:\n{said}" if said else "It says why above."
+    return ConversionError(name, "llama.cpp's converter", found=found, wanted="a file", remedy=remedy)
 
 
 def _publish(made: Path, out: Path) -> None:
@@ -125,21 +124,41 @@ def _publish(made: Path, out: Path) -> None:
 # --- the source
 
 
+class Pin(NamedTuple):
+    """The sdist that the package is built from."""
+
+    version: str
+    sha256: str
+
+
 @contextlib.contextmanager
 def converter() -> Iterator[Path]:
     """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
-    sha256 = pinned()
     if (given := env.llama_source()) is not None:
         yield _script(given.expanduser())
         return
-    tree = env.cache_dir() / "src" / sha256[:12]
+    pin = pinned()
+    tree = env.cache_dir() / "src" / pin.sha256[:12]
     if (tree / ".complete").is_file() and (tree / _LLAMA / _SCRIPT).is_file():
         yield _script(tree / _LLAMA)
         return
-    sdist = _sdist(sha256)
+    sdist = _sdist(pin)
     with tempfile.TemporaryDirectory() as name:
         _unpack(sdist, Path(name))
         yield _script(Path(name))
+
+
+def pinned() -> Pin:
+    """From what was built, or else from the checkout. LibraryError if there is neither."""
+    try:
+        info = library.build_info()
+        return Pin(str(info["llama_cpp_python"]), str(info["sdist_sha256"]))
+    except LibraryError:
+        text = _PIN.read_text(encoding="utf-8") if _PIN.is_file() else ""
+        found = [re.search(rf'^{key} = "(.+)"', text, re.MULTILINE) for key in ("version", "sha256")]
+        if not all(found):
+            raise
+        return Pin(*(match[1] for match in found if match))
 
 
 def _script(tree: Path) -> Path:
@@ -148,27 +167,15 @@ def _script(tree: Path) -> Path:
     return tree / _SCRIPT
 
 
-def pinned() -> str:
-    """The hash of the sdist that the package is built from."""
-    try:
-        return str(library.build_info()["sdist_sha256"])
-    except LibraryError:
-        if _PIN.is_file() and (found := re.search(r'^sha256 = "(\w{64})"', _PIN.read_text("utf-8"), re.MULTILINE)):
-            return found[1]
-        raise
-
-
-def _sdist(sha256: str) -> Path:
+def _sdist(pin: Pin) -> Path:
     given = env.sdist()
-    known = [given.expanduser()] if given else sorted((env.cache_dir() / "sdist").glob("llama_cpp_python-*.tar.gz"))
-    for path in known:
-        if path.is_file() and _hash(path) == sha256:
-            return path
+    path = given.expanduser() if given else env.cache_dir() / "sdist" / f"llama_cpp_python-{pin.version}.tar.gz"
+    if path.is_file() and _hash(path) == pin.sha256:
+        return path
     raise LibraryError(
-        "the source that llama.cpp's converter is in is not in the cache any more"
-        + (f", and {given} is not it" if given else "")
-        + ": fetch the sdist of the llama-cpp-python that is installed (pip download --no-deps --no-binary "
-        "llama-cpp-python llama-cpp-python==VERSION) and set KVFLASH_SDIST to it"
+        f"llama.cpp's converter is in the source of llama-cpp-python {pin.version}, and {path} is not it: fetch it "
+        f"with 'pip download --no-deps --no-binary llama-cpp-python llama-cpp-python=={pin.version}', and set "
+        "KVFLASH_SDIST to the file"
     )
 
 

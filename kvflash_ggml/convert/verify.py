@@ -46,7 +46,7 @@ def verify(
         )  # fmt: skip
     if aim is not None and (found := target.vocabulary(file)) != aim.vocabulary:
         raise ConversionError(
-            file.name, "the tokenizer's hash", found=found, wanted=f"{aim.vocabulary}, the target's", remedy=_OTHER
+            file.name, "the hash of the tokens", found=found, wanted=f"{aim.vocabulary}, the target's", remedy=_OTHER
         )
     check_values(file, progress)
     return words

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.checkpoints import rewritten, small_checkpoint, small_target
 
-from kvflash_ggml.cli import convert_options, convert_quantize
+from kvflash_ggml.cli import convert_measure, convert_options
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, gguf_read, types, upstream, verify
@@ -106,6 +106,14 @@ def test_bytes_are_counted_to_the_last(tmp_path: Path, target: Path) -> None:
     assert seen[-1] == (written, written)
 
 
+def test_no_input_is_written_over(tmp_path: Path, drafter: Path, target: Path) -> None:
+    before = target.read_bytes()
+    result = cli("draft", tmp_path / "drafter", "--target", target, "-o", target)
+    assert result.exit_code == 1
+    assert "another file" in result.stderr
+    assert target.read_bytes() == before
+
+
 # --- quantize
 
 
@@ -119,7 +127,7 @@ def test_what_a_quantised_drafter_loses_is_printed(
         asked.append(json.loads(request))
         return Child(said={"drafts": [before, after]}, doing="start", failure="")
 
-    monkeypatch.setattr(convert_quantize, "run_child", child)
+    monkeypatch.setattr(convert_measure, "run_child", child)
     (tmp_path / "text.txt").write_text("once upon a time")
     out = tmp_path / "small.gguf"
     result = cli(
@@ -141,7 +149,7 @@ def test_a_measurement_that_fails_says_why(
     tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = Child(said={}, doing="start", failure="crashed with SIGSEGV", crashed=True)
-    monkeypatch.setattr(convert_quantize, "run_child", lambda *_, **__: failed)
+    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: failed)
     result = cli("quantize", drafter, tmp_path / "small.gguf", "--type", "f16", "--target", target)
     assert result.exit_code == 1
     assert "crashed with SIGSEGV" in result.stderr
@@ -158,6 +166,14 @@ def test_types_of_ggml_need_the_library(tmp_path: Path, drafter: Path, monkeypat
     assert result.exit_code == 1
     assert "q4_k is made by ggml itself, and the library is missing. Without it there are bf16" in result.stderr
     assert not (tmp_path / "small.gguf").exists()
+
+
+def test_one_file_is_measured_too(drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"drafts": [{"accepted": 0.0, "steps": 10, "block": 7}]}
+    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
+    result = cli("verify", drafter, "--target", target, "--measure", "-q")
+    assert (result.exit_code, result.stdout) == (0, "draft    0.00 of 7 drafted tokens accepted, in 10 steps\n")
+    assert "--target" in cli("verify", drafter, "--measure").stderr
 
 
 # --- llama.cpp's converter
@@ -252,6 +268,11 @@ def test_other_drafters_are_checked_before_and_after(
     assert result.exit_code == 1
     assert "out.gguf: block size is 1" in result.stderr
     assert out.read_bytes() == drafter.read_bytes()
+    settings = json.loads((folder / "config.json").read_text())
+    for block_size in (None, 8):
+        settings["block_size"] = block_size
+        (folder / "config.json").write_text(json.dumps(settings))
+        assert ("block_size is not there" in cli(*command).stderr) == (block_size is None)
     (folder / "model.safetensors").write_bytes(b"nothing")
     assert "the length of the header" in cli(*command).stderr
 
@@ -276,14 +297,16 @@ def sdist(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(upstream.library, "build_info", lambda: {"sdist_sha256": digest})
+    monkeypatch.setattr(upstream.library, "build_info", lambda: {"sdist_sha256": digest, "llama_cpp_python": "0.0.1"})
     return path
 
 
 def test_the_source_of_a_build_is_used(
     tmp_path: Path, cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream.library, "build_info", lambda: {"sdist_sha256": "ab" * 32})
+    monkeypatch.setattr(
+        upstream.library, "build_info", lambda: {"sdist_sha256": "ab" * 32, "llama_cpp_python": "0.0.1"}
+    )
     tree = cache / "src" / ("ab" * 6)
     (tree / "llama.cpp").mkdir(parents=True)
     (tree / "llama.cpp/convert_hf_to_gguf.py").write_text(FAKE)
@@ -313,7 +336,8 @@ def test_the_pin_of_a_checkout_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
         raise LibraryError("not built")
 
     monkeypatch.setattr(upstream.library, "build_info", unbuilt)
-    assert len(upstream.pinned()) == 64
+    version, sha256 = upstream.pinned()
+    assert (version[0], len(sha256)) == ("0", 64)
 
 
 def test_what_the_extra_names_is_what_is_asked_for() -> None:

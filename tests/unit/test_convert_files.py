@@ -97,7 +97,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("tokenizer.ggml.mask_token_id", VOCAB, "mask token"),
     ("tokenizer.ggml.tokens", None, "vocabulary"),
     ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text("x")] * VOCAB),
-     "the tokenizer's hash"),
+     "the hash of the tokens"),
     ("tokenizer.ggml.tokens", array("tokenizer.ggml.tokens", 8, [checkpoints.text("x")] * (VOCAB + 1)), "vocabulary"),
 ]  # fmt: skip
 
