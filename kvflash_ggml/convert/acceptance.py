@@ -75,7 +75,7 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
         answers = []
         for path in drafts:
             with ExitStack() as own:
-                answers.append(_asked(DraftModel(path, target, own), known))
+                answers.append(answer(DraftModel(path, target, own), known))
         return answers
 
 
@@ -91,7 +91,8 @@ def _plain(path: Path) -> gguf_read.GGUF:
     return file
 
 
-def _asked(draft: DraftModel, known: Sequence[Continued]) -> dict[str, Any]:
+def answer(draft: DraftModel, known: Sequence[Continued]) -> dict[str, Any]:
+    """One drafter's answer; see `main`."""
     accepted: list[int] = []
     for text in known:
         draft.forget()
