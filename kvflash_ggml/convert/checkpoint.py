@@ -50,7 +50,7 @@ def read(folder: Path) -> Drafter:
     theta, rotary = config.rope(head_dim)
     window, sliding = config.window(layers)
     found = Drafter(
-        where=folder.name,
+        where=folder.resolve().name,
         hidden=config.whole("hidden_size"),
         layers=layers,
         heads=config.whole("num_attention_heads"),
@@ -132,7 +132,8 @@ def _refuse_other_kinds(config: _Config, folder: Path) -> None:
     }
     for key, wanted in usual.items():
         if (value := config.find(key)) not in wanted:
-            raise config.refusal(key, value, f"{wanted[-1]!r}, or nothing", UPSTREAM)
+            words = ["nothing", *(repr(x) for x in wanted if x is not None)]
+            raise config.refusal(key, value, " or ".join(words), UPSTREAM)
     if (folder / "mask_embedding.pt").exists():
         raise config.refusal("mask_embedding.pt", "there", "a mask token of the target's", UPSTREAM)
 
@@ -141,7 +142,7 @@ class _Config:
     """A configuration whose values are checked before they are believed. `dflash_config` goes before the top level."""
 
     def __init__(self, path: Path, top: Mapping[str, Any]) -> None:
-        self._where = path.parent.name
+        self._where = path.resolve().parent.name
         self.top = top
         self._own = top.get("dflash_config") or {}
         if not isinstance(self._own, dict):
@@ -159,7 +160,7 @@ class _Config:
 
     def whole(self, *keys: str) -> int:
         value = self.find(*keys)
-        if type(value) is not int:
+        if type(value) is not int or abs(value) >= 1 << 48:
             raise self.refusal(keys[0], "not there" if value is None else value, "a whole number", _DAMAGED)
         return value
 

@@ -92,7 +92,7 @@ def check(it: Drafter) -> None:
 
 
 def check_target_layers(where: str, layers: Sequence[int]) -> None:
-    """ConversionError unless they are up to 16 layer inputs in order, the first after the first layer."""
+    """ConversionError unless they are one or more inputs of layers, each once and in order."""
     wanted = f"1 to {MAX_TARGET_LAYERS} different layers in ascending order"
     ordered = all(type(x) is int for x in layers) and list(layers) == sorted(set(layers))
     if not (1 <= len(layers) <= MAX_TARGET_LAYERS and ordered and layers[0] >= 0):
@@ -123,15 +123,18 @@ def check_pair(it: Drafter, target: Target, *, rope_differs: bool = False) -> No
         )  # fmt: skip
 
 
-def check_inputs(where: str, layers: Sequence[int], target: Target) -> None:
-    """ConversionError if llama.cpp cannot hand the inputs of these layers of the target to a drafter."""
+def check_inputs(where: str, layers: Sequence[int], target: Target, *, output: bool = False) -> None:
+    """ConversionError if llama.cpp cannot hand the inputs of these layers of the target to a drafter.
+
+    output: what comes out of the last layer can be had another way.
+    """
     if target.architecture not in LAYER_INPUTS:
         raise ConversionError(
             target.where, "architecture", found=target.architecture,
             wanted=f"one whose layer inputs llama.cpp gives: {', '.join(sorted(LAYER_INPUTS))}",
             remedy="llama.cpp cannot draft for this model; a small model of the same vocabulary can.",
         )  # fmt: skip
-    last = target.layers if target.architecture in LAST_INPUT else target.layers - 1
+    last = target.layers if output or target.architecture in LAST_INPUT else target.layers - 1
     if max(layers) > last:
         raise ConversionError(
             where, "target layers", found=list(layers),

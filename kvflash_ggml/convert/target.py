@@ -48,7 +48,9 @@ class Target:
 
 def describe(file: GGUF) -> Target:
     """ConversionError if a field is missing or cannot be."""
-    layers = _whole(file, f"{file.architecture}.block_count") - int(file.own("nextn_predict_layers", 0))
+    layers, further = _whole(file, "block_count"), f"{file.architecture}.nextn_predict_layers"
+    if file.get(further, 0) != 0:
+        layers -= _whole(file, "nextn_predict_layers")
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if tokens is None or not tokens.is_array:
         raise _refusal(file, "tokenizer.ggml.tokens", "not there", "the target's tokens")
@@ -60,7 +62,7 @@ def describe(file: GGUF) -> Target:
         where=file.name,
         architecture=file.architecture,
         layers=layers,
-        hidden=_whole(file, f"{file.architecture}.embedding_length"),
+        hidden=_whole(file, "embedding_length"),
         vocab=tokens.count,
         theta=theta,
         mask=mask if type(mask) is int else None,
@@ -77,9 +79,9 @@ def vocabulary(file: GGUF) -> str:
 
 
 def _whole(file: GGUF, key: str) -> int:
-    value: Any = file.get(key)
+    value: Any = file.own(key)
     if type(value) is not int or not 0 < value < 1 << 31:
-        raise _refusal(file, key, "not there" if value is None else value, "a positive number")
+        raise _refusal(file, f"{file.architecture}.{key}", "not there" if value is None else value, "a positive number")
     return value
 
 

@@ -55,9 +55,8 @@ def verify(
 def describe(file: GGUF) -> Drafter:
     """What a DFlash file says of itself. ConversionError if a key is missing or a number cannot be."""
     layers = _whole(file, "block_count")
-    window = file.own("attention.sliding_window")
     pattern = file.own("attention.sliding_window_pattern", [])
-    rotary = file.own("rope.dimension_count")
+    head_dim = _whole(file, "attention.key_length")
     tokens = file.fields.get("tokenizer.ggml.tokens")
     found = Drafter(
         where=file.name,
@@ -65,18 +64,17 @@ def describe(file: GGUF) -> Drafter:
         layers=layers,
         heads=_whole(file, "attention.head_count"),
         heads_kv=_whole(file, "attention.head_count_kv"),
-        head_dim=_whole(file, "attention.key_length"),
+        head_dim=head_dim,
         ff=_whole(file, "feed_forward_length"),
         vocab=0 if tokens is None else tokens.count,
         epsilon=_number(file, "attention.layer_norm_rms_epsilon"),
         theta=_number(file, "rope.freq_base"),
-        rotary=_whole(file, "attention.key_length" if rotary is None else "rope.dimension_count"),
+        rotary=_optional(file, "rope.dimension_count") or head_dim,
         block=_whole(file, "block_size"),
         mask=_integer(file, MASK),
         target_layers=target_layers(file),
-        context=file.own("context_length"),
-        causal=file.own("attention.causal"),
-        window=window or None,
+        context=_optional(file, "context_length"),
+        window=_optional(file, "attention.sliding_window") or None,
         sliding=tuple(pattern) if isinstance(pattern, list) else (),
     )
     if (value := file.own("attention.value_length", found.head_dim)) != found.head_dim:
@@ -120,7 +118,7 @@ def check_values(file: GGUF, progress: Progress) -> None:
 
 
 def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str:
-    if file.own("hyper_connection_count") or file.own("hyper_connection.count"):
+    if file.own("hyper_connection.count"):
         raise ConversionError(
             file.name, "hyper_connection.count", found="there", wanted="none",
             remedy="Drafts of DeepSeek V4 cannot be used here: its memory cannot be pooled.",
@@ -130,11 +128,9 @@ def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str
         drafter.check_pair(it, aim, rope_differs=rope_differs)
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
     plain = drafter.shapes(it)
-    values = {
-        name: shape for name, shape in plain.items() if name.endswith("attn_v.weight")
-    }  # keys can serve as values
-    wanted = {name: shape for name, shape in plain.items() if name not in values}
-    drafter.check_tensors(file.name, found, wanted=wanted, optional={**values, **_extras(file, it)}, remedy=_AGAIN)
+    # keys can serve as values
+    wanted = {name: shape for name, shape in plain.items() if not name.endswith("attn_v.weight")}
+    drafter.check_tensors(file.name, found, wanted=wanted, optional={**plain, **_extras(file, it)}, remedy=_AGAIN)
     _check_map(file, it.vocab)
     layers = ", ".join(map(str, it.target_layers))
     return f"a DFlash drafter of {it.layers} layers, blocks of {it.block}, that reads the inputs of layers {layers}"
@@ -142,9 +138,8 @@ def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str
 
 def _extras(file: GGUF, it: Drafter) -> dict[str, tuple[int, ...]]:
     """What llama.cpp takes in a file of this architecture beside plain DFlash: heads, sinks, DFlash2's and DSpark's."""
-    rank, kernel = _length(file, "markov_w1.weight"), int(file.own("conv_kernel_size", 0))
-    group = int(file.own("conv_group_size", 0)) or 1
-    selector = int(file.own("selector_rank", 0))
+    rank, kernel = _length(file, "markov_w1.weight"), _optional(file, "conv_kernel_size") or 0
+    group, selector = _optional(file, "conv_group_size") or 1, _optional(file, "selector_rank") or 0
     draft = _length(file, "d2t") or it.vocab
     projected = 2 * kernel * (it.hidden // group)
     found: dict[str, tuple[int, ...]] = {
@@ -183,7 +178,7 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
             file.name, "the shape of fc.weight", found=found, wanted=f"{[3 * hidden, width]}", remedy=_AGAIN
         )
     if aim is not None:
-        drafter.check_inputs(file.name, layers, aim)
+        drafter.check_inputs(file.name, layers, aim, output=True)
         if hidden != aim.hidden:
             raise ConversionError(
                 file.name, "target_hidden_size", found=hidden, wanted=f"{aim.hidden}, the target's", remedy=_OTHER
@@ -211,6 +206,10 @@ def _check_map(file: GGUF, vocab: int) -> None:
 def _length(file: GGUF, name: str) -> int:
     tensor = file.tensors.get(name)
     return 0 if tensor is None else tensor.shape[0]
+
+
+def _optional(file: GGUF, key: str) -> int | None:
+    return None if file.own(key) is None else _whole(file, key)
 
 
 def _whole(file: GGUF, key: str) -> int:

@@ -182,10 +182,10 @@ def eagle3(path: Path, *, layers: list[int] | None = None, hidden: int = HIDDEN)
 
 
 def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: Path) -> None:
-    assert "EAGLE3" in verify.verify(eagle3(tmp_path / "a.gguf"), model=target)
+    assert "EAGLE3" in verify.verify(eagle3(tmp_path / "a.gguf", layers=[1, 2, 4]), model=target)
     for broken, what in (
         (eagle3(tmp_path / "b.gguf", layers=[1, 2]), "target layers"),
-        (eagle3(tmp_path / "c.gguf", layers=[1, 2, 4]), "target layers"),
+        (eagle3(tmp_path / "c.gguf", layers=[1, 2, 5]), "target layers"),
         (eagle3(tmp_path / "d.gguf", hidden=32), "the shape of fc.weight"),
     ):
         with pytest.raises(ConversionError) as caught:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import checkpoints
-from support.checkpoints import assembled, small_checkpoint, small_target, target_fields, write_gguf
+from support.checkpoints import assembled, config, rewritten, small_checkpoint, small_target, target_fields, write_gguf
 
 from kvflash_ggml.convert import describe, draft, gguf_read, safetensors, verify
 from kvflash_ggml.convert.gguf_read import Field
@@ -85,6 +85,49 @@ def test_a_thousand_damaged_targets(tmp_path: Path) -> None:
     for _ in range(MUTANTS // 4):
         broken.write_bytes(mutated(sound, rng, head=len(sound)))
         outcome(lambda: draft.convert(folder, tmp_path / "out.gguf", model=broken))
+
+
+ODD = [True, 0, 1, 1 << 31, -(1 << 40), 0.5, 1e300, "", "word", [1], [1, 2], [True]]
+"""What a value can be instead."""
+
+HUGE = [10**30, -(10**400), float("nan"), [], {}, [[1]], {"rope_theta": []}, None]
+
+
+def stored(name: str, value: Any) -> Field:
+    if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value < 1 << 32:
+        return Field(name, 11, struct.pack("<q", value))
+    return Field(name, 12, struct.pack("<d", value)) if value == 1e300 else Field.of(name, value)
+
+
+def test_every_field_of_another_type(tmp_path: Path) -> None:
+    target, sound, broken = small_target(tmp_path / "t.gguf"), tmp_path / "draft.gguf", tmp_path / "broken.gguf"
+    folder = small_checkpoint(tmp_path / "drafter")
+    draft.convert(folder, sound, model=target)
+    more = ("nextn_predict_layers", "attention.sliding_window", "attention.sliding_window_pattern", "conv_kernel_size",
+            "conv_group_size", "selector_rank", "hyper_connection.count", "attention.kv_lora_rank")  # fmt: skip
+    for source, prefix in ((sound, "dflash"), (target, "qwen3")):
+        names = [*gguf_read.read(source).fields, *(f"{prefix}.{key}" for key in more)]
+        for name in names:
+            for value in ODD:
+                put = {name: stored(name, value)}
+                rewritten(source, broken, lambda fields, put=put: fields.update(put))
+                outcome(lambda: describe.describe(broken))
+                if source == sound:
+                    outcome(lambda: verify.verify(broken, model=target))
+                else:
+                    outcome(lambda: draft.convert(folder, tmp_path / "new.gguf", model=broken))
+
+
+def test_every_key_of_a_configuration_of_another_type(tmp_path: Path) -> None:
+    target = small_target(tmp_path / "t.gguf")
+    folder = small_checkpoint(tmp_path / "drafter")
+    more = ["rope_parameters", "layer_types", "sliding_window", "partial_rotary_factor", "is_causal", "mask_token_id"]
+    for key in [*config(), *more]:
+        for value in [*ODD, *HUGE]:
+            for place in ({key: value}, {"dflash_config": {**config()["dflash_config"], key: value}}):
+                settings = {**config(use_sliding_window=True, sliding_window=64), **place}
+                (folder / "config.json").write_text(json.dumps(settings))
+                outcome(lambda: draft.convert(folder, tmp_path / "out.gguf", model=target))
 
 
 def outcome(work: Callable[[], Any]) -> str:
