@@ -22,7 +22,9 @@ import numpy as np
 from ..arrays import Floats
 from ..errors import ConversionError, LibraryError
 from ..native import library
-from . import gguf_read, verify
+from . import drafter, gguf_read, verify
+from . import target as target_facts
+from .drafter import Drafter
 
 TEXTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -63,7 +65,11 @@ def main(request: str) -> None:
 
 def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens: int) -> list[dict[str, Any]]:
     """The library must be loaded. ConversionError for a drafter that is not plain DFlash, or cannot be loaded."""
-    layers = {verify.target_layers(_plain(path)) for path in drafts}
+    aim = target_facts.describe(gguf_read.read(model))
+    described = [_plain(path) for path in drafts]
+    for it in described:  # llama.cpp would abort
+        drafter.check_pair(it, aim, rope_differs=True)
+    layers = {it.target_layers for it in described}
     if len(layers) != 1:
         raise ConversionError(
             drafts[-1].name, "target layers", found=sorted(layers), wanted="the same in all files",
@@ -79,16 +85,15 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
         return answers
 
 
-def _plain(path: Path) -> gguf_read.GGUF:
+def _plain(path: Path) -> Drafter:
     file = gguf_read.read(path)
-    verify.describe(file)
     extras = {"markov_w1.weight", "selector_hidden.weight", "d2t"} & file.tensors.keys()
     if extras:
         raise ConversionError(
             file.name, "a tensor", found=sorted(extras)[0], wanted="none beside plain DFlash's",
-            remedy="Leave --target out: acceptance of this kind of drafter is not measured yet.",
+            remedy="Acceptance of this kind of drafter is not measured yet.",
         )  # fmt: skip
-    return file
+    return verify.describe(file)
 
 
 def answer(draft: DraftModel, known: Sequence[Continued]) -> dict[str, Any]:
@@ -171,8 +176,7 @@ class DraftModel:
         import llama_cpp
 
         self._lc = lc = llama_cpp
-        file = gguf_read.read(path)
-        it = verify.describe(file)
+        it = verify.describe(gguf_read.read(path))
         self.size, self._mask, self._n_vocab = it.block, it.mask, target.n_vocab
         self._ctx = _context(_load(path, stack), target.n_ctx, target.ctx, stack)
         lc.llama_set_causal_attn(self._ctx, False)

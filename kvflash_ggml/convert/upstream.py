@@ -51,7 +51,10 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
         _run([sys.executable, str(script), *given], folder.name, shown=shown)
         files = sorted(Path(parts).iterdir())  # of some kinds the name gets a prefix
         if len(files) != 1:
-            raise _failed(folder.name, f"wrote {len(files)} files", "")
+            raise ConversionError(
+                folder.name, "what llama.cpp's converter wrote", found=f"{len(files)} files", wanted="one",
+                remedy="Leave out arguments that split it.",
+            )  # fmt: skip
         gguf_read.read(files[0], called=out.name)
         _publish(files[0], out)
 
@@ -107,12 +110,10 @@ def _run(command: list[str], name: str, *, shown: bool) -> None:
         if done.returncode:
             said.seek(0)
             lines = said.read().decode(errors="replace").rstrip().splitlines()
-            raise _failed(name, f"ended with {done.returncode}", "\n".join(lines[-_TAIL:]))
-
-
-def _failed(name: str, found: str, said: str) -> ConversionError:
-    remedy = f"It said:\n{said}" if said else "It says why above."
-    return ConversionError(name, "llama.cpp's converter", found=found, wanted="a file", remedy=remedy)
+            raise ConversionError(
+                name, "the exit code of llama.cpp's converter", found=done.returncode, wanted="0",
+                remedy="It says why above." if shown else "\n".join(["It said:", *lines[-_TAIL:]]),
+            )  # fmt: skip
 
 
 def _publish(made: Path, out: Path) -> None:

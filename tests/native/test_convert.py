@@ -28,6 +28,7 @@ from kvflash_ggml.convert import acceptance, draft, gguf_read, kquants, quantize
 from kvflash_ggml.convert.acceptance import DraftModel, TargetModel
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.convert.target import LAST_INPUT, LAYER_INPUTS
+from kvflash_ggml.errors import ConversionError
 
 TARGET, DRAFT = MODELS / "recall-qwen3-q8_0.gguf", MODELS / "recall-dflash.gguf"
 
@@ -188,6 +189,12 @@ def test_a_drafter_of_another_target_is_not_accepted(loaded: None) -> None:
     )
     assert own > 0.2
     assert other < own / 4
+
+
+def test_what_would_abort_is_refused_before(tmp_path: Path, loaded: None) -> None:
+    wide = checkpoints.small_target(tmp_path / "target.gguf", whole=True)
+    with pytest.raises(ConversionError, match="target layers"):
+        acceptance.measure(wide, [DRAFT], ["text"], tokens=4)
 
 
 # --- what is known of llama.cpp

@@ -226,9 +226,15 @@ def test_a_child_that_fails_is_quoted(tmp_path: Path, converter: Path, model: Pa
     (model / "ready.gguf").unlink()
     result = cli("model", model, "-o", tmp_path / "out.gguf", "-q")
     assert result.exit_code == 1
-    assert "model: llama.cpp's converter is ended with 1" in result.stderr
+    assert "model: the exit code of llama.cpp's converter is 1" in result.stderr
     assert "ValueError: no such model" in result.stderr
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_child_that_was_seen_is_not_quoted(tmp_path: Path, converter: Path, model: Path) -> None:
+    (model / "ready.gguf").unlink()
+    result = cli("model", model, "-o", tmp_path / "out.gguf")
+    assert "It says why above." in result.stderr
 
 
 def test_what_the_child_writes_must_be_a_gguf(tmp_path: Path, converter: Path, model: Path) -> None:
