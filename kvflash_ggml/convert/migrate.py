@@ -71,9 +71,9 @@ def _fields(file: GGUF, model: Path | None) -> list[Field]:
         elif field.name not in dropped and field.name not in ("general.architecture", MASK):
             found.append(field)
     names = {field.name for field in found}
-    head_dim = file.own("attention.key_length")
-    if f"{ARCHITECTURE}.rope.dimension_count" not in names and type(head_dim) is int:
-        found.append(Field.of(f"{ARCHITECTURE}.rope.dimension_count", head_dim))
+    head_dim = file.fields.get(f"{prefix}attention.key_length")
+    if f"{ARCHITECTURE}.rope.dimension_count" not in names and head_dim is not None:
+        found.append(head_dim.renamed(f"{ARCHITECTURE}.rope.dimension_count"))
     if "tokenizer.ggml.tokens" not in names:
         found = [field for field in found if not field.name.startswith("tokenizer.")]
         found += _tokenizer(file, model)

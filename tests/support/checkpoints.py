@@ -21,6 +21,7 @@ LAYERS, TARGET_LAYERS = 2, 4
 THETA, EPSILON = 1e6, 1e-6
 MASK = 287
 IDS = [0, 2]
+OLD = "qwen35-dflash-draft"
 
 Arrays = dict[str, np.ndarray]
 
@@ -241,3 +242,24 @@ def rewritten(source: Path, out: Path, change: Any) -> Path:
     with out.open("wb") as made:
         gguf_write.write(made, list(fields.values()), planned, lambda done, total: None)
     return out
+
+
+def older(drafter: Path, out: Path, *, tokens: bool = True) -> Path:
+    """The file with the older names."""
+    file = gguf_read.read(drafter)
+    own = {"dflash.block_size": 8, "dflash.mask_token_id": MASK, "dflash.target_layer_ids": IDS,
+           "dflash.n_target_layers": len(IDS), "vocab_size": VOCAB}  # fmt: skip
+    fields = [Field.of("general.architecture", OLD)]
+    for field in file.fields.values():
+        name = field.name.removeprefix("dflash.")
+        if name != field.name and name not in ("block_size", "target_layers", "rope.dimension_count"):
+            fields.append(field.renamed(f"{OLD}.{name}"))
+        elif name.startswith("tokenizer.") and tokens and name != "tokenizer.ggml.mask_token_id":
+            fields.append(field)
+    fields += [Field.of(f"{OLD}.{key}", value) for key, value in own.items()]
+    names = {"fc.weight": "dflash.fc.weight", "enc.output_norm.weight": "dflash.hidden_norm.weight"}
+    arrays = {
+        names.get(name, name): np.frombuffer(raw, np.float32 if kind == "f32" else np.float16).reshape(shape[::-1])
+        for name, (kind, shape, raw) in tensor_bytes(drafter).items()
+    }
+    return write_gguf(out, fields, arrays)

@@ -55,7 +55,8 @@ def test_a_refusal_says_what_was_found_and_wanted_and_helps(tmp_path: Path, targ
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: drafter: RoPE theta is 1e+07; wanted: 1e+06, the target's. ")
     assert line.endswith("add --rope-differs.")
-    assert cli("draft", tmp_path / "drafter", "--target", target, "--rope-differs", "-q").stderr == ""
+    command = ("draft", tmp_path / "drafter", "--target", target, "--rope-differs", "-q", "-o", tmp_path / "a.gguf")
+    assert cli(*command).stderr == ""
 
 
 def test_verify_says_what_fits(drafter: Path, target: Path, tmp_path: Path) -> None:

@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support import checkpoints
-from support.checkpoints import assembled, config, rewritten, small_checkpoint, small_target, target_fields, write_gguf
+from support.checkpoints import (
+    assembled,
+    config,
+    older,
+    rewritten,
+    small_checkpoint,
+    small_target,
+    target_fields,
+    write_gguf,
+)
 
-from kvflash_ggml.convert import describe, draft, gguf_read, safetensors, verify
+from kvflash_ggml.convert import describe, draft, gguf_read, migrate, safetensors, verify
 from kvflash_ggml.convert.gguf_read import Field
 from kvflash_ggml.errors import ConversionError
 
@@ -116,6 +125,17 @@ def test_every_field_of_another_type(tmp_path: Path) -> None:
                     outcome(lambda: verify.verify(broken, model=target))
                 else:
                     outcome(lambda: draft.convert(folder, tmp_path / "new.gguf", model=broken))
+
+
+def test_every_field_of_an_older_file_of_another_type(tmp_path: Path) -> None:
+    target, sound, broken = small_target(tmp_path / "t.gguf"), tmp_path / "draft.gguf", tmp_path / "broken.gguf"
+    draft.convert(small_checkpoint(tmp_path / "drafter"), sound, model=target)
+    old = older(sound, tmp_path / "old.gguf")
+    for name in gguf_read.read(old).fields:
+        for value in ODD:
+            put = {name: stored(name, value)}
+            rewritten(old, broken, lambda fields, put=put: fields.update(put))
+            outcome(lambda: migrate.migrate(broken, tmp_path / "new.gguf", model=target))
 
 
 def test_every_key_of_a_configuration_of_another_type(tmp_path: Path) -> None:
