@@ -45,6 +45,16 @@ def lib_path() -> Path | None:
     return _path("KVFLASH_LIB_PATH")
 
 
+def sdist() -> Path | None:
+    """KVFLASH_SDIST: a copy of the pinned source of llama-cpp-python, instead of one in the cache folder."""
+    return _path("KVFLASH_SDIST")
+
+
+def llama_source() -> Path | None:
+    """KVFLASH_LLAMA_SOURCE: a llama.cpp checkout of one's own, instead of the pinned source."""
+    return _path("KVFLASH_LLAMA_SOURCE")
+
+
 def allow_cpu() -> bool:
     """KVFLASH_ALLOW_CPU=1: layers asked for on a build without a GPU backend run on the CPU, with a warning."""
     return os.environ.get("KVFLASH_ALLOW_CPU", "") == "1"

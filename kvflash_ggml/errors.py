@@ -47,6 +47,17 @@ class CalibrationError(KVFlashError, RuntimeError):
     """The retrieval heads of a model cannot be found here. All heads count then."""
 
 
+class ConversionError(KVFlashError, ValueError):
+    """A checkpoint or a model's file that cannot be converted or used. where: its name; what: what is wrong in it."""
+
+    def __init__(self, where: str, what: str, *, found: object, wanted: str, remedy: str) -> None:
+        super().__init__(f"{brief(where)}: {brief(what)} is {brief(found)}; wanted: {wanted}. {remedy}")
+        self.what = what
+        self.found = found
+        self.wanted = wanted
+        self.remedy = remedy
+
+
 class SnapshotError(KVFlashError, ValueError):
     """A snapshot or saved state cannot be written, read or used."""
 

@@ -131,18 +131,22 @@ def save(calibration: Calibration, path: Path) -> None:
         file.write(text.encode() + b"\n")
 
 
+def read(path: Path) -> Calibration:
+    """What a file says, of whatever model. ConfigError if it is none."""
+    try:
+        return _parse(json.loads(path.read_bytes()))
+    except OSError as err:
+        raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as err:
+        raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
+
+
 def load(path: Path, *, subject: Subject, layers: Sequence[int], shapes: Sequence[KeyShape]) -> Calibration:
     """Read a file. ConfigError if it is none, is of another model, or names heads that this one does not pool.
 
     A file of the same model in another quantisation, or with other settings, is good: `Calibration.model` tells.
     """
-    try:
-        facts = json.loads(path.read_bytes())
-        calibration = _parse(facts)
-    except OSError as err:
-        raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
-    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as err:
-        raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
+    calibration = read(path)
     if calibration.model != subject.identity and calibration.title != subject.title:
         theirs = calibration.title or "another model"
         raise ConfigError(

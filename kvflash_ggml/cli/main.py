@@ -21,7 +21,18 @@ _OWN_OPTIONS = ("-h", "--help", "--version")
 _MODEL_OPTIONS = {"-m", "--model"}
 
 
-class DefaultRun(click.Group):
+class Verbs(click.Group):
+    """Ctrl-C ends with its usual exit code and no traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+
+
+class DefaultRun(Verbs):
     """Hands everything that does not start with a verb to `run`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -32,13 +43,6 @@ class DefaultRun(click.Group):
                 raise click.UsageError(f"{args[0]!r} is neither a verb nor a model file{hint}", ctx)
             args = ["run", *args]
         return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            ctx.exit(INTERRUPTED)
 
 
 def _is_word(text: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from support.fake_engine import FakeEngine, make_session
 
 from kvflash_ggml import bench, cli
+from kvflash_ggml.cli.convert import convert as converting
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.llama.keywords import PoolKeywords
@@ -133,6 +134,11 @@ def test_commands_can_be_typed(words: list[str]) -> None:
 @pytest.mark.parametrize("words", commands("kvflash-bench"))
 def test_benchmarks_can_be_typed(words: list[str]) -> None:
     parse(bench.main, words)
+
+
+@pytest.mark.parametrize("words", commands("kvflash-convert"))
+def test_conversions_can_be_typed(words: list[str]) -> None:
+    parse(converting, words)
 
 
 def test_a_command_that_cannot_be_typed_is_found() -> None:

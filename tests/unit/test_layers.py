@@ -14,7 +14,7 @@ FLOORS = [
     {"__main__"},
     {"cli", "bench"},
     {"__init__"},
-    {"llama"},
+    {"llama", "convert"},
     {"calibration", "prefix_cache", "drafter"},
     {"snapshot"},
     {"session"},

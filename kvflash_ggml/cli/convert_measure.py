@@ -1,0 +1,87 @@
+"""How many drafted tokens a target accepts: asked in a child process, and printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from ..convert import acceptance
+from ..errors import ConversionError
+from .child import run_child
+from .model import plain_errors
+from .sections import collected
+from .terminal import busy, stderr_is_terminal
+
+_SECONDS = 3600
+_TOLERATED = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """What the target goes on with, and how far."""
+
+    texts: tuple[TextIO, ...]
+    tokens: int
+
+
+measure_options = collected(
+    "measuring",
+    MeasureOptions,
+    click.option(
+        "--text",
+        "texts",
+        type=click.File(encoding="utf-8"),
+        multiple=True,
+        metavar="FILE",
+        help="What the target goes on with to measure; may be given several times.  [default: four short beginnings]",
+    ),
+    click.option(
+        "-n",
+        "--tokens",
+        type=click.IntRange(min=1, max=4096),
+        default=acceptance.TOKENS,
+        help=f"How far it goes on with each.  [default: {acceptance.TOKENS}]",
+    ),
+)
+
+
+def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions, quiet: bool) -> None:
+    """Measure drafts of one drafter, by what they are called, and print a line for each; two are compared.
+
+    Raises click.ClickException if the child fails.
+    """
+    request = {
+        "target": str(target),
+        "drafts": [str(path) for path in drafts.values()],
+        "texts": [file.read() for file in measuring.texts] or acceptance.TEXTS,
+        "tokens": measuring.tokens,
+    }
+    with plain_errors(verbose=False), busy("drafting", shown=stderr_is_terminal() and not quiet):
+        found = _ask(request)
+    for name, it in zip(drafts, found, strict=True):
+        click.echo(f"{name:7}{it['accepted']:6.2f} of {it['block']} drafted tokens accepted, in {it['steps']} steps")
+    if len(found) == 2:
+        _compare(*found)
+
+
+def _ask(request: dict[str, Any]) -> list[dict[str, Any]]:
+    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.convert.acceptance")
+    if child.failure:
+        raise ConversionError(
+            Path(request["target"]).name, "acceptance", found=child.failure, wanted="a measurement",
+            remedy="Whether the files are sound says kvflash-convert verify.",
+        )  # fmt: skip
+    found: list[dict[str, Any]] = child.said["drafts"]
+    return found
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Tokens won a step: those accepted, and the target's own."""
+    won = (1 + after["accepted"]) / (1 + before["accepted"]) - 1
+    click.echo(f"tokens a step: {won:+.1%}")
+    if won < -_TOLERATED:
+        click.secho(f"warning: more than {_TOLERATED:.0%} is lost: a larger --type keeps more", err=True, fg="yellow")

@@ -1,0 +1,167 @@
+"""What a GGUF file is, from its head alone: no model is loaded, and no native library."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..calibration import choice
+from ..errors import ConfigError
+from ..snapshot.fingerprint import ModelFile
+from . import gguf_read
+from .gguf_read import GGUF, Tensor
+
+_SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_KEYS = ("attn_k.weight", "attn_kv_a_mqa.weight")
+_FUSED = "attn_qkv.weight"
+_RECURRENT = ("ssm_", "shortconv.", "time_mix_", "attn_gate.")
+_F16 = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What is known of a file; None for what it does not say.
+
+    layers: of the model, without those that predict further tokens (nextn). attention: those with a KV cache. pooled:
+    those whose cache grows with the text; None where only llama.cpp knows which ones slide. token_bytes: of an f16
+    cache, for one token in the pooled layers. heads: retrieval heads found by a calibration, (layer, head); empty where
+    one came to nothing. drafter: what a draft says of its target and its blocks.
+    """
+
+    path: str
+    bytes: int
+    architecture: str
+    name: str | None
+    types: dict[str, int]
+    parameters: int
+    context: int | None
+    hidden: int | None
+    vocab: int | None
+    layers: int | None
+    nextn: int
+    attention: int
+    window: int | None
+    pooled: int | None
+    token_bytes: int | None
+    heads: list[tuple[int, int]] | None
+    drafter: dict[str, Any] | None
+    template: bool
+
+
+def describe(path: Path) -> Description:
+    """ConversionError if the file is no sound GGUF."""
+    file = gguf_read.read(path)
+    tensors = _all_tensors(file)
+    nextn = _whole(file.own("nextn_predict_layers")) or 0
+    count = _whole(file.own("block_count"))
+    layers = None if count is None else max(0, count - nextn)
+    attention = [layer for layer in _attention(file, tensors) if layers is None or layer < layers]
+    pooled = _pooled(file, attention)
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    return Description(
+        path=str(path),
+        bytes=path.stat().st_size,
+        architecture=file.architecture,
+        name=_text(file.get("general.name")),
+        types=dict(Counter(tensor.kind.name for tensor in tensors).most_common()),
+        parameters=sum(_values(tensor) for tensor in tensors),
+        context=_whole(file.own("context_length")),
+        hidden=_whole(file.own("embedding_length")),
+        vocab=None if tokens is None else tokens.count,
+        layers=layers,
+        nextn=nextn,
+        attention=len(attention),
+        window=_whole(file.own("attention.sliding_window")),
+        pooled=None if pooled is None else len(pooled),
+        token_bytes=None if pooled is None else _token_bytes(file, pooled),
+        heads=_heads(path),
+        drafter=_drafter(file),
+        template=any(name.startswith("tokenizer.chat_template") for name in file.fields),
+    )
+
+
+def _all_tensors(file: GGUF) -> list[Tensor]:
+    """Those of the other parts too, where the file is the first of several and they are there."""
+    found = list(file.tensors.values())
+    split = _SHARD.fullmatch(file.path.name)
+    for part in range(2, int(split[2]) + 1) if split else ():
+        path = file.path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf") if split else file.path
+        found += gguf_read.read(path).tensors.values()
+    return found
+
+
+def _attention(file: GGUF, tensors: list[Tensor]) -> list[int]:
+    """Layers with keys: a projection of their own, or one for queries, keys and values that no recurrence reads."""
+    names: dict[int, set[str]] = {}
+    for tensor in tensors:
+        if (match := _LAYER.fullmatch(tensor.name)) is not None:
+            names.setdefault(int(match[1]), set()).add(match[2])
+    heads = file.own("attention.head_count_kv")  # by layer in hybrids: none where the state is recurrent
+    without = {layer for layer, count in enumerate(heads) if count == 0} if isinstance(heads, list) else set()
+    return sorted(
+        layer
+        for layer, own in names.items()
+        if layer not in without
+        and (own & {*_KEYS} or (_FUSED in own and not any(name.startswith(_RECURRENT) for name in own)))
+    )
+
+
+def _pooled(file: GGUF, attention: list[int]) -> list[int] | None:
+    if not _whole(file.own("attention.sliding_window")):
+        return attention
+    pattern = file.own("attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or (attention and len(pattern) <= attention[-1]):
+        return None
+    return [layer for layer in attention if not pattern[layer]]
+
+
+def _token_bytes(file: GGUF, pooled: list[int]) -> int | None:
+    heads = _whole(file.own("attention.head_count"))
+    hidden = _whole(file.own("embedding_length"))
+    if not heads or not hidden:
+        return None
+    rank = _whole(file.own("attention.kv_lora_rank"))
+    if rank:  # a latent cache: one row for all heads, whose values are a part of its keys
+        return len(pooled) * (rank + (_whole(file.own("rope.dimension_count")) or 0)) * _F16
+    kv = file.own("attention.head_count_kv", heads)
+    width = (_whole(file.own("attention.key_length")) or hidden // heads) + (
+        _whole(file.own("attention.value_length")) or hidden // heads
+    )
+    counts = [kv[layer] if isinstance(kv, list) and layer < len(kv) else kv for layer in pooled]
+    return sum(_whole(count) or 0 for count in counts) * width * _F16
+
+
+def _heads(path: Path) -> list[tuple[int, int]] | None:
+    try:
+        return choice.read(choice.heads_file(ModelFile(path).identity())).chosen
+    except (ConfigError, OSError):
+        return None
+
+
+def _drafter(file: GGUF) -> dict[str, Any] | None:
+    """Keys that only drafts have."""
+    keys = ("block_size", "target_layers", "target_hidden_size", "dflash.block_size", "dflash.target_layer_ids",
+            "dflash.mask_token_id", "dflash.n_target_layers")  # fmt: skip
+    found = {key: value for key in keys if (value := file.own(key)) is not None}
+    if found and (mask := file.get("tokenizer.ggml.mask_token_id")) is not None:
+        found["mask_token_id"] = mask
+    return found or None
+
+
+def _values(tensor: Tensor) -> int:
+    return tensor.nbytes // tensor.kind.size * tensor.kind.block
+
+
+def _whole(value: Any) -> int | None:
+    """A count; of an array its largest, as layers differ."""
+    if isinstance(value, list):
+        value = max((x for x in value if type(x) is int), default=None)
+    return value if type(value) is int and value >= 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,154 @@
+"""From a plain DFlash checkpoint to a file that llama.cpp drafts with, for one target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ConversionError
+from ..files import replacing
+from . import checkpoint, drafter, gguf_read, gguf_write, safetensors, target, types
+from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
+from .gguf_read import Field
+from .gguf_write import Planned, Progress
+from .safetensors import Source
+from .target import Target
+from .types import Bytes, TensorType
+
+FILE_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18,
+    "bf16": 32,
+}  # fmt: skip
+"""What llama.cpp calls a file after the type of most of its tensors."""
+
+TYPES = ("f16", "bf16", "f32", "q8_0")
+"""What a checkpoint is written as."""
+
+QUANTIZATION_VERSION = 2
+
+
+def convert(
+    folder: Path,
+    out: Path,
+    *,
+    model: Path,
+    kind: str = "f16",
+    own_head: bool | None = None,
+    rope_differs: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Drafter:
+    """Write the drafter in `folder` for the target `model` to `out`, as a whole or not at all.
+
+    kind: of TYPES, for matrices; norms stay F32. own_head: what becomes of embeddings and a head that the checkpoint
+    has: kept, or left to the target; None refuses to guess. rope_differs: see drafter.check_pair.
+
+    Raises ConversionError with what is wrong, what was wanted and what helps; ConfigError if `out` cannot be written.
+    """
+    gguf_write.check_output(out, model)
+    if not folder.is_dir():
+        raise ConversionError(
+            str(folder), "the checkpoint", found="no folder", wanted="one with config.json and .safetensors files",
+            remedy="Give the folder that was fetched.",
+        )  # fmt: skip
+    it = checkpoint.read(folder)
+    aim = target.describe(gguf_read.read(model))
+    drafter.check_pair(it, aim, rope_differs=rope_differs)
+    sources = _chosen(it, checkpoint.named(safetensors.read_folder(folder).values()), own_head=own_head)
+    tensors = [_planned(name, source, kind) for name, source in sources.items()]
+    with replacing(out) as file:
+        gguf_write.write(file, fields(it, aim, kind=kind), tensors, progress)
+    return it
+
+
+def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
+    """What llama.cpp is told of a drafter. The tokenizer is the target's, byte for byte."""
+    own: dict[str, bool | int | float | list[int] | list[bool]] = {
+        "embedding_length": it.hidden,
+        "block_count": it.layers,
+        "feed_forward_length": it.ff,
+        "attention.head_count": it.heads,
+        "attention.head_count_kv": it.heads_kv,
+        "attention.key_length": it.head_dim,
+        "attention.value_length": it.head_dim,
+        "attention.layer_norm_rms_epsilon": it.epsilon,
+        "rope.freq_base": it.theta,
+        "rope.dimension_count": it.rotary,
+    }
+    if it.context is not None:
+        own["context_length"] = it.context
+    if it.causal is not None:
+        own["attention.causal"] = it.causal
+    if it.window is not None:
+        own["attention.sliding_window"] = it.window
+        own["attention.sliding_window_pattern"] = list(it.sliding)
+    if aim.sections:  # a draft turns by the temporal position alone
+        own["rope.dimension_sections"] = [it.head_dim // 2, 0, 0, 0]
+    found = [
+        Field.of("general.architecture", ARCHITECTURE),
+        Field.of("general.name", it.where),
+        Field.of("general.file_type", FILE_TYPES[kind]),
+        Field.of("general.quantization_version", QUANTIZATION_VERSION),
+        *(Field.of(f"{ARCHITECTURE}.{key}", value) for key, value in own.items()),
+        Field.of(BLOCK_SIZE, it.block),
+        Field.of(TARGET_LAYERS, list(it.target_layers)),
+        *aim.tokenizer,
+    ]
+    return found if aim.mask is not None else [*found, Field.of(MASK, it.mask)]
+
+
+def _chosen(it: Drafter, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:
+    """The tensors to write, in llama.cpp's order."""
+    head = drafter.own_head(it)
+    if own_head is None and (there := sorted(head.keys() & sources.keys())):
+        raise ConversionError(
+            it.where, "embeddings and head", found=", ".join(there), wanted="none, or a word on what becomes of them",
+            remedy="--own-head keeps them; --target-head leaves them out, and the draft uses its target's.",
+        )  # fmt: skip
+    found = {name: tuple(reversed(source.shape)) for name, source in sources.items()}
+    drafter.check_tensors(
+        it.where, found, wanted=drafter.shapes(it), optional=head,
+        remedy="config.json and tensors are not of one checkpoint, or it is of another kind. " + checkpoint.UPSTREAM,
+    )  # fmt: skip
+    order = [*drafter.shapes(it), *(head if own_head else ())]
+    return {name: sources[name] for name in order if name in sources}
+
+
+def _planned(name: str, source: Source, kind: str) -> Planned:
+    chosen = fitting(kind, width=source.shape[-1]) if len(source.shape) > 1 else types.BY_NAME["f32"]
+    if source.kind.name not in types.FLOATS:
+        raise _refusal(source, "its dtype", source.kind.name, "F32, F16 or BF16", checkpoint.UPSTREAM)
+    shape = tuple(reversed(source.shape))
+    return Planned(name=name, kind=chosen, shape=shape, pieces=partial(_encoded, source, chosen))
+
+
+def fitting(kind: str, *, width: int) -> TensorType:
+    """The type, or F16 where a row is not whole blocks of it."""
+    chosen = types.BY_NAME[kind]
+    return chosen if width % chosen.block == 0 else types.BY_NAME["f16"]
+
+
+def _encoded(source: Source, kind: TensorType) -> Iterator[Bytes]:
+    for piece in source.pieces():
+        if source.kind == kind:
+            if not types.all_finite(piece, kind):
+                raise _not_finite(source)
+            yield piece
+            continue
+        values = types.decode(piece, source.kind)
+        largest = float(np.abs(values).max())
+        if not np.isfinite(largest):
+            raise _not_finite(source)
+        if kind.name == "f16" and largest > types.F16_MAX:
+            raise _refusal(source, "a value", f"{largest:g}", f"{types.F16_MAX:g} at most", "Add --type bf16.")
+        yield types.encode(values, kind)
+
+
+def _not_finite(source: Source) -> ConversionError:
+    return _refusal(source, "a value", "NaN or infinite", "finite numbers", "Fetch the checkpoint again.")
+
+
+def _refusal(source: Source, what: str, found: object, wanted: str, remedy: str) -> ConversionError:
+    return ConversionError(source.path.name, f"{what} of {source.name}", found=found, wanted=wanted, remedy=remedy)

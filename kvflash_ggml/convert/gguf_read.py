@@ -1,0 +1,295 @@
+"""What a GGUF file says of itself, with every number checked before it is used.
+
+Nothing of the file is believed: lengths are compared with what is left of it before anything is read or made, so that a
+damaged or hostile file costs no memory and ends with a ConversionError.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import modelfile
+from ..errors import ConfigError, ConversionError
+from . import types
+from .types import Bytes, TensorType
+
+ALIGNMENT = 32
+
+PIECE = 16 << 20
+"""Bytes of a tensor that are in memory at a time."""
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_ITEMS = 1 << 20
+_MAX_NAME = 1 << 16
+_MAX_TENSOR_NAME = 64
+_MAX_DIMS = 4
+_MAX_COUNT = 1 << 48
+_REMEDY = "Fetch the file again, or convert it anew."
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A key and its value. kind: GGUF's number of the value's type. raw: the value as it lies in the file."""
+
+    name: str
+    kind: int
+    raw: bytes
+
+    @classmethod
+    def of(cls, name: str, value: bool | int | float | str | Sequence[int] | Sequence[bool]) -> Field:
+        """A field for a value: unsigned 32 bits, 32-bit floats, arrays of 32-bit integers or of truth values."""
+        if isinstance(value, bool):
+            return cls(name, 7, struct.pack("<?", value))
+        if isinstance(value, int):
+            return cls(name, 4, struct.pack("<I", value))
+        if isinstance(value, float):
+            return cls(name, 6, struct.pack("<f", value))
+        if isinstance(value, str):
+            data = value.encode("utf-8", "surrogateescape")
+            return cls(name, _STRING, struct.pack("<Q", len(data)) + data)
+        kind, code = (7, "?") if isinstance(value[0], bool) else (5, "i")
+        return cls(name, _ARRAY, struct.pack(f"<IQ{len(value)}{code}", kind, len(value), *value))
+
+    def renamed(self, name: str) -> Field:
+        return Field(name, self.kind, self.raw)
+
+    @property
+    def is_array(self) -> bool:
+        return self.kind == _ARRAY
+
+    @property
+    def count(self) -> int:
+        """Items of an array; 1 otherwise."""
+        return int(struct.unpack_from("<Q", self.raw, 4)[0]) if self.is_array else 1
+
+    @property
+    def value(self) -> Any:
+        """A bool, int, float or str, or a list of them."""
+        if self.kind == _STRING:
+            return self.raw[8:].decode("utf-8", "surrogateescape")
+        if not self.is_array:
+            return struct.unpack("<" + _SCALARS[self.kind], self.raw)[0]
+        kind, count = struct.unpack_from("<IQ", self.raw)
+        if kind != _STRING:
+            return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.raw, 12))
+        return [text.decode("utf-8", "surrogateescape") for text in self._strings(count)]
+
+    def _strings(self, count: int) -> Iterator[bytes]:
+        at = 12
+        for _ in range(count):
+            (length,) = struct.unpack_from("<Q", self.raw, at)
+            yield self.raw[at + 8 : at + 8 + length]
+            at += 8 + length
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor lies. shape: ggml's, the length of a row first. offset: bytes from the file's beginning."""
+
+    name: str
+    kind: TensorType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return types.nbytes(self.kind, self.shape)
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return types.nbytes(self.kind, self.shape[:1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUF:
+    """A file's fields and tensors by name, in the file's order. name: what errors call it."""
+
+    path: Path
+    name: str
+    fields: dict[str, Field]
+    tensors: dict[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        value = self.get("general.architecture")
+        if not isinstance(value, str):
+            raise ConversionError(self.name, "general.architecture", found=value, wanted="a name", remedy=_REMEDY)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field's value, by its whole name."""
+        field = self.fields.get(key)
+        return default if field is None else field.value
+
+    def own(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture: `context_length` for `qwen3.context_length`."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+    def pieces(self, tensor: Tensor) -> Iterator[Bytes]:
+        """A tensor's rows, [n, bytes of a row], some MiB at a time."""
+        return file_pieces(self.path, tensor.offset, tensor.nbytes, row=tensor.row)
+
+
+def file_pieces(path: Path, offset: int, nbytes: int, *, row: int) -> Iterator[Bytes]:
+    """Rows of so many bytes from a part of a file, [n, row], some MiB at a time.
+
+    They are read and not mapped: a file that another process cuts off must not end this one.
+    """
+    step = max(1, PIECE // row) * row
+    for start in range(0, nbytes, step):
+        size = min(step, nbytes - start)
+        data = np.fromfile(path, np.uint8, size, offset=offset + start)
+        if data.size != size:
+            raise ConversionError(
+                path.name, "the file", found="shorter than it was", wanted="left alone meanwhile", remedy=_REMEDY
+            )
+        yield data.reshape(-1, row)
+
+
+def read(path: Path, *, called: str | None = None) -> GGUF:
+    """The head of a file. ConversionError for what is none, or says what cannot be; OSError if it cannot be read.
+
+    called: what errors name it, where it has no name of its own yet.
+    """
+    if not path.is_file() and not path.is_dir():
+        raise ConversionError(path.name, "the file", found="not there", wanted="a GGUF file", remedy="Check its path.")
+    try:
+        modelfile.check(path)
+    except ConfigError as error:
+        raise ConversionError(path.name, "the file", found="no GGUF file", wanted="one", remedy=f"{error}.") from error
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(path, called or path.name, data).read()
+
+
+class _Reader:
+    """A place in the file that cannot leave it."""
+
+    def __init__(self, path: Path, name: str, data: mmap.mmap) -> None:
+        self._path = path
+        self._name = name
+        self._data = data
+        self._size = len(data)
+        self._at = 4
+
+    def read(self) -> GGUF:
+        version = self._number("I")
+        if version not in (2, 3):
+            other = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
+            wanted = "2 or 3, little-endian" if other else "2 or 3"
+            raise self._refusal("its version", version, wanted)
+        n_tensors, n_fields = self._count("tensors", self._number("Q")), self._count("fields", self._number("Q"))
+        fields: dict[str, Field] = {}
+        for _ in range(n_fields):
+            field = self._field()
+            if field.name in fields:
+                raise self._refusal(f"the key {field.name!r}", "there twice", "one of each")
+            fields[field.name] = field
+        infos = [self._tensor() for _ in range(n_tensors)]
+        tensors = self._placed(infos, self._alignment(fields))
+        return GGUF(path=self._path, name=self._name, fields=fields, tensors=tensors)
+
+    def _field(self) -> Field:
+        name = self._text("a key", _MAX_NAME)
+        kind = self._number("I")
+        start = self._at
+        if kind == _STRING:
+            self._skip(name, self._number("Q"))
+        elif kind == _ARRAY:
+            self._skip_array(name)
+        elif kind in _SCALARS:
+            self._skip(name, struct.calcsize(_SCALARS[kind]))
+        else:
+            raise self._refusal(f"the type of {name!r}", kind, "a type of GGUF")
+        return Field(name, kind, self._data[start : self._at])
+
+    def _skip_array(self, name: str) -> None:
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            if count > (self._size - self._at) // 8:
+                raise self._refusal(f"the length of {name!r}", count, "no more than the file has room for")
+            for _ in range(count):
+                self._skip(name, self._number("Q"))
+        elif kind in _SCALARS:
+            self._skip(name, count * struct.calcsize(_SCALARS[kind]))
+        else:
+            raise self._refusal(f"the type in {name!r}", kind, "numbers, truth values or strings")
+
+    def _tensor(self) -> Tensor:
+        name = self._text("a tensor's name", _MAX_TENSOR_NAME)
+        n_dims = self._number("I")
+        if not 1 <= n_dims <= _MAX_DIMS:
+            raise self._refusal(f"the dimensions of {name!r}", n_dims, f"1 to {_MAX_DIMS}")
+        shape = tuple(self._number("Q") for _ in range(n_dims))
+        number, offset = self._number("I"), self._number("Q")
+        kind = types.BY_ID.get(number)
+        if kind is None:
+            raise self._refusal(f"the type of {name!r}", number, "a type of ggml")
+        count = 1
+        for length in shape:
+            count *= length
+        if not 0 < count < _MAX_COUNT or shape[0] % kind.block:
+            raise self._refusal(f"the shape of {name!r}", shape, f"rows of whole blocks of {kind.block}")
+        return Tensor(name, kind, shape, offset)
+
+    def _placed(self, infos: list[Tensor], alignment: int) -> dict[str, Tensor]:
+        """By name, with offsets in the file: in it, aligned, and none in another one's bytes."""
+        start = -(-self._at // alignment) * alignment
+        placed: dict[str, Tensor] = {}
+        end = 0
+        for info in sorted(infos, key=lambda tensor: tensor.offset):
+            if info.name in placed:
+                raise self._refusal(f"the tensor {info.name!r}", "there twice", "one of each")
+            if info.offset % alignment or info.offset < end:
+                raise self._refusal(
+                    f"the place of {info.name!r}", info.offset, f"one of its own, in steps of {alignment}"
+                )
+            end = info.offset + info.nbytes
+            if start + end > self._size:
+                missing = start + end - self._size
+                raise self._refusal(
+                    f"the end of {info.name!r}", f"{missing} bytes behind the file's end", "in the file"
+                )
+            placed[info.name] = Tensor(info.name, info.kind, info.shape, start + info.offset)
+        return {info.name: placed[info.name] for info in infos}
+
+    def _alignment(self, fields: dict[str, Field]) -> int:
+        field = fields.get("general.alignment")
+        value = ALIGNMENT if field is None else field.value
+        if type(value) is not int or not 8 <= value <= 1 << 20 or value & (value - 1):
+            raise self._refusal("general.alignment", value, "a power of two")
+        return value
+
+    def _count(self, what: str, value: int) -> int:
+        if value > min(_MAX_ITEMS, self._size):
+            raise self._refusal(f"the number of {what}", value, f"at most {_MAX_ITEMS}, and in the file")
+        return value
+
+    def _text(self, what: str, most: int) -> str:
+        length = self._number("Q")
+        if not 0 < length < most:
+            raise self._refusal(f"the length of {what}", length, f"less than {most}")
+        start = self._at
+        self._skip(what, length)
+        return self._data[start : self._at].decode("utf-8", "surrogateescape")
+
+    def _number(self, code: str) -> int:
+        start = self._at
+        self._skip("a number", struct.calcsize("<" + code))
+        return int(struct.unpack_from("<" + code, self._data, start)[0])
+
+    def _skip(self, what: str, size: int) -> None:
+        if size > self._size - self._at:
+            raise self._refusal(what, f"{size} bytes at {self._at}", f"within the file's {self._size}")
+        self._at += size
+
+    def _refusal(self, what: str, found: object, wanted: str) -> ConversionError:
+        return ConversionError(self._name, what, found=found, wanted=wanted, remedy=_REMEDY)

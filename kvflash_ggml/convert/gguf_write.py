@@ -1,0 +1,78 @@
+"""A GGUF file, written front to back: its fields as they lie in another one, or as values."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import ConversionError
+from ..files import check_writable
+from . import types
+from .gguf_read import ALIGNMENT, Field
+from .types import Bytes, TensorType
+
+VERSION = 3
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A tensor to write. shape: ggml's. pieces: its bytes in order, asked for once."""
+
+    name: str
+    kind: TensorType
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[Bytes]]
+
+    @property
+    def nbytes(self) -> int:
+        return types.nbytes(self.kind, self.shape)
+
+
+def check_output(out: Path, *read: Path | None) -> None:
+    """ConfigError if a file cannot be written there, ConversionError if it is one of those that are read."""
+    check_writable(out)
+    for source in read:
+        if source is not None and out.exists() and source.exists() and out.samefile(source):
+            raise ConversionError(
+                out.name, "the output", found="an input", wanted="another file", remedy="Name a new file to write."
+            )
+
+
+def write(file: BinaryIO, fields: Sequence[Field], tensors: Sequence[Planned], progress: Progress) -> None:
+    """Write everything; a tensor's pieces are made when it is their turn, so that one is in memory at a time."""
+    fields = [field for field in fields if field.name != "general.alignment"]  # ours is the usual one
+    file.write(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(fields)))
+    for field in fields:
+        file.write(_text(field.name) + struct.pack("<I", field.kind) + field.raw)
+    offset = 0
+    for tensor in tensors:
+        file.write(_text(tensor.name) + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape))
+        file.write(struct.pack("<IQ", tensor.kind.id, offset))
+        offset += _padded(tensor.nbytes)
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    for tensor in tensors:
+        size = 0
+        for piece in tensor.pieces():
+            file.write(piece.data)
+            size += piece.nbytes
+            progress(done + size, total)
+        if size != tensor.nbytes:
+            raise ValueError(f"{tensor.name}: {size} bytes were made, its shape asks for {tensor.nbytes}")
+        done += size
+        file.write(bytes(_padded(size) - size))
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data

@@ -1,0 +1,113 @@
+"""A drafter's file with the older names of DFlash, as llama.cpp reads it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConversionError
+from ..files import replacing
+from . import gguf_read, gguf_write, target, types, verify
+from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
+from .gguf_read import GGUF, Field, Tensor
+from .gguf_write import Planned, Progress
+from .quantize import recoded
+
+OLD = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+
+_TENSORS = {"dflash.fc.weight": "fc.weight", "dflash.hidden_norm.weight": "enc.output_norm.weight"}
+_BLOCK, _MASK, _LAYERS, _COUNT = "block_size", "mask_token_id", "target_layer_ids", "n_target_layers"
+_AGAIN = "Convert the checkpoint: kvflash-convert draft."
+
+
+def migrate(
+    source: Path,
+    out: Path,
+    *,
+    model: Path | None,
+    rope_differs: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the file `source`, whose names are older, to `out` with llama.cpp's. Values stay as they are.
+
+    model: the target, which the result is checked beside, and whose tokenizer it gets if it has none. Raises
+    ConversionError if something that llama.cpp needs is not in the file, or the result does not pass `verify`.
+    """
+    gguf_write.check_output(out, source, model)
+    file = gguf_read.read(source)
+    if file.architecture not in OLD:
+        raise ConversionError(
+            file.name, "general.architecture", found=file.architecture, wanted=" or ".join(OLD),
+            remedy="There is nothing to migrate: look at it with kvflash-convert inspect.",
+        )  # fmt: skip
+    fields = _fields(file, model)
+    tensors = [_planned(file, tensor) for tensor in file.tensors.values()]
+    with replacing(out) as made:
+        gguf_write.write(made, fields, tensors, progress)
+        made.flush()
+        verify.verify(Path(made.name), model=model, rope_differs=rope_differs, called=out.name)
+
+
+def _fields(file: GGUF, model: Path | None) -> list[Field]:
+    own = {key: _old(file, key) for key in (_BLOCK, _MASK, _LAYERS, _COUNT)}
+    mask, block, layers = own[_MASK], own[_BLOCK], own[_LAYERS]
+    for key, value in ((_BLOCK, block), (_MASK, mask)):
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise _refusal(file, f"dflash.{key}", value, "a whole number", _AGAIN)
+    if not isinstance(layers, list) or not layers or not all(type(x) is int and 0 <= x < 1 << 20 for x in layers):
+        raise _refusal(
+            file, f"dflash.{_LAYERS}", layers, "an array of the layers that it was trained on",
+            "The tool that quantised the file left them out: migrate its source, or convert the checkpoint.",
+        )  # fmt: skip
+    if own[_COUNT] not in (None, len(layers)):
+        raise _refusal(file, f"dflash.{_COUNT}", own[_COUNT], f"{len(layers)}, as many as there are layers", _AGAIN)
+    prefix = f"{file.architecture}."
+    dropped = {f"{start}dflash.{key}" for start in ("", prefix) for key in own}
+    found = [Field.of("general.architecture", ARCHITECTURE)]
+    for field in file.fields.values():
+        if field.name.startswith(prefix) and field.name not in dropped:
+            found.append(field.renamed(f"{ARCHITECTURE}.{field.name.removeprefix(prefix)}"))
+        elif field.name not in dropped and field.name not in ("general.architecture", MASK):
+            found.append(field)
+    names = {field.name for field in found}
+    head_dim = file.fields.get(f"{prefix}attention.key_length")
+    if f"{ARCHITECTURE}.rope.dimension_count" not in names and head_dim is not None:
+        found.append(head_dim.renamed(f"{ARCHITECTURE}.rope.dimension_count"))
+    if "tokenizer.ggml.tokens" not in names:
+        found = [field for field in found if not field.name.startswith("tokenizer.")]
+        found += _tokenizer(file, model)
+    return [
+        *found,
+        Field.of(BLOCK_SIZE, block),
+        Field.of(TARGET_LAYERS, [x + 1 for x in layers]),
+        Field.of(MASK, mask),
+    ]
+
+
+def _tokenizer(file: GGUF, model: Path | None) -> list[Field]:
+    if model is None:
+        raise _refusal(
+            file,
+            "tokenizer.ggml.tokens",
+            None,
+            "a tokenizer",
+            "Add --target: the target's is taken.",
+        )
+    return [field for field in target.describe(gguf_read.read(model)).tokenizer if field.name != MASK]
+
+
+def _old(file: GGUF, key: str) -> Any:
+    """A value of DFlash's own keys, which stood behind the architecture or by themselves."""
+    return file.own(f"dflash.{key}", file.get(f"dflash.{key}"))
+
+
+def _planned(file: GGUF, tensor: Tensor) -> Planned:
+    vector = len(tensor.shape) == 1 and tensor.kind.name in types.FLOATS
+    kind = types.BY_NAME["f32"] if vector else tensor.kind
+    name = _TENSORS.get(tensor.name, tensor.name)
+    return Planned(name=name, kind=kind, shape=tensor.shape, pieces=partial(recoded, file, tensor, kind, types.encode))
+
+
+def _refusal(file: GGUF, what: str, found: object, wanted: str, remedy: str) -> ConversionError:
+    return ConversionError(file.name, what, found="not there" if found is None else found, wanted=wanted, remedy=remedy)

@@ -1,0 +1,130 @@
+"""A drafter's file in smaller types: matrices shrink, what steers the drafter does not, and every key stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ConversionError
+from ..files import replacing
+from . import gguf_read, gguf_write, types, verify
+from .draft import FILE_TYPES, QUANTIZATION_VERSION
+from .drafter import ARCHITECTURE
+from .gguf_read import GGUF, Field, Tensor
+from .gguf_write import Planned, Progress
+from .types import Bytes, Encoder, TensorType
+
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16")
+"""What a file can be quantised to. A mixture (_m) keeps values and ffn_down at six bits."""
+
+_MIXTURES = {"q5_k_m": ("q5_k", "q6_k"), "q4_k_m": ("q4_k", "q6_k")}
+_BLOCK = re.compile(r"blk\.\d+\.(attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight")
+_RICH = {"attn_v", "ffn_down"}
+_STEERING = {"fc.weight", "token_embd.weight", "output.weight", "markov_w1.weight", "markov_w2.weight",
+             "selector_predecessor.weight", "selector_successor.weight", "selector_hidden.weight"}  # fmt: skip
+"""Matrices that every draft goes through: eight bits at least."""
+
+_CHANGED = {"general.file_type", "general.quantization_version"}
+_SMALL = "q8_0"
+
+
+def needs_library(kind: str) -> bool:
+    """Does only ggml itself make this type?"""
+    return any(name not in types.WITHOUT_LIBRARY for name in _MIXTURES.get(kind, (kind,)))
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    *,
+    kind: str,
+    encode: Encoder = types.encode,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the drafter in `source`, of F32, F16 or BF16 tensors, to `out` in the type `kind` of TYPES.
+
+    encode: for types that ggml itself has to make. Raises ConversionError if the source is no such file or lacks what
+    a drafter needs; afterwards every key but the file's type is compared with the source's.
+    """
+    gguf_write.check_output(out, source)
+    file = gguf_read.read(source)
+    if file.architecture not in (ARCHITECTURE, verify.EAGLE3):
+        raise ConversionError(
+            file.name, "general.architecture", found=file.architecture, wanted=f"{ARCHITECTURE} or {verify.EAGLE3}",
+            remedy="For whole models there is llama.cpp's llama-quantize.",
+        )  # fmt: skip
+    verify.target_layers(file)
+    tensors = [_planned(file, tensor, kind, encode) for tensor in file.tensors.values()]
+    with replacing(out) as made:
+        gguf_write.write(made, fields(file, kind), tensors, progress)
+        made.flush()
+        _check_keys(file, gguf_read.read(Path(made.name), called=out.name))
+
+
+def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> Iterator[Bytes]:
+    """A tensor's rows in another type. ConversionError for a value that it cannot hold."""
+    for piece in file.pieces(tensor):
+        if kind == tensor.kind:
+            yield piece
+            continue
+        values = types.decode(piece, tensor.kind)
+        largest = float(np.abs(values).max())
+        most = types.F16_MAX if kind.name not in ("f32", "bf16") else float(np.finfo(np.float32).max)
+        if not largest <= most:
+            raise ConversionError(
+                file.name, f"a value of {tensor.name}", found=f"{largest:g}", wanted=f"numbers up to {most:g}",
+                remedy="The training failed, or the file is damaged: fetch it again.",
+            )  # fmt: skip
+        yield encode(values, kind)
+
+
+def _planned(file: GGUF, tensor: Tensor, kind: str, encode: Encoder) -> Planned:
+    wanted = chosen(tensor, kind)
+    if wanted != tensor.kind and tensor.kind.name not in types.FLOATS:
+        raise ConversionError(
+            file.name, f"the type of {tensor.name}", found=tensor.kind.name, wanted="f32, f16 or bf16",
+            remedy="Quantise the file that this one was made of: what was lost twice is lost for good.",
+        )  # fmt: skip
+    pieces = partial(recoded, file, tensor, wanted, encode)
+    return Planned(name=tensor.name, kind=wanted, shape=tensor.shape, pieces=pieces)
+
+
+def chosen(tensor: Tensor, kind: str) -> TensorType:
+    """What a tensor is stored as; a row that is no whole blocks of a type gets a larger one."""
+    block = _BLOCK.fullmatch(tensor.name)
+    if len(tensor.shape) != 2 or not (block or tensor.name in _STEERING):
+        return tensor.kind
+    plain, rich = _MIXTURES.get(kind, (kind, kind))
+    name = rich if block and block[1] in _RICH else plain
+    if not block and name not in (*types.FLOATS, _SMALL):
+        name = _SMALL
+    for candidate in (name, _SMALL):
+        if tensor.shape[0] % types.BY_NAME[candidate].block == 0:
+            return types.BY_NAME[candidate]
+    return tensor.kind
+
+
+def fields(file: GGUF, kind: str) -> list[Field]:
+    """Those of the file, of another type."""
+    found = [field for field in file.fields.values() if field.name not in _CHANGED]
+    found[1:1] = [
+        Field.of("general.file_type", FILE_TYPES[kind]),
+        Field.of("general.quantization_version", QUANTIZATION_VERSION),
+    ]
+    return found
+
+
+def _check_keys(before: GGUF, after: GGUF) -> None:
+    """Every key as it was, byte for byte."""
+    kept = {name: field for name, field in after.fields.items() if name not in _CHANGED}
+    for name, field in before.fields.items():
+        if name in _CHANGED or name == "general.alignment":
+            continue
+        if kept.get(name) != field:
+            raise ConversionError(
+                after.name, name, found=kept.get(name, "missing"), wanted="the source's", remedy="Nothing was written."
+            )

@@ -1,0 +1,201 @@
+"""llama.cpp's own converter, from the pinned source, in a child process: it needs torch, and nothing else here does."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from .. import env
+from ..errors import ConversionError, LibraryError
+from ..files import check_writable
+from ..native import library
+from . import checkpoint, gguf_read, gguf_write, safetensors, verify
+
+TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
+"""What a whole model is written as; auto is the 16-bit type that loses least."""
+
+NEEDED = ("torch", "transformers", "sentencepiece", "google.protobuf")
+"""What the converter imports, for some model or other."""
+
+_SCRIPT = "convert_hf_to_gguf.py"
+_PARTS = (_SCRIPT, "conversion", "gguf-py")
+_LLAMA = "llama.cpp"
+_PIN = Path(__file__).parents[2] / "vendor/pin.toml"  # in a checkout that is not built
+_TAIL = 12
+
+
+def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str] = (), shown: bool = False) -> None:
+    """Write the Hugging Face model in `folder` to `out`, as a whole or not at all.
+
+    kind: of TYPES. arguments: further ones for llama.cpp's converter. shown: on stderr goes what it says; otherwise
+    only the end of it, if it fails. Raises LibraryError with what is missing and where to get it, ConversionError if
+    the folder is none or the converter fails.
+    """
+    check_writable(out)
+    _check_folder(folder, "the folder of a Hugging Face checkpoint", "Give the folder that was fetched.")
+    _refuse_without_packages()
+    with converter() as script, tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
+        # whole paths, so that no name is taken for an option
+        made = (Path(parts) / out.name).resolve()
+        given = [str(folder.resolve()), "--outfile", str(made), "--outtype", kind, *arguments]
+        _run([sys.executable, str(script), *given], folder.name, shown=shown)
+        files = sorted(Path(parts).iterdir())  # of some kinds the name gets a prefix
+        if len(files) != 1:
+            raise ConversionError(
+                folder.name, "what llama.cpp's converter wrote", found=f"{len(files)} files", wanted="one",
+                remedy="Leave out arguments that split it.",
+            )  # fmt: skip
+        gguf_read.read(files[0], called=out.name)
+        _publish(files[0], out)
+
+
+def convert_draft(
+    folder: Path, out: Path, *, model: Path, target_folder: Path, kind: str, rope_differs: bool, shown: bool = False
+) -> None:
+    """Write a drafter of any kind that llama.cpp converts to `out`, checked before and after.
+
+    model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
+    """
+    gguf_write.check_output(out, model)
+    _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
+    _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
+    checkpoint.check_block_size(folder)
+    safetensors.read_folder(folder)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
+        made = Path(parts) / out.name
+        convert_model(
+            folder, made, kind=kind, arguments=["--target-model-dir", str(target_folder.resolve())], shown=shown
+        )
+        verify.verify(made, model=model, rope_differs=rope_differs, called=out.name)
+        _publish(made, out)
+
+
+def _check_folder(folder: Path, wanted: str, remedy: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConversionError(str(folder), "config.json", found="not there", wanted=wanted, remedy=remedy)
+
+
+def _refuse_without_packages() -> None:
+    missing = [name for name in NEEDED if not _installed(name)]
+    if missing:
+        raise LibraryError(
+            f"llama.cpp's converter needs {', '.join(missing)}, and {sys.prefix} does not have it: "
+            "pip install 'kvflash-ggml[convert]'"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
+def _run(command: list[str], name: str, *, shown: bool) -> None:
+    settings = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
+    settings["PYTHONDONTWRITEBYTECODE"] = "1"  # the source lies in a cache that is as it was unpacked
+    with tempfile.TemporaryFile() as said:
+        place = None if shown else said
+        done = subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, stdout=place, stderr=place, check=False)
+        if done.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").rstrip().splitlines()
+            raise ConversionError(
+                name, "the exit code of llama.cpp's converter", found=done.returncode, wanted="0",
+                remedy="It says why above." if shown else "\n".join(["It said:", *lines[-_TAIL:]]),
+            )  # fmt: skip
+
+
+def _publish(made: Path, out: Path) -> None:
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    made.replace(out)
+
+
+# --- the source
+
+
+class Pin(NamedTuple):
+    """The sdist that the package is built from."""
+
+    version: str
+    sha256: str
+
+
+@contextlib.contextmanager
+def converter() -> Iterator[Path]:
+    """The script: in a checkout of one's own, in a build's cache, or unpacked from the pinned sdist for a while."""
+    if (given := env.llama_source()) is not None:
+        yield _script(given.expanduser())
+        return
+    pin = pinned()
+    tree = env.cache_dir() / "src" / pin.sha256[:12]
+    if (tree / ".complete").is_file() and (tree / _LLAMA / _SCRIPT).is_file():
+        yield _script(tree / _LLAMA)
+        return
+    sdist = _sdist(pin)
+    with tempfile.TemporaryDirectory() as name:
+        _unpack(sdist, Path(name))
+        yield _script(Path(name))
+
+
+def pinned() -> Pin:
+    """From what was built, or else from the checkout. LibraryError if there is neither."""
+    try:
+        info = library.build_info()
+        return Pin(str(info["llama_cpp_python"]), str(info["sdist_sha256"]))
+    except LibraryError:
+        text = _PIN.read_text(encoding="utf-8") if _PIN.is_file() else ""
+        found = [re.search(rf'^{key} = "(.+)"', text, re.MULTILINE) for key in ("version", "sha256")]
+        if not all(found):
+            raise
+        return Pin(*(match[1] for match in found if match))
+
+
+def _script(tree: Path) -> Path:
+    if not (tree / _SCRIPT).is_file():
+        raise LibraryError(f"{tree} is no llama.cpp source: it has no {_SCRIPT}")
+    return tree / _SCRIPT
+
+
+def _sdist(pin: Pin) -> Path:
+    given = env.sdist()
+    path = given.expanduser() if given else env.cache_dir() / "sdist" / f"llama_cpp_python-{pin.version}.tar.gz"
+    if path.is_file() and _hash(path) == pin.sha256:
+        return path
+    raise LibraryError(
+        f"llama.cpp's converter is in the source of llama-cpp-python {pin.version}, and {path} is not it: fetch it "
+        f"with 'pip download --no-deps --no-binary llama-cpp-python llama-cpp-python=={pin.version}', and set "
+        "KVFLASH_SDIST to the file"
+    )
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _unpack(sdist: Path, folder: Path) -> None:
+    with tarfile.open(sdist, "r:gz") as archive:
+        for member in archive:
+            inner = PurePosixPath(member.name).parts[3:]  # llama_cpp_python-VERSION/vendor/llama.cpp/...
+            if not member.isfile() or not inner or inner[0] not in _PARTS or ".." in inner:
+                continue
+            content = archive.extractfile(member)
+            assert content is not None
+            place = folder.joinpath(*inner)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content.read())

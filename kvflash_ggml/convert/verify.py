@@ -1,0 +1,234 @@
+"""A finished drafter's file, looked at as llama.cpp and its target will."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConversionError
+from . import drafter, gguf_read, target, types
+from .drafter import ARCHITECTURE, MASK, Drafter
+from .gguf_read import GGUF
+from .gguf_write import Progress
+from .target import Target
+
+EAGLE3 = "eagle3"
+
+_AGAIN = "Convert the checkpoint again: kvflash-convert draft."
+_OTHER = "Give the target that it was trained for."
+
+
+def verify(
+    path: Path,
+    *,
+    model: Path | None,
+    rope_differs: bool = False,
+    called: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> str:
+    """Check a drafter's file, beside its target `model` if one is given; every tensor is read. In words, what it is.
+
+    A DFlash drafter is checked throughout, an EAGLE3 one for what it shares with its target. called: what errors name
+    the file. Raises ConversionError with what is wrong, what was wanted and what helps.
+    """
+    file = gguf_read.read(path, called=called)
+    aim = None if model is None else target.describe(gguf_read.read(model))
+    if file.architecture == ARCHITECTURE:
+        words = _verify_dflash(file, aim, rope_differs=rope_differs)
+    elif file.architecture == EAGLE3:
+        words = _verify_eagle3(file, aim)
+    else:
+        raise ConversionError(
+            file.name, "general.architecture", found=file.architecture, wanted=f"{ARCHITECTURE} or {EAGLE3}",
+            remedy="A file with the older names of DFlash becomes one with kvflash-convert migrate.",
+        )  # fmt: skip
+    if aim is not None and (found := target.vocabulary(file)) != aim.vocabulary:
+        raise ConversionError(
+            file.name, "the hash of the tokens", found=found, wanted=f"{aim.vocabulary}, the target's", remedy=_OTHER
+        )
+    check_values(file, progress)
+    return words
+
+
+def describe(file: GGUF) -> Drafter:
+    """What a DFlash file says of itself. ConversionError if a key is missing or a number cannot be."""
+    layers = _whole(file, "block_count")
+    pattern = file.own("attention.sliding_window_pattern", [])
+    head_dim = _whole(file, "attention.key_length")
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    found = Drafter(
+        where=file.name,
+        hidden=_whole(file, "embedding_length"),
+        layers=layers,
+        heads=_whole(file, "attention.head_count"),
+        heads_kv=_whole(file, "attention.head_count_kv"),
+        head_dim=head_dim,
+        ff=_whole(file, "feed_forward_length"),
+        vocab=0 if tokens is None else tokens.count,
+        epsilon=_number(file, "attention.layer_norm_rms_epsilon"),
+        theta=_number(file, "rope.freq_base"),
+        rotary=_optional(file, "rope.dimension_count") or head_dim,
+        block=_whole(file, "block_size"),
+        mask=_integer(file, MASK),
+        target_layers=target_layers(file),
+        context=_optional(file, "context_length"),
+        window=_optional(file, "attention.sliding_window") or None,
+        sliding=tuple(pattern) if isinstance(pattern, list) else (),
+    )
+    if (value := file.own("attention.value_length", found.head_dim)) != found.head_dim:
+        raise found.refusal("value length", value, f"{found.head_dim}, the key length", _AGAIN)
+    drafter.check(found)
+    return found
+
+
+def target_layers(file: GGUF) -> tuple[int, ...]:
+    """ConversionError if the file does not name them, as quantisers that know no drafters leave them out."""
+    layers = file.get(f"{file.architecture}.target_layers")
+    if not isinstance(layers, list):
+        raise ConversionError(
+            file.name, f"{file.architecture}.target_layers", found=layers, wanted="an array of layers",
+            remedy="They were lost when the file was made: take the file or the checkpoint that it was made of.",
+        )  # fmt: skip
+    drafter.check_target_layers(file.name, layers)
+    return tuple(layers)
+
+
+def check_values(file: GGUF, progress: Progress) -> None:
+    """ConversionError for a value that is NaN or infinite, or a vector that is not F32."""
+    total, done = sum(tensor.nbytes for tensor in file.tensors.values()), 0
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 1 and tensor.kind.name not in ("f32", "i64", "i32"):
+            raise ConversionError(
+                file.name,
+                f"the type of {tensor.name}",
+                found=tensor.kind.name,
+                wanted="f32, as every norm",
+                remedy=_AGAIN,
+            )
+        for piece in file.pieces(tensor):
+            if not types.all_finite(piece, tensor.kind):
+                raise ConversionError(
+                    file.name, f"a value of {tensor.name}", found="NaN or infinite", wanted="finite numbers",
+                    remedy="The training failed, or the file is damaged: fetch it again.",
+                )  # fmt: skip
+            done += piece.nbytes
+            progress(done, total)
+
+
+def _verify_dflash(file: GGUF, aim: Target | None, *, rope_differs: bool) -> str:
+    if file.own("hyper_connection.count"):
+        raise ConversionError(
+            file.name, "hyper_connection.count", found="there", wanted="none",
+            remedy="Drafts of DeepSeek V4 cannot be used here: its memory cannot be pooled.",
+        )  # fmt: skip
+    it = describe(file)
+    if aim is not None:
+        drafter.check_pair(it, aim, rope_differs=rope_differs)
+    found = {name: tensor.shape for name, tensor in file.tensors.items()}
+    plain = drafter.shapes(it)
+    # keys can serve as values
+    wanted = {name: shape for name, shape in plain.items() if not name.endswith("attn_v.weight")}
+    drafter.check_tensors(file.name, found, wanted=wanted, optional={**plain, **_extras(file, it)}, remedy=_AGAIN)
+    _check_map(file, it.vocab)
+    layers = ", ".join(map(str, it.target_layers))
+    return f"a DFlash drafter of {it.layers} layers, blocks of {it.block}, that reads the inputs of layers {layers}"
+
+
+def _extras(file: GGUF, it: Drafter) -> dict[str, tuple[int, ...]]:
+    """What llama.cpp takes in a file of this architecture beside plain DFlash: heads, sinks, DFlash2's and DSpark's."""
+    rank, kernel = _length(file, "markov_w1.weight"), _optional(file, "conv_kernel_size") or 0
+    group, selector = _optional(file, "conv_group_size") or 1, _optional(file, "selector_rank") or 0
+    draft = _length(file, "d2t") or it.vocab
+    projected = 2 * kernel * (it.hidden // group)
+    found: dict[str, tuple[int, ...]] = {
+        "d2t": (draft,),
+        "token_embd.weight": (it.hidden, it.vocab),
+        "output.weight": (it.hidden, draft),
+        "markov_w1.weight": (rank, it.vocab),
+        "markov_w2.weight": (rank, draft),
+        "conf_proj.weight": (it.hidden + rank, 1),
+        "conf_proj.bias": (1,),
+        "selector_predecessor.weight": (selector, it.vocab),
+        "selector_successor.weight": (selector, it.vocab),
+        "selector_hidden.weight": (it.hidden, selector),
+        "rope_freqs.weight": (it.head_dim // 2,),
+    }
+    for layer in range(it.layers):
+        block: dict[str, tuple[int, ...]] = {
+            "attn_sinks.weight": (it.heads,), "post_attention_norm.weight": (it.hidden,),
+            "post_ffw_norm.weight": (it.hidden,), "layer_output_scale.weight": (1,),
+            "attn_conv_base": (it.hidden, kernel, 2), "attn_conv_proj.weight": (it.hidden, projected),
+            "ffn_conv_base": (it.hidden, kernel, 2), "ffn_conv_proj.weight": (it.hidden, projected),
+        }  # fmt: skip
+        found.update({f"blk.{layer}.{name}": shape for name, shape in block.items()})
+    return found
+
+
+def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
+    layers = target_layers(file)
+    if len(layers) != 3:
+        raise ConversionError(file.name, "target layers", found=list(layers), wanted="three", remedy=_AGAIN)
+    hidden, width = _whole(file, "target_hidden_size"), _whole(file, "embedding_length")
+    fc = file.tensors.get("fc.weight")
+    if fc is None or fc.shape != (3 * hidden, width):
+        found = "missing" if fc is None else list(fc.shape)
+        raise ConversionError(
+            file.name, "the shape of fc.weight", found=found, wanted=f"{[3 * hidden, width]}", remedy=_AGAIN
+        )
+    if aim is not None:
+        drafter.check_inputs(file.name, layers, aim, output=True)
+        if hidden != aim.hidden:
+            raise ConversionError(
+                file.name, "target_hidden_size", found=hidden, wanted=f"{aim.hidden}, the target's", remedy=_OTHER
+            )
+        _check_map(file, aim.vocab)
+    return f"an EAGLE3 drafter that reads the inputs of layers {', '.join(map(str, layers))}"
+
+
+def _check_map(file: GGUF, vocab: int) -> None:
+    """A draft's own vocabulary: different tokens of the target's, all of them there."""
+    tensor = file.tensors.get("d2t")
+    if tensor is None:
+        return
+    found = tensor.kind.name
+    if found == "i64":
+        ids = np.concatenate([piece.reshape(-1).view(np.int64) for piece in file.pieces(tensor)])
+        if ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids):
+            return
+        found = f"{len(np.unique(ids))} different tokens of {len(ids)}, {ids.min()} to {ids.max()}"
+    raise ConversionError(
+        file.name, "d2t", found=found, wanted=f"different tokens as i64, 0 to {vocab - 1}", remedy=_AGAIN
+    )
+
+
+def _length(file: GGUF, name: str) -> int:
+    tensor = file.tensors.get(name)
+    return 0 if tensor is None else tensor.shape[0]
+
+
+def _optional(file: GGUF, key: str) -> int | None:
+    return None if file.own(key) is None else _whole(file, key)
+
+
+def _whole(file: GGUF, key: str) -> int:
+    return _integer(file, f"{file.architecture}.{key}")
+
+
+def _integer(file: GGUF, key: str) -> int:
+    value: Any = file.get(key)
+    if type(value) is not int:
+        raise _missing(file, key, value, "a whole number")
+    return value
+
+
+def _number(file: GGUF, key: str) -> float:
+    value = file.own(key)
+    if not isinstance(value, float):
+        raise _missing(file, f"{file.architecture}.{key}", value, "a number")
+    return value
+
+
+def _missing(file: GGUF, key: str, value: object, wanted: str) -> ConversionError:
+    return ConversionError(file.name, key, found="not there" if value is None else value, wanted=wanted, remedy=_AGAIN)
