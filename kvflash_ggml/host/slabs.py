@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from ..errors import HostMemoryError
 
 SLAB_BYTES = 64 << 20
+"""Of the first slab. Others are as large as all before them, up to the largest: pages side by side move in one copy."""
+
+MOST_SLAB_BYTES = 512 << 20
 
 
 class HostMemory(Protocol):
@@ -29,7 +33,7 @@ class Slabs:
         self._most = most
         self._slabs: list[int] = []
         self._made = 0  # pages in the slabs
-        self._free: list[int] = []
+        self._free: list[int] = []  # a heap: neighbours in the text become neighbours in memory, again and again
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
@@ -40,10 +44,10 @@ class Slabs:
             if self._slab_pages() == 0:
                 return 0
             self._add_slab()
-        return self._free.pop()
+        return heapq.heappop(self._free)
 
     def give_back(self, address: int) -> None:
-        self._free.append(address)
+        heapq.heappush(self._free, address)
 
     def close(self) -> None:
         """Free all memory."""
@@ -59,7 +63,8 @@ class Slabs:
 
     def _slab_pages(self) -> int:
         """Pages of the next slab; 0 if the ceiling allows none."""
-        pages = max(1, SLAB_BYTES // self._page_bytes)
+        size = min(max(SLAB_BYTES, self._made * self._page_bytes), MOST_SLAB_BYTES)
+        pages = max(1, size // self._page_bytes)
         return pages if self._most is None else min(pages, self._most - self._made)
 
     def _add_slab(self) -> None:
@@ -70,8 +75,8 @@ class Slabs:
         address = self._new_slab(count) if refused or ahead is None else ahead.result()
         self._slabs.append(address)
         self._made += count
-        pages = range(address, address + count * self._page_bytes, self._page_bytes)
-        self._free.extend(reversed(pages))  # neighbours in the text become neighbours in memory
+        for page in range(address, address + count * self._page_bytes, self._page_bytes):
+            heapq.heappush(self._free, page)
         if self._slab_pages() > 0:
             self._next = self._ahead.submit(self._new_slab, self._slab_pages())
 

@@ -101,7 +101,19 @@ kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
     }
 }
 
+kvf_status read_pool(kvf_engine & engine, const llama_batch & batch) {
+    if (engine.pool.stages) {
+        engine.pool.stages->reserved = false;
+    }
+    return decode(engine, batch);
+}
+
 kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch & batch) {
+    if (plan.n_tokens > KVF_BLOCK && !engine.pool.stages->reserved) {  // a prompt: longer steps follow
+        if (const auto status = kvf_stages_reserve(engine)) {
+            return status;
+        }
+    }
     kvf_stream_begin(engine, plan);
     const auto decoded = decode(engine, batch);
     const auto status  = kvf_stream_end(engine, decoded);
@@ -143,7 +155,7 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
 
     engine->pool.plan = plan;
     const auto start  = std::chrono::steady_clock::now();
-    const auto status = plan->n_streamed == 0 ? decode(*engine, batch) : stream(*engine, *plan, batch);
+    const auto status = plan->n_streamed == 0 ? read_pool(*engine, batch) : stream(*engine, *plan, batch);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
     return status;

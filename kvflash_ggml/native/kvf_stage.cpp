@@ -57,14 +57,21 @@ void make_memory(kvf_stages & stages, kvf_stages::ring & ring, const ggml_tensor
     }
 }
 
-// Compute buffers for the largest streamed step, and a look at its graph.
-kvf_status reserve(kvf_engine & engine, kvf_stages & stages) {
+// The graph of the largest streamed step, with memory to compute it.
+ggml_cgraph * reserve(kvf_engine & engine, kvf_stages & stages) {
     stages.active = true;
     stages.n_kv   = stages.n_slots;
     stages.first  = std::max<int64_t>(0, stages.n_slots - GGML_PAD(stages.n_tokens + KVF_BLOCK, KVF_STAGE_PAD) - KVF_STAGE_PAD);
     const auto n_outputs = std::min<uint32_t>(stages.n_tokens, engine.ctx.get_cparams().n_outputs_max);
     auto *     graph     = llama_graph_reserve(&engine.ctx, stages.n_tokens, 1, n_outputs);
-    stages.active = false;
+    stages.active   = false;
+    stages.reserved = graph != nullptr;
+    return graph;
+}
+
+// Can every layer be attended through its stage?
+kvf_status check_graph(kvf_engine & engine, kvf_stages & stages) {
+    auto * graph = reserve(engine, stages);
     if (!graph) {
         return kvf_fail(KVF_STATUS_MEMORY, "no memory to compute steps of %lld tokens over %lld",
                         (long long) stages.n_tokens, (long long) stages.n_slots);
@@ -139,7 +146,7 @@ kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens
         kvf_synchronize(engine);
         engine->pool.stages.reset();
         engine->pool.stages = std::make_shared<kvf_stages>(*engine, n_slots, n_tokens);
-        const auto status = reserve(*engine, *engine->pool.stages);
+        const auto status = check_graph(*engine, *engine->pool.stages);
         *device_bytes = engine->pool.stages->device_bytes;
         if (status) {
             engine->pool.stages.reset();
@@ -149,6 +156,11 @@ kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens
         engine->pool.stages.reset();
         return kvf_fail(KVF_STATUS_MEMORY, "no memory for stages of %d slots: %s", n_slots, err.what());
     }
+}
+
+kvf_status kvf_stages_reserve(kvf_engine & engine) {
+    return reserve(engine, *engine.pool.stages) ? KVF_STATUS_SUCCESS
+                                                : kvf_fail(KVF_STATUS_MEMORY, "no memory to compute a streamed step");
 }
 
 uint64_t kvf_streamed_ticket(const kvf_engine * engine) {

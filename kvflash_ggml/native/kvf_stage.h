@@ -45,6 +45,10 @@ struct kvf_stages {
     uint64_t            bytes        = 0;  // copied from page images so far
     uint64_t            ticket       = 0;  // the transfers of the newest streamed step
 
+    // Is the compute buffer that of the largest streamed step? Another kind of step makes it its own, and each longer text
+    // would then have it made again.
+    bool reserved = false;
+
     // of the running step
     bool                 active = false;
     const kvf_plan *     plan   = nullptr;  // null while memory is reserved
@@ -62,6 +66,9 @@ struct kvf_stages {
 
 // The layer whose stage an attention node reads, or null.
 kvf_stages::layer * kvf_attended(kvf_stages & stages, const ggml_tensor * node);
+
+// Make room to compute the largest streamed step.
+kvf_status kvf_stages_reserve(kvf_engine & engine);
 
 // Around llama_decode of a plan that streams.
 kvf_status kvf_stream_check(const kvf_engine & engine, const kvf_plan & plan);
