@@ -14,6 +14,7 @@ from .doctor import doctor
 from .execute import execute
 from .report import version_line
 from .run import run
+from .serve import serve
 from .snapshot import snapshot
 
 INTERRUPTED = 130
@@ -77,6 +78,7 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run serve model.gguf --kvflash auto             OpenAI's API, and a page
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run calibrate model.gguf                        which heads find what is asked for
@@ -85,6 +87,7 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(serve)
 main.add_command(doctor)
 main.add_command(execute)
 main.add_command(calibrate)

@@ -36,6 +36,8 @@ class SavingLlama(llama_cpp.Llama):
     _logits_all: bool = False
     _requires_eval: bool  # without a pool
     _accepted: int = 0  # tokens of the text while drafts are verified
+    kvflash_branch: int | None = None
+    """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
     def _open_snapshots(self, session: Session) -> None:
         read = fingerprint.of_llama(self, session.engine)
@@ -205,6 +207,48 @@ class SavingLlama(llama_cpp.Llama):
             if saved.logits is not None:
                 self.scores[self.n_tokens - 1] = saved.logits
 
+    # --- texts that are put aside in this process
+
+    @in_turn
+    def park(self) -> SessionState:
+        """The text and its memory as a value, to be released; it stays at hand. Its page images are not copied.
+
+        Raises HostMemoryError where there is no room for what only the device holds.
+        """
+        self._snapshots()
+        return self._saved(None)
+
+    @changing
+    def resume(self, parked: SessionState) -> None:
+        """Go on from a text that `park` or `read_parked` has given, bit for bit. It can be resumed again.
+
+        Raises SnapshotError where a page cannot be read, HostMemoryError: nothing has changed then.
+        """
+        self._snapshots()
+        self._go_on_from(parked.share())
+
+    def write_parked(self, parked: SessionState, path: str | Path) -> None:
+        """Write a parked text to a file as `save_snapshot` does. Raises SnapshotError."""
+        self._snapshots().save(parked.share(), Path(path), compress=False).result()
+
+    def read_parked(self, path: str | Path) -> SessionState:
+        """Open a file of `save_snapshot` or `write_parked`, to be resumed and released. Raises SnapshotError."""
+        return self._snapshots().load(Path(path))
+
+    @in_turn
+    def checkpoint(self) -> None:
+        """Keep what is not pooled as it is now, so that the text can be cut to here. Nothing where all is pooled."""
+        self._snapshots()
+        assert self._session is not None
+        self._catch_up(self._session)
+        self._session.checkpoints.before_step(self._session.length, wanted=True)
+
+    @in_turn
+    def newest_logits(self) -> npt.NDArray[np.single]:
+        """A copy of the logits of the newest token. KVFlashError where none are kept."""
+        row: npt.NDArray[np.single] = self._logits_row(self.n_tokens - 1).copy()
+        return row
+
     # --- prefix cache
 
     @in_turn
@@ -257,8 +301,8 @@ class SavingLlama(llama_cpp.Llama):
 
     def _branch(self, tokens: Sequence[int]) -> int | None:
         """Where to keep a checkpoint in a prompt, because other texts are known to go on differently from there."""
-        if self._prefixes is None:
-            return None
+        if self.kvflash_branch is not None or self._prefixes is None:
+            return self.kvflash_branch
         return self._prefixes.branch(np.asarray(tokens, np.int32), self.n_tokens)
 
 

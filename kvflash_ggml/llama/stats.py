@@ -56,6 +56,17 @@ class PoolStats:
         return self._session.table.resident_chunks
 
     @property
+    def stateful(self) -> bool:
+        """Is there memory that is not pooled (recurrent state, sliding windows), so that a cut needs a checkpoint?"""
+        info = self._session.engine.info
+        return info.recurrent or info.n_swa > 0
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Lengths to which the text can be cut where not all memory is pooled."""
+        return tuple(sorted(self._session.checkpoints.state()))
+
+    @property
     def page_ins(self) -> int:
         """Chunks that came back from the host."""
         return self._session.page_ins

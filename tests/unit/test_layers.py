@@ -13,7 +13,9 @@ PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
 FLOORS = [
     {"__main__"},
     {"cli", "bench"},
+    {"server"},
     {"__init__"},
+    {"batching"},
     {"llama", "convert"},
     {"calibration", "prefix_cache", "drafter"},
     {"snapshot"},

@@ -1,0 +1,112 @@
+"""One answer: the prompt is read, tokens are drawn, text goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+from ..errors import ContextFull
+from .messages import Finished, Piece, Started, Usage
+from .model import Model
+from .seat import Seat
+from .text import TextStream
+from .waiting import Job
+
+
+class Cancelled(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class DeadlinePassed(Exception):
+    """The answer took too long."""
+
+
+class Answer:
+    """check: called between two steps; what it raises ends the answer, and what was read stays at hand."""
+
+    def __init__(
+        self, job: Job, model: Model, seat: Seat, clock: Callable[[], float], *, check: Callable[[], None]
+    ) -> None:
+        self._job = job
+        self._model = model
+        self._seat = seat
+        self._clock = clock
+        self._check = check
+        self._began = clock()
+        self._seated = self._first = self._last = 0.0
+        self._to_read = 1
+        self._tokens: list[int] = []
+        self._before: Mapping[str, Any] = {}
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        request, now = self._job.request, self._clock()
+        read = bool(self._first)
+        return Usage(
+            prompt=len(request.tokens) if read else 0,
+            cached=len(request.tokens) - self._to_read if read else 0,
+            generated=len(self._tokens),
+            queue_s=self._began - self._job.submitted,
+            restore_s=(self._seated or now) - self._began,
+            prompt_s=(self._first or now) - (self._seated or now),
+            generation_s=self._last - self._first if read else 0.0,
+        )
+
+    def make(self) -> Finished:
+        """Make the answer, its pieces to the job's sink. Returns what ends it."""
+        request, model, sink = self._job.request, self._model, self._job.sink
+        room = model.n_ctx - len(request.tokens)
+        if room < 1:
+            raise ContextFull(
+                f"Requested tokens ({len(request.tokens) + 1}) exceed context window of {model.n_ctx}: shorten the "
+                f"prompt, or start the server with a larger -c"
+            )
+        conversation = self._seat.take(request)
+        self._before = model.counters()
+        sink(Started(conversation=conversation.id))
+        self._seated = self._clock()
+        text = TextStream(request.stop)
+        most, reason = min(request.max_tokens, room), "length"
+        with closing(model.generate(request, branch=self._seat.branch(request), progress=self._progress)) as stream:
+            for token in stream:
+                self._last = self._clock()
+                if not self._first:
+                    self._first = self._last
+                    model.checkpoint()  # another turn, or this one again, goes on from the prompt's end
+                if most == 0:
+                    break
+                if model.ends(token) and not request.ignore_eos:
+                    reason = "stop"
+                    break
+                self._tokens.append(token)
+                told = None if request.logprobs is None else model.logprob(token, request.logprobs)
+                piece, logprobs = text.push(model.piece(token), told)
+                if piece or logprobs:
+                    sink(Piece(text=piece, logprobs=logprobs))
+                if text.stopped is not None:
+                    reason = "stop"
+                    break
+                if len(self._tokens) >= most:
+                    break
+                self._check()
+        piece, logprobs = text.finish()
+        if piece or logprobs:
+            sink(Piece(text=piece, logprobs=logprobs))
+        model.checkpoint()
+        return Finished(
+            reason=reason, usage=self.usage, stop=text.stopped, tokens=tuple(self._tokens), report=self._report()
+        )
+
+    def _progress(self, done: int, total: int) -> None:
+        if not self._first:
+            self._to_read = total
+        self._check()
+
+    def _report(self) -> dict[str, Any]:
+        """What the pool did for this answer."""
+        now, before = self._model.counters(), self._before
+        moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs") if name in now}
+        kept = ("length", "chunks", "resident", "evicted_mass", "policy")
+        return {**{name: now[name] for name in kept if name in now}, **moved}

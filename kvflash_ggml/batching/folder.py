@@ -1,0 +1,80 @@
+"""Conversations as files, for the next start of the server."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+logger = logging.getLogger("kvflash_ggml")
+
+SUFFIX = ".kvs"
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+"""What a file may be called: never a path, and never hidden."""
+
+_PARKED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0-9]{1,12})\.kvs")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stored:
+    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from."""
+
+    path: Path
+    id: str
+    salt: str
+    prompt: int
+    places: Sequence[int] | None
+    current: bool = True
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Folder:
+    """`parked/` in it has what the server puts aside; files of names that users give lie beside that.
+
+    ConfigError if it cannot be made or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._parked = self.path / "parked"
+        try:
+            self._parked.mkdir(parents=True, exist_ok=True)
+            probe = self._parked / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as err:
+            raise ConfigError(
+                f"cannot write to the session folder {path}: {err.strerror or err}: name a folder that can be written"
+            ) from err
+
+    def named(self, name: str) -> Path:
+        """The file of a name that a user gives. ConfigError if it is none."""
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name[:80]!r} cannot name a file: use 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-', not beginning "
+                f"with a dot"
+            )
+        return self.path / (name if name.endswith(SUFFIX) else f"{name}{SUFFIX}")
+
+    def place(self, id: str, salt: str, prompt: int, *, places: Sequence[int] | None) -> Stored:
+        """Where a conversation goes."""
+        return Stored(
+            path=self._parked / f"{id}~{salt}~{prompt}{SUFFIX}", id=id, salt=salt, prompt=prompt, places=places
+        )
+
+    def stored(self) -> Iterator[Stored]:
+        """What is there, the one written longest ago first. Other files are left alone."""
+        found = []
+        for path in self._parked.iterdir():
+            match = _PARKED.fullmatch(path.name)
+            if match is not None and path.is_file() and not path.is_symlink():
+                found.append((path.stat().st_mtime, path, match))
+        for _, path, match in sorted(found, key=lambda entry: entry[:2]):
+            yield Stored(path=path, id=match["id"], salt=match["salt"], prompt=int(match["prompt"]), places=None)

@@ -1,0 +1,180 @@
+"""A `Llama` as the model of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from ..errors import KVFlashError
+from ..llama.bias import with_bias
+from ..state.session import SessionState
+from .messages import Logprob, Request
+from .model import Parked, usable
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
+
+class ParkedSession:
+    """A saved session on the shelf."""
+
+    def __init__(self, saved: SessionState, *, stateful: bool) -> None:
+        self.saved = saved
+        self._stateful = stateful
+
+    @property
+    def tokens(self) -> Int32s:
+        return self.saved.tokens
+
+    @property
+    def places(self) -> Sequence[int] | None:
+        return tuple(sorted(self.saved.checkpoints)) if self._stateful else None
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        yield id(self), self.saved.own_size
+        for page in self.saved.pages:
+            yield id(page), self.saved.heap.page_bytes
+        for blob in self.saved.blobs:
+            yield id(blob), blob.size
+        for row in self.saved.rows:
+            yield id(row), row.nbytes
+
+    def release(self) -> None:
+        self.saved.release()
+
+
+class LlamaModel:
+    """Drives a `Llama` with a pool by its public calls. KVFlashError for one without."""
+
+    def __init__(self, llm: Llama) -> None:
+        if llm.kvflash is None:
+            raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
+        import llama_cpp
+
+        self._llm = llm
+        self._stats = llm.kvflash
+        vocab = llm._model.vocab
+        self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
+        self._pieces: dict[int, tuple[bytes, bool]] = {}
+
+    @property
+    def llm(self) -> Llama:
+        return self._llm
+
+    @property
+    def n_ctx(self) -> int:
+        return self._llm.n_ctx()
+
+    @property
+    def stateful(self) -> bool:
+        return self._stats.stateful
+
+    @property
+    def tokens(self) -> Int32s:
+        return self._llm.input_ids[: self._llm.n_tokens]
+
+    def usable(self, tokens: Int32s) -> int:
+        places = self._stats.checkpoints if self.stateful else None
+        return usable(self.tokens, places, tokens)
+
+    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+        llm, sampling = self._llm, request.sampling
+        processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
+        grammar = None
+        if sampling.grammar is not None:
+            from llama_cpp.llama_grammar import LlamaGrammar
+
+            grammar = LlamaGrammar.from_string(sampling.grammar, verbose=False)
+        llm.set_seed(sampling.seed)
+        llm.kvflash_progress, llm.kvflash_branch = progress, branch
+        for lo, hi in request.pins:
+            llm.kvflash.pin(lo, hi)  # type: ignore[union-attr]
+        try:
+            with closing(
+                llm.generate(
+                    request.tokens.tolist(),
+                    temp=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    min_p=sampling.min_p,
+                    repeat_penalty=sampling.repeat_penalty,
+                    frequency_penalty=sampling.frequency_penalty,
+                    presence_penalty=sampling.presence_penalty,
+                    logits_processor=processor,
+                    grammar=grammar,
+                )
+            ) as stream:
+                yield from stream
+        finally:
+            llm.kvflash_progress = llm.kvflash_branch = None
+
+    def piece(self, token: int) -> bytes:
+        return self._known(token)[0]
+
+    def ends(self, token: int) -> bool:
+        return self._known(token)[1]
+
+    def _known(self, token: int) -> tuple[bytes, bool]:
+        known = self._pieces.get(token)
+        if known is None:
+            piece = bytes(self._llm._model.detokenize([token]))
+            known = self._pieces[token] = (piece, self._is_eog(token))
+        return known
+
+    def logprob(self, token: int, top: int) -> Logprob:
+        logits: Floats = self._llm.newest_logits()
+        most = logits.max()
+        shares = logits - (most + np.log(np.exp(logits - most, dtype=np.float64).sum()))
+        best = np.argpartition(-shares, top)[:top] if 0 < top < len(shares) else np.empty(0, np.intp)
+        best = best[np.argsort(-shares[best], kind="stable")]
+        told = tuple((int(t), self.piece(int(t)), float(shares[t])) for t in best)
+        return Logprob(token=token, piece=self.piece(token), logprob=float(shares[token]), top=told)
+
+    def checkpoint(self) -> None:
+        if self.stateful:
+            self._llm.checkpoint()
+
+    def park(self) -> ParkedSession:
+        return ParkedSession(self._llm.park(), stateful=self.stateful)
+
+    def resume(self, parked: Parked) -> None:
+        assert isinstance(parked, ParkedSession)
+        self._llm.resume(parked.saved)
+
+    def reset(self) -> None:
+        self._llm.reset()
+
+    def pin(self, lo: int, hi: int) -> None:
+        self._stats.pin(lo, hi)
+
+    def write(self, parked: Parked, path: Path) -> None:
+        assert isinstance(parked, ParkedSession)
+        self._llm.write_parked(parked.saved, path)
+
+    def read(self, path: Path) -> ParkedSession:
+        return ParkedSession(self._llm.read_parked(path), stateful=self.stateful)
+
+    def counters(self) -> Mapping[str, Any]:
+        stats = self._stats
+        return {
+            "pool": stats.pool,
+            "length": stats.length,
+            "chunks": stats.chunks,
+            "resident": stats.resident,
+            "page_ins": stats.page_ins,
+            "page_outs": stats.page_outs,
+            "page_bytes": stats.page_bytes,
+            "host_bytes": stats.host_bytes,
+            "spilled_bytes": stats.spilled_bytes,
+            "device_bytes": stats.device_bytes,
+            "evicted_mass": stats.evicted_mass,
+            "policy": stats.policy,
+        }
+
+    def close(self) -> None:
+        self._llm.close()

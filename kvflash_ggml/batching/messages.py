@@ -1,0 +1,125 @@
+"""What goes to the engine's thread and what comes back: plain values, so that both sides could be processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..arrays import Int32s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. grammar: in GBNF, checked before it comes here; None for any text."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One answer that is asked for.
+
+    tokens: the prompt. logprobs: how many alternatives to tell of each token, None for none of it. conversation: a hint
+    which text to go on from; the tokens decide. salt: only texts of the same salt are gone on from. key: whose it is;
+    keys take turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse:
+    may it go on from what is known, and be gone on from? pins: token ranges that stay on the device.
+    """
+
+    id: str
+    tokens: Int32s
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    conversation: str | None = None
+    salt: str = ""
+    key: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
+    reuse: bool = True
+    pins: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """A token that was chosen: its bytes and the log of its probability, before any sampling. top: the likeliest."""
+
+    token: int
+    piece: bytes
+    logprob: float
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an answer took. cached: tokens of the prompt that were not read again. Times in seconds."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prompt_s: float = 0.0
+    generation_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The request has its seat. conversation: the name of the text that it goes on with."""
+
+    conversation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """More of the answer: text that is final, and what is to be told of its tokens."""
+
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The answer has ended. reason: "stop", or "length" at a limit. stop: the stop string it ended at.
+
+    report: of the pool while it was made, for those who ask.
+    """
+
+    reason: str
+    usage: Usage
+    stop: str | None = None
+    tokens: tuple[int, ...] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """There is no more to come. code: one of those below; message: for the user."""
+
+    code: str
+    message: str
+
+
+Event = Started | Piece | Finished | Failed
+
+CANCELLED, DEADLINE, QUEUE_DEADLINE, CONTEXT, INTERNAL, SHUTDOWN = (
+    "cancelled",
+    "timeout",
+    "queue_timeout",
+    "context_length_exceeded",
+    "internal_error",
+    "shutdown",
+)
+"""Codes of `Failed`."""

@@ -1,0 +1,111 @@
+"""What a scheduler asks of a model: one text at hand, and others that can take its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..arrays import Int32s, common_prefix
+from .messages import Logprob, Request
+
+
+class Parked(Protocol):
+    """A text that was put aside. It goes on bit for bit, and is released when nobody wants it any more."""
+
+    @property
+    def tokens(self) -> Int32s: ...
+
+    @property
+    def places(self) -> Sequence[int] | None:
+        """Where, before its end, it can be gone on from; None for anywhere."""
+        ...
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """What it keeps in memory, as (identity, bytes); several texts may have a part together."""
+        ...
+
+    def release(self) -> None: ...
+
+
+def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
+    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
+    shared = min(common_prefix(text, tokens), len(tokens) - 1)
+    if places is None or shared == len(text):
+        return shared
+    return max((place for place in places if place <= shared), default=0)
+
+
+class Model(Protocol):
+    """All calls are made on one thread. `generate` is read to its end, or closed, before the next call."""
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    @property
+    def tokens(self) -> Int32s:
+        """The text at hand."""
+        ...
+
+    def usable(self, tokens: Int32s) -> int:
+        """How much of a prompt need not be read if it goes on from the text at hand."""
+        ...
+
+    @property
+    def stateful(self) -> bool:
+        """Can a text be gone on from only where its state was kept?"""
+        ...
+
+    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+        """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.
+
+        branch: where in the prompt to keep the state, because other texts leave it there. progress: called as (done,
+        total) after each step of the prompt; what it raises ends the reading, and what was read is kept.
+        """
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token in an answer."""
+        ...
+
+    def ends(self, token: int) -> bool:
+        """Does an answer end with this token?"""
+        ...
+
+    def logprob(self, token: int, top: int) -> Logprob:
+        """Of a token that `generate` has just given."""
+        ...
+
+    def checkpoint(self) -> None:
+        """Keep the state of the text at hand as it is now, to go back to."""
+        ...
+
+    def park(self) -> Parked:
+        """The text at hand as a value. It stays at hand."""
+        ...
+
+    def resume(self, parked: Parked) -> None:
+        """Put a parked text in place of the one at hand. It is not released."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the text at hand."""
+        ...
+
+    def pin(self, lo: int, hi: int) -> None:
+        """Keep tokens [lo, hi) of the text at hand on the device."""
+        ...
+
+    def write(self, parked: Parked, path: Path) -> None:
+        """Write a parked text to a file. SnapshotError."""
+        ...
+
+    def read(self, path: Path) -> Parked:
+        """Open what `write` has written. SnapshotError."""
+        ...
+
+    def counters(self) -> Mapping[str, Any]:
+        """The pool as it is: plain numbers, for reports and metrics."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,301 @@
+"""The engine's thread: takes requests one after the other, and tells of each step. Nothing else touches the model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import ContextFull, KVFlashError
+from .answer import Answer, Cancelled, DeadlinePassed
+from .folder import Folder
+from .keeping import Keeping
+from .messages import CANCELLED, CONTEXT, DEADLINE, INTERNAL, QUEUE_DEADLINE, SHUTDOWN, Event, Failed, Request, Usage
+from .model import Model
+from .seat import Seat
+from .shelf import Conversation, Shelf
+from .waiting import Job, Waiting
+
+logger = logging.getLogger("kvflash_ggml")
+
+T = TypeVar("T")
+
+SWEEP_S = 0.25
+"""How often the queue is looked through for requests whose time is up, while another runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """most, most_tokens: of the queue. park_bytes: of conversations in memory."""
+
+    most: int = 256
+    most_tokens: int = 1 << 20
+    park_bytes: int = 8 << 30
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start. finished: answers by how they ended."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler(Keeping):
+    """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
+    request that has had the seat, what it took and how it ended. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        limits: Limits | None = None,
+        folder: Folder | None = None,
+        on_end: Callable[[Request, Usage, str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = Limits() if limits is None else limits
+        self.model = model
+        self.waiting = Waiting(most=limits.most, most_tokens=limits.most_tokens)
+        self.shelf = Shelf(
+            capacity=limits.park_bytes,
+            folder=folder,
+            write=lambda parked, place: model.write(parked, place.path),
+            read=lambda place: model.read(place.path),
+        )
+        self.seat = Seat(model, self.shelf, clock)
+        self.totals = Totals()
+        self.folder = folder
+        self._on_end = on_end
+        self._clock = clock
+        self._jobs: dict[str, Job] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._ending = False  # answers that run end too
+        self._running: Job | None = None
+        self._swept = 0.0
+        self._pace = 1.0  # seconds a request, a moving mean
+        self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- from any thread
+
+    @property
+    def running(self) -> Request | None:
+        """Who has the seat."""
+        job = self._running
+        return None if job is None else job.request
+
+    @property
+    def idle(self) -> bool:
+        return self._running is None and len(self.waiting) == 0
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a queue that is full now should have room."""
+        return max(1.0, self._pace)
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+        """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close`."""
+        if self._stopping:
+            raise KVFlashError("the server is shutting down: try again later")
+        job = Job(request=request, sink=sink, submitted=self._clock())
+        self._jobs[request.id] = job
+        try:
+            self.waiting.put(job, retry_after_s=self.retry_after_s)
+        except KVFlashError:
+            del self._jobs[request.id]
+            raise
+        self._wake.set()
+
+    def cancel(self, id: str) -> None:
+        """Nobody waits for this answer any more. It ends before the next step."""
+        job = self._jobs.get(id)
+        if job is not None:
+            job.cancelled = True
+            self._wake.set()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Do something on the engine's thread, between two requests."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as err:
+                future.set_exception(err)
+
+        if self._stopping:
+            future.set_exception(KVFlashError("the server is shutting down: try again later"))
+            return future
+        self._calls.append(run)
+        self._wake.set()
+        return future
+
+    def end_answers(self) -> None:
+        """What runs ends before its next step, with an error that says why."""
+        self._ending = True
+        self._wake.set()
+
+    def places(self) -> dict[str, int]:
+        """How many conversations are where. From any thread: what changes meanwhile may count twice."""
+        counts = {"device": int(self.seat.conversation is not None), "memory": 0, "folder": 0}
+        for conversation in self.shelf:
+            counts[conversation.where] += 1
+        return counts
+
+    def close(self) -> None:
+        """End what runs and waits, put every text aside and store it where there is a folder, close the model."""
+        self._ending = self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- the engine's thread
+
+    def _run(self) -> None:
+        self._adopt()
+        while not self._stopping:
+            self._wake.clear()
+            while self._calls:
+                self._calls.popleft()()
+            self._sweep()
+            job = self.waiting.take()
+            if job is not None:
+                self._serve(job)
+            elif not self._calls and not self._stopping:
+                self._wake.wait(1.0)
+        self._end()
+
+    def _end(self) -> None:
+        for job in self.waiting.remove_if(lambda job: True):
+            self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
+        while self._calls:
+            self._calls.popleft()()
+        try:
+            self.seat.park()
+            self.shelf.close()
+        except Exception:
+            logger.exception("conversations could not be put aside at the end")
+        self.model.close()
+
+    def _adopt(self) -> None:
+        """Take over what the folder has from an earlier run."""
+        for stored in self.folder.stored() if self.folder is not None else ():
+            try:
+                parked = self.model.read(stored.path)
+            except KVFlashError as err:
+                logger.warning("%s is left alone: %s", stored.path.name, err)
+                continue
+            stored.places = parked.places
+            known = Conversation(
+                id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
+            )
+            parked.release()
+            self.shelf.adopt(known)
+
+    def _serve(self, job: Job) -> None:
+        request, self._running = job.request, job
+        began = self._clock()
+        answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
+        reason = INTERNAL
+        try:
+            self._check(job)
+            event: Event = answer.make()
+            reason = event.reason if not isinstance(event, Failed) else event.code  # type: ignore[union-attr]
+        except Cancelled:
+            reason, event = CANCELLED, Failed(code=CANCELLED, message="the client has left")
+        except DeadlinePassed as err:
+            reason, event = DEADLINE, Failed(code=DEADLINE, message=str(err))
+        except ShuttingDown:
+            reason, event = SHUTDOWN, Failed(code=SHUTDOWN, message="the server is shutting down: ask again later")
+        except ContextFull as err:
+            reason, event = CONTEXT, Failed(code=CONTEXT, message=str(err))
+        except KVFlashError as err:
+            logger.warning("request %s: %s", request.id, err)
+            event = Failed(code=INTERNAL, message=str(err))
+        except Exception as err:
+            logger.exception("request %s", request.id)
+            event = Failed(
+                code=INTERNAL, message=f"the server failed at this request ({type(err).__name__}): its log says why"
+            )
+            self._forget_text()
+        usage = answer.usage
+        try:
+            self.seat.settle()
+        except Exception:
+            logger.exception("the text could not be settled")
+            self._forget_text()
+        self.totals.prompt_tokens += usage.prompt
+        self.totals.cached_tokens += usage.cached
+        self.totals.generated_tokens += usage.generated
+        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        self._pace += 0.2 * (self._clock() - began - self._pace)
+        self._running = None
+        if self._on_end is not None:
+            self._on_end(request, usage, reason)
+        self._tell(job, event)
+
+    def _forget_text(self) -> None:
+        try:
+            self.seat.clear()
+        except Exception:
+            logger.exception("the text at hand could not be forgotten")
+
+    def _check(self, job: Job) -> None:
+        """Between two steps: may this answer go on?"""
+        if job.cancelled:
+            raise Cancelled
+        if self._ending:
+            raise ShuttingDown
+        now = self._clock()
+        limit = job.request.timeout_s
+        if limit is not None and now - job.submitted > limit:
+            raise DeadlinePassed(f"the answer took longer than {limit:g} s: ask for fewer tokens, or raise --timeout")
+        if now - self._swept > SWEEP_S:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Take out who has left the queue, or has waited too long."""
+        now = self._swept = self._clock()
+
+        def late(job: Job) -> bool:
+            limits = [x for x in (job.request.timeout_s, job.request.queue_timeout_s) if x is not None]
+            return now - job.submitted > min(limits, default=float("inf"))
+
+        for job in self.waiting.remove_if(lambda job: job.cancelled or late(job)):
+            code = CANCELLED if job.cancelled else QUEUE_DEADLINE
+            said = (
+                "the client has left"
+                if job.cancelled
+                else f"waited {now - job.submitted:.0f} s for its turn: try again later"
+            )
+            self.totals.finished[code] = self.totals.finished.get(code, 0) + 1
+            if self._on_end is not None:
+                self._on_end(job.request, Usage(queue_s=now - job.submitted), code)
+            self._tell(job, Failed(code=code, message=said))
+
+    def _tell(self, job: Job, event: Any) -> None:
+        """The last event of a request."""
+        self._jobs.pop(job.request.id, None)
+        try:
+            job.sink(event)
+        except Exception:
+            logger.exception("request %s: its reader is gone", job.request.id)
+
+
+class ShuttingDown(Exception):
+    """Answers that run end now."""

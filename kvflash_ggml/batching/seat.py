@@ -1,0 +1,172 @@
+"""Whose text is at hand. One seat: a request takes it with the text that saves most of its prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..arrays import common_prefix
+from ..constants import CHUNK
+from ..errors import HostMemoryError, KVFlashError
+from .messages import Request
+from .model import Model, Parked
+from .shelf import Conversation, Shelf
+
+logger = logging.getLogger("kvflash_ggml")
+
+LEAST = 256
+"""Tokens from which another conversation's beginning is worth going on from: fewer are read sooner than restored."""
+
+
+@dataclass(slots=True)
+class SeatCounts:
+    """How often a text was put aside, brought back, gone on from by another, and could not be brought back."""
+
+    parks: int = 0
+    resumes: int = 0
+    forks: int = 0
+    lost: int = 0
+
+
+class Seat:
+    """clock: seconds, for what was used when. Used on one thread."""
+
+    def __init__(self, model: Model, shelf: Shelf, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._shelf = shelf
+        self._clock = clock
+        self._private = False  # the text at hand is not to be gone on from
+        self.conversation: Conversation | None = None
+        self.counts = SeatCounts()
+
+    def take(self, request: Request) -> Conversation:
+        """Bring the text to hand that a request goes on from; whoever had the seat is put aside, if it differs."""
+        tokens, mine, now = request.tokens, self.conversation, self._clock()
+        if not request.reuse:
+            return self._begin(request, private=True)
+        live = shared = 0
+        if mine is not None and mine.salt == request.salt and not self._private:
+            live, shared = self._model.usable(tokens), common_prefix(self._model.tokens, tokens)
+        found, length = self._shelf.find(tokens, salt=request.salt, name=request.conversation)
+        goes_on = mine is not None and _goes_on(shared, mine.prompt, len(self._model.tokens))
+        if (
+            found is not None
+            and length > live
+            and (length >= max(LEAST, live + CHUNK) or (length >= found.prompt > 0 and not goes_on))
+        ):
+            taken = self._resume(found, length, request)
+            if taken is not None:
+                return taken
+            return self.take(request)  # what is lost is off the shelf
+        if mine is None or live == 0 or (live < LEAST and not goes_on):
+            return self._begin(request)
+        if not goes_on:
+            self._park()
+            self.counts.forks += 1
+            mine = self.conversation = _named(request)
+        mine.name, mine.used = request.conversation or mine.name, now
+        mine.prompt = len(tokens)
+        return mine
+
+    def branch(self, request: Request) -> int | None:
+        """Where a prompt leaves texts that are known, if it cannot go on from there: worth keeping the state."""
+        if not self._model.stateful or not request.reuse:
+            return None
+        known = min(self._shelf.known(request.tokens, salt=request.salt), len(request.tokens) - 1)
+        return known if known - self._model.usable(request.tokens) >= LEAST else None
+
+    def settle(self) -> None:
+        """After an answer: a private text is forgotten."""
+        if self._private:
+            self.clear()
+
+    def clear(self) -> None:
+        """Nobody has the seat, and the text at hand is forgotten."""
+        self.conversation, self._private = None, False
+        self._model.reset()
+
+    def park(self) -> None:
+        """Put the text at hand aside."""
+        self._park()
+        self.clear()
+
+    def adopt(self, parked: Parked) -> None:
+        """Go on from a text that was read from a file; whoever had the seat is put aside.
+
+        KVFlashError, and nobody has it.
+        """
+        self._park()
+        try:
+            self._model.resume(parked)
+        except BaseException:
+            self.clear()
+            raise
+        self.conversation = Conversation(tokens=parked.tokens.copy(), prompt=len(parked.tokens))
+        self._private = False
+
+    def _begin(self, request: Request, *, private: bool = False) -> Conversation:
+        self._park()
+        self._model.reset()
+        self.conversation, self._private = _named(request), private
+        return self.conversation
+
+    def _park(self) -> None:
+        """Put the text at hand on the shelf. Where there is no room at all it is let go of, and read again later."""
+        mine = self.conversation
+        if mine is None or self._private or not len(self._model.tokens):
+            return
+        self.conversation = None
+        while True:
+            try:
+                parked = self._model.park()
+                break
+            except HostMemoryError as err:
+                if not self._shelf.evict():
+                    self.counts.lost += 1
+                    logger.warning("a conversation of %d tokens is let go of: %s", len(self._model.tokens), err)
+                    return
+        self._shelf.put(mine, parked, self._clock())
+        self.counts.parks += 1
+
+    def _resume(self, found: Conversation, length: int, request: Request) -> Conversation | None:
+        """None if it is lost, and off the shelf then."""
+        self._park()
+        goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
+        if self._shelf.get(found.id) is None:  # it had to go for the one that was just put aside
+            return None
+        parked = None
+        try:
+            parked = self._shelf.open(found)
+            self._model.resume(parked)
+        except KVFlashError as err:
+            self.counts.lost += 1
+            logger.warning("a conversation of %d tokens is read again: %s", len(found.tokens), err)
+            self._shelf.erase(found)
+            self.clear()
+            return None
+        finally:
+            if parked is not None and parked is not found.parked:
+                parked.release()
+        self.counts.resumes += 1
+        if goes_on:
+            self._shelf.take(found)
+        else:
+            self.counts.forks += 1
+            self._shelf.touch(found, self._clock())
+            found = _named(request)
+        found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
+        self.conversation, self._private = found, False
+        return found
+
+
+def _goes_on(shared: int, prompt: int, length: int) -> bool:
+    """Is a request that shares so much with a text of this length its continuation, or does it leave it for another?
+
+    One that has all of the last prompt is, whatever it makes of the answer; so is one that has all there is of a text.
+    """
+    return shared > 0 and (shared >= prompt or shared == length)
+
+
+def _named(request: Request) -> Conversation:
+    return Conversation(name=request.conversation, salt=request.salt, tokens=request.tokens, prompt=len(request.tokens))

@@ -1,0 +1,229 @@
+"""Conversations that are not at hand: in memory, or in the folder, the longest unused first to go."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ..arrays import Int32s, common_prefix
+from ..constants import CHUNK
+from ..errors import KVFlashError
+from .folder import Folder, Stored
+from .model import Parked, usable
+
+logger = logging.getLogger("kvflash_ggml")
+
+MAX_CONVERSATIONS = 4096
+"""Each is looked at when a request comes that begins as it does."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Conversation:
+    """A text that requests go on with. It is at hand, or on the shelf.
+
+    id: ours. name: what requests call it, if they do. salt: whose texts may go on from it. tokens: as it was put aside.
+    prompt: how many of them the last request gave; a request that leaves the text before that is another conversation.
+    parked: in memory; stored: in the folder.
+    """
+
+    id: str = field(default_factory=lambda: f"c-{secrets.token_hex(8)}")
+    name: str | None = None
+    salt: str = ""
+    tokens: Int32s
+    prompt: int = 0
+    parked: Parked | None = None
+    stored: Stored | None = None
+    used: float = 0.0
+
+    @property
+    def where(self) -> str:
+        return "memory" if self.parked is not None else "folder" if self.stored is not None else "device"
+
+    def usable(self, tokens: Int32s) -> int:
+        """How much of a prompt need not be read if it goes on from here."""
+        source = self.parked if self.parked is not None else self.stored
+        return 0 if source is None else usable(self.tokens, source.places, tokens)
+
+
+@dataclass(slots=True)
+class ShelfCounts:
+    """Conversations that left memory for the folder, and that were let go of."""
+
+    stored: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+class Shelf:
+    """capacity: bytes in memory. folder: where those go that find no room, None to let go of them. read: opens a stored
+    one, write: stores one. One thread uses it.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        folder: Folder | None = None,
+        write: Callable[[Parked, Stored], None],
+        read: Callable[[Stored], Parked],
+        most: int = MAX_CONVERSATIONS,
+    ) -> None:
+        self._capacity = capacity
+        self._folder = folder
+        self._write = write
+        self._read = read
+        self._most = most
+        self._all: dict[str, Conversation] = {}  # the one used longest ago first
+        self._begins: dict[tuple[str, bytes], list[Conversation]] = {}
+        self._holders: Counter[int] = Counter()
+        self._bytes = 0
+        self.counts = ShelfCounts()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(list(self._all.values()))
+
+    def get(self, id: str) -> Conversation | None:
+        return self._all.get(id)
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory; what several conversations share counts once."""
+        return self._bytes
+
+    def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
+        """The conversation that saves most of a prompt, and how much; of equals one of this name, then the newest."""
+        best, most = None, (0, False, 0.0)
+        for found in self._begins.get(_begin(tokens, salt), ()):
+            length = found.usable(tokens)
+            key = (length, name is not None and found.name == name, found.used)
+            if length and key > most:
+                best, most = found, key
+        return best, most[0]
+
+    def known(self, tokens: Int32s, *, salt: str) -> int:
+        """How long a beginning of a prompt is known, whether or not it can be gone on from there."""
+        others = self._begins.get(_begin(tokens, salt), ())
+        return max((common_prefix(found.tokens, tokens) for found in others), default=0)
+
+    def put(self, conversation: Conversation, parked: Parked, now: float) -> None:
+        """Put a conversation aside. It holds `parked` from here on. Others go if there is no room."""
+        if conversation.id in self._all:
+            self.take(conversation)
+        conversation.tokens, conversation.parked, conversation.used = parked.tokens.copy(), parked, now
+        self._all[conversation.id] = conversation
+        self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)
+        for key, size in parked.parts():
+            self._holders[key] += 1
+            if self._holders[key] == 1:
+                self._bytes += size
+        self.make_room()
+
+    def adopt(self, conversation: Conversation) -> None:
+        """One that the folder had when the server began."""
+        self._all[conversation.id] = conversation
+        self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)
+
+    def touch(self, conversation: Conversation, now: float) -> None:
+        """It has been gone on from by another: it is the last to go."""
+        conversation.used = now
+        self._all[conversation.id] = self._all.pop(conversation.id)
+
+    def make_room(self) -> None:
+        """Bring memory below its capacity, and the number of conversations below its bound."""
+        while self._bytes > self._capacity and self.evict():
+            pass
+        while len(self._all) > self._most:
+            self.counts.dropped += 1
+            self.erase(next(iter(self._all.values())))
+
+    def evict(self) -> bool:
+        """Take the conversation used longest ago out of memory; False if there is none."""
+        oldest = next((c for c in self._all.values() if c.parked is not None), None)
+        if oldest is None:
+            return False
+        if self.store(oldest):
+            self._release(oldest)
+            self.counts.stored += 1
+        else:
+            self.counts.dropped += 1
+            self.erase(oldest)
+        return True
+
+    def store(self, conversation: Conversation) -> bool:
+        """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written."""
+        if self._folder is None:
+            return False
+        if conversation.parked is None or (conversation.stored is not None and conversation.stored.current):
+            return conversation.stored is not None
+        place = self._folder.place(
+            conversation.id, conversation.salt, conversation.prompt, places=conversation.parked.places
+        )
+        try:
+            self._write(conversation.parked, place)
+        except (KVFlashError, OSError) as err:
+            self.counts.failed += 1
+            logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
+            return False
+        if conversation.stored is not None and conversation.stored.path != place.path:
+            conversation.stored.delete()
+        conversation.stored = place
+        return True
+
+    def open(self, conversation: Conversation) -> Parked:
+        """What is to be resumed, and released by the caller if it comes from the folder: see `Conversation.parked`."""
+        if conversation.parked is not None:
+            return conversation.parked
+        assert conversation.stored is not None
+        return self._read(conversation.stored)
+
+    def take(self, conversation: Conversation) -> None:
+        """Off the shelf: it is at hand now. Its memory is let go of, a file stays until a newer one takes its place."""
+        self._release(conversation)
+        self._remove(conversation)
+        if conversation.stored is not None:
+            conversation.stored.current = False
+
+    def erase(self, conversation: Conversation) -> None:
+        """Forget a conversation, its file too."""
+        self._release(conversation)
+        self._remove(conversation)
+        if conversation.stored is not None:
+            conversation.stored.delete()
+            conversation.stored = None
+
+    def _remove(self, conversation: Conversation) -> None:
+        del self._all[conversation.id]
+        begin = _begin(conversation.tokens, conversation.salt)
+        self._begins[begin].remove(conversation)
+        if not self._begins[begin]:
+            del self._begins[begin]
+
+    def _release(self, conversation: Conversation) -> None:
+        parked, conversation.parked = conversation.parked, None
+        if parked is None:
+            return
+        for key, size in parked.parts():
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._bytes -= size
+        parked.release()
+
+    def close(self) -> None:
+        """Store what the folder lacks, and let go of everything."""
+        for conversation in self:
+            self.store(conversation)
+            self._release(conversation)
+        self._all.clear()
+        self._begins.clear()
+
+
+def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
+    """Texts that share less than a chunk are not worth looking at."""
+    return salt, tokens[:CHUNK].astype("<i4").tobytes()

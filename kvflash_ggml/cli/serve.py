@@ -1,0 +1,237 @@
+"""`kvflash-run serve MODEL`: an OpenAI server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .model import log_to_stderr, open_model, plain_errors
+from .options import ModelOptions, OutputOptions, model_options
+from .pool_options import PoolOptions, pool_options
+from .sections import SectionCommand, collected, option
+from .terminal import note
+from .types import Size
+
+_net = option("Network")
+_limits = option("Limits")
+_sessions = option("Conversations")
+_other = option("Other")
+
+_EPILOG = """\b
+Any number of conversations share the pool: one is computed at a time, the others are put
+aside and go on bit for bit. A prompt is read from where it leaves what is known.
+
+\b
+Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /props,
+/slots, /tokenize, /detokenize, /apply-template, /completion, /kvflash/state and more:
+docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does not.
+
+\b
+Every option has a variable: --api-key is KVFLASH_API_KEY, --kvflash is KVFLASH_POOL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetOptions:
+    """Where it listens, and to whom."""
+
+    host: str
+    port: int
+    api_key: tuple[str, ...]
+    api_key_file: Path | None
+    insecure: bool
+    cors_origins: tuple[str, ...]
+    isolate_keys: bool
+    metrics_public: bool
+
+
+net_options = collected(
+    "net",
+    NetOptions,
+    _net("--host", default="127.0.0.1", show_default=True, metavar="NAME", help="Address to listen at."),
+    _net("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, metavar="N", help="0: any free."),
+    _net("--api-key", multiple=True, metavar="KEY", help="Needed by every request; may be repeated.  [default: none]"),
+    _net(
+        "--api-key-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="More keys, one a line.",
+    ),
+    _net("--insecure", is_flag=True, help="Listen at an address that is not loopback without a key."),
+    _net(
+        "--cors-origins", multiple=True, metavar="ORIGIN", help="Pages that may ask; may be repeated.  [default: none]"
+    ),
+    _net("--isolate-keys", is_flag=True, help="Nobody goes on from a text that another key has sent."),
+    _net("--metrics-public", is_flag=True, help="/metrics needs no key."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much is taken at once, and for how long. Times in seconds."""
+
+    max_queue: int
+    max_queued_tokens: int | None
+    max_body: int
+    max_tokens_default: int
+    max_tokens_limit: int | None
+    timeout: float
+    queue_timeout: float
+    stall_timeout: float
+    drain: float
+
+
+def _seconds(name: str, what: str, default: float) -> Any:
+    return _limits(
+        name, type=click.FloatRange(min=0), default=default, show_default=True, metavar="S", help=f"{what} Seconds."
+    )
+
+
+def _count(name: str, what: str, default: int | None = None) -> Any:
+    shown = default is not None
+    return _limits(name, type=click.IntRange(min=1), default=default, show_default=shown, metavar="N", help=what)
+
+
+limit_options = collected(
+    "limits",
+    LimitOptions,
+    _count("--max-queue", "Requests that wait; beyond: 429.", default=256),
+    _count("--max-queued-tokens", "Prompt tokens that wait.  [default: 4 x -c]"),
+    _limits(
+        "--max-body",
+        type=Size(),
+        default="32M",
+        show_default=True,
+        metavar="SIZE",
+        help="Of a request; beyond: 413.",
+    ),
+    _count("--max-tokens-default", "Of an answer that names no limit.", default=4096),
+    _count("--max-tokens-limit", "Of any answer.  [default: the context]"),
+    _seconds("--timeout", "For a request, from its arrival.", 3600),
+    _seconds("--queue-timeout", "For its turn.", 600),
+    _seconds("--stall-timeout", "For a client that does not read.", 60),
+    _seconds("--drain", "For running answers at the end.", 30),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """Where conversations are meanwhile."""
+
+    park_memory: int
+    session_dir: Path | None
+
+
+session_options = collected(
+    "sessions",
+    SessionOptions,
+    _sessions(
+        "--park-memory",
+        type=Size(),
+        default="8G",
+        show_default=True,
+        metavar="SIZE",
+        help="Host memory for conversations that are put aside; the longest unused leaves it first.",
+    ),
+    _sessions(
+        "--session-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Folder for those that find no room there, and for all of them when the server ends.",
+    ),
+)
+
+
+@click.command(
+    cls=SectionCommand,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVFLASH"},
+)
+@click.argument("path", metavar="MODEL", type=str)
+@_other("-a", "--alias", metavar="NAME", help="What the model is called.  [default: the file's name]")
+@_other(
+    "--chat-template-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Jinja template in place of the model's own.",
+)
+@_other("--page/--no-page", default=True, help="Serve the chat page at /.")
+@_other("-v", "--verbose", is_flag=True, help="llama.cpp's log, and tracebacks, on stderr.")
+@_other("-q", "--quiet", is_flag=True, help="Nothing but errors on stderr: no line a request.")
+@net_options
+@session_options
+@limit_options
+@model_options
+@pool_options
+def serve(
+    *,
+    path: str,
+    alias: str | None,
+    chat_template_file: Path | None,
+    page: bool,
+    verbose: bool,
+    quiet: bool,
+    net: NetOptions,
+    sessions: SessionOptions,
+    limits: LimitOptions,
+    loading: ModelOptions,
+    pool: PoolOptions,
+) -> None:
+    """Serve OpenAI's API, with every conversation kept.
+
+    \b
+    kvflash-run serve model.gguf --kvflash auto
+    kvflash-run serve model.gguf --kvflash 8K --session-dir sessions --api-key SECRET --host 0.0.0.0
+    """
+    if pool.kvflash == "off":
+        raise click.UsageError("conversations are put aside in a pool: add --kvflash auto, or a number of tokens")
+    keys = _keys(net)
+    if net.host not in ("127.0.0.1", "localhost", "::1") and not keys and not net.insecure:
+        raise click.UsageError(f"--host {net.host} lets others in: give an --api-key, or say --insecure")
+    log_to_stderr(OutputOptions(as_json=False, stream=False, verbose=verbose, quiet=quiet))
+    with plain_errors(verbose=verbose):
+        try:
+            from ..server.settings import ServerSettings
+            from ..server.start import start
+        except ModuleNotFoundError as err:
+            raise click.ClickException(
+                f"the server needs {err.name}, which is not installed: pip install 'kvflash-ggml[server]'"
+            ) from err
+        template = None if chat_template_file is None else chat_template_file.read_text(encoding="utf-8")
+        settings = ServerSettings(
+            alias=alias or Path(path).stem,
+            host=net.host,
+            port=net.port,
+            keys=keys,
+            cors=net.cors_origins,
+            isolate_keys=net.isolate_keys,
+            public_metrics=net.metrics_public,
+            max_queue=limits.max_queue,
+            max_queued_tokens=limits.max_queued_tokens,
+            max_body=limits.max_body,
+            default_tokens=limits.max_tokens_default,
+            most_tokens=limits.max_tokens_limit,
+            timeout_s=limits.timeout,
+            queue_timeout_s=limits.queue_timeout,
+            stall_timeout_s=limits.stall_timeout,
+            drain_s=limits.drain,
+            park_bytes=sessions.park_memory,
+            session_dir=sessions.session_dir,
+            page=page,
+        )
+        with open_model(path, loading=loading, pool=pool, verbose=verbose) as llm:
+            if not quiet and not verbose:
+                note(llm.kvflash.banner())
+            start(
+                llm, settings, template=template, ready=lambda address: note(f"serving {settings.alias} at {address}")
+            )
+
+
+def _keys(net: NetOptions) -> tuple[str, ...]:
+    lines = [] if net.api_key_file is None else net.api_key_file.read_text(encoding="utf-8").splitlines()
+    keys = tuple(key for key in (*net.api_key, *(line.strip() for line in lines)) if key)
+    if net.api_key_file is not None and not keys:
+        raise click.UsageError(f"{net.api_key_file} has no key: write one a line")
+    return keys

@@ -1,0 +1,101 @@
+"""The application: which path goes where, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from . import conversations, llamacpp, openai
+from .errors import ApiError
+from .front import Front
+from .guard import Guard
+from .metrics import Metrics
+
+logger = logging.getLogger("kvflash_ggml")
+
+Endpoint = Callable[[Front, Request], Awaitable[Response]]
+
+NOT_HERE = {
+    "/v1/embeddings": "a server of embeddings needs a context of its own: run one beside this",
+    "/v1/messages": "use /v1/chat/completions",
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/rerank": "this server makes text only",
+    "/rerank": "this server makes text only",
+    "/infill": "use /completion with the marks of the model",
+    "/v1/audio/transcriptions": "this server reads text only",
+    "/v1/images/generations": "this server makes text only",
+}
+"""What clients may look for, and what to do instead."""
+
+
+def make_app(front: Front, metrics: Metrics) -> Starlette:
+    """All endpoints, behind the guard."""
+
+    def route(path: str, endpoint: Endpoint, *methods: str) -> Route:
+        async def call(request: Request) -> Response:
+            return await endpoint(front, request)
+
+        return Route(path, call, methods=list(methods) or ["GET"])
+
+    async def show_metrics(front: Front, request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def refusing(path: str, instead: str) -> Route:
+        async def call(front: Front, request: Request) -> Response:
+            raise ApiError(501, f"{path} is not served: {instead}", code="not_served")
+
+        return route(path, call, "POST")
+
+    routes = [
+        route("/v1/chat/completions", openai.chat, "POST"),
+        route("/chat/completions", openai.chat, "POST"),
+        route("/v1/completions", openai.completions, "POST"),
+        route("/v1/models", openai.models),
+        route("/v1/models/{model:path}", openai.models),
+        route("/models", openai.models),
+        route("/health", llamacpp.health),
+        route("/v1/health", llamacpp.health),
+        route("/metrics", show_metrics),
+        route("/props", llamacpp.props),
+        route("/slots", llamacpp.slots),
+        route("/slots/{id}", llamacpp.slot_action, "POST"),
+        route("/tokenize", llamacpp.tokenize, "POST"),
+        route("/detokenize", llamacpp.detokenize, "POST"),
+        route("/apply-template", llamacpp.apply_template, "POST"),
+        route("/completion", llamacpp.completion, "POST"),
+        route("/kvflash/state", conversations.state),
+        route("/kvflash/conversations", conversations.conversations),
+        route("/kvflash/conversations/{id}", conversations.erase, "DELETE"),
+        route("/kvflash/conversations/{id}/{action}", conversations.action, "POST"),
+        *(refusing(path, instead) for path, instead in NOT_HERE.items()),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=front.settings)],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _any_error},
+    )
+
+
+async def _api_error(request: Request, err: Exception) -> Response:
+    assert isinstance(err, ApiError)
+    return err.response()
+
+
+async def _http_error(request: Request, err: Exception) -> Response:
+    assert isinstance(err, HTTPException)
+    said = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not for this path"}
+    answer = ApiError(err.status_code, said.get(err.status_code, str(err.detail))).response()
+    answer.headers.update(err.headers or {})
+    return answer
+
+
+async def _any_error(request: Request, err: Exception) -> Response:
+    logger.error("%s %s", request.method, request.url.path, exc_info=err)
+    return ApiError(500, "the server failed at this request: its log says why", code="internal_error").response()

@@ -1,0 +1,76 @@
+"""What a client is told when it cannot have what it asks for, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.responses import Response
+
+from ..batching import messages
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+_STATUS = {
+    messages.CANCELLED: 499,
+    messages.DEADLINE: 504,
+    messages.QUEUE_DEADLINE: 503,
+    messages.CONTEXT: 400,
+    messages.INTERNAL: 500,
+    messages.SHUTDOWN: 503,
+}
+
+
+class ApiError(Exception):
+    """status: of HTTP. code: for programs. param: the field that is wrong. retry_after_s: when to come again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return Response(json.dumps(self.body), self.status, headers, media_type="application/json")
+
+
+def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:
+    """How an answer failed, for its client."""
+    status = _STATUS.get(failed.code, 500)
+    again = retry_after_s if status == 503 else None
+    param = "messages" if failed.code == messages.CONTEXT else None
+    return ApiError(status, failed.message, code=failed.code, param=param, retry_after_s=again)

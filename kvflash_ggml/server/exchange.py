@@ -1,0 +1,192 @@
+"""One request on its way through the scheduler: its events, its client that may leave, its answer in frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..batching.messages import CANCELLED, Event, Failed, Finished, Request
+from ..batching.scheduler import Scheduler
+from ..batching.waiting import QueueFull
+from ..errors import KVFlashError
+from .errors import ApiError, from_failure
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+class Inbox:
+    """Events from the engine's thread, for the loop it is made in."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[Event] = deque()
+        self._ready = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """From any thread. An event that comes after the loop has ended is nobody's."""
+        self._events.append(event)
+        try:
+            self._loop.call_soon_threadsafe(self._ready.set)
+        except RuntimeError:
+            return
+
+    async def get(self, timeout_s: float | None = None) -> Event | None:
+        """The next event; None if there is none for so long."""
+        # a timer and not wait_for, which makes a task for each token
+        late = asyncio.Event()
+        timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._time_is_up, late)
+        while not self._events and not late.is_set():
+            self._ready.clear()
+            if not self._events:  # one that came meanwhile has set it before it was cleared
+                await self._ready.wait()
+        if timer is not None:
+            timer.cancel()
+        return self._events.popleft() if self._events else None
+
+    def _time_is_up(self, late: asyncio.Event) -> None:
+        late.set()
+        self._ready.set()
+
+
+class Exchange:
+    """Submits at once; ApiError if the queue is full. Whoever makes one reads it to its end, or closes it."""
+
+    def __init__(self, scheduler: Scheduler, request: Request, receive: Receive) -> None:
+        self._scheduler = scheduler
+        self.request = request
+        self._inbox = Inbox()
+        try:
+            scheduler.submit(request, self._inbox.put)
+        except QueueFull as err:
+            raise ApiError(429, str(err), code="queue_full", retry_after_s=err.retry_after_s) from None
+        except KVFlashError as err:
+            raise ApiError(503, str(err), code="shutdown", retry_after_s=scheduler.retry_after_s) from None
+        self._watcher = asyncio.create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        """Cancel the request when its client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+
+    def cancel(self) -> None:
+        self._scheduler.cancel(self.request.id)
+        self._inbox.put(Failed(code=CANCELLED, message="the client has left"))
+
+    async def events(self, *, ping_s: float | None = None) -> AsyncIterator[Event | None]:
+        """All events, and None where there has been none for a while. The last one is Finished or Failed."""
+        try:
+            while True:
+                event = await self._inbox.get(ping_s)
+                if event is None and ping_s is None:
+                    continue
+                yield event
+                if isinstance(event, Finished | Failed):
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """The client wants no more; a request that still runs is cancelled."""
+        self._watcher.cancel()
+        self._scheduler.cancel(self.request.id)
+
+    def error(self, failed: Failed) -> ApiError:
+        return from_failure(failed, retry_after_s=self._scheduler.retry_after_s)
+
+
+class EventStream(Response):
+    """An answer in frames as they come. frames: of an event, as bytes to be sent; errors are a frame, then the end.
+
+    A client that takes nothing for `stall_s` is given up. The headers go out at once, so that nobody on the way cuts
+    the connection while a long prompt is read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        frames: Callable[[Event], Iterable[bytes]],
+        *,
+        ping_s: float,
+        stall_s: float,
+        first: bytes = b"",
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._exchange = exchange
+        self._frames = frames
+        self._ping_s = ping_s
+        self._stall_s = stall_s
+        self._first = first
+        self._stalled = False
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if self._first:
+                await self._send(send, self._first)
+            async for event in self._exchange.events(ping_s=self._ping_s):
+                if event is None:
+                    await self._send(send, PING)
+                elif isinstance(event, Failed):
+                    if event.code == CANCELLED:
+                        return
+                    await self._send(send, frame({**self._exchange.error(event).body}) + DONE)
+                else:
+                    data = b"".join(self._frames(event))
+                    if data:
+                        await self._send(send, data)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            return  # the client is gone
+        except asyncio.CancelledError:
+            if not self._stalled:
+                raise
+        finally:
+            self._exchange.close()
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up, task)
+        try:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            timer.cancel()
+
+    def _give_up(self, task: asyncio.Task[Any]) -> None:
+        """The client does not read."""
+        self._stalled = True
+        task.cancel()
+
+
+def frame(value: Any) -> bytes:
+    """One event of a stream."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+async def collected(exchange: Exchange, take: Callable[[Event], Any]) -> Finished:
+    """Read an exchange to its end; each event to `take`. ApiError if it fails."""
+    last: Event | None = None
+    async for event in exchange.events():
+        assert event is not None
+        take(event)
+        last = event
+    if isinstance(last, Failed):
+        raise exchange.error(last)
+    assert isinstance(last, Finished)
+    return last

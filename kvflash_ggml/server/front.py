@@ -1,0 +1,176 @@
+"""What all endpoints share: the scheduler, the model's prompts, limits, and the body of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from ..batching.messages import Request, Sampling
+from ..batching.scheduler import Scheduler
+from ..errors import ConfigError
+from . import schemas
+from .errors import ApiError
+from .exchange import Exchange
+from .prompts import Prompts
+from .schema import _Sampled
+from .settings import ServerSettings
+
+T = TypeVar("T")
+
+THREADS = 4
+"""For templates, tokenising and grammars, which are C or long."""
+
+KEY = "kvflash.key"
+"""Where in a request's scope its key's digest is."""
+
+
+class Front:
+    """What the endpoints work with. `draining`: nothing new is taken; `ready`: the model is loaded."""
+
+    def __init__(self, settings: ServerSettings, scheduler: Scheduler, prompts: Prompts) -> None:
+        self.settings = settings
+        self.scheduler = scheduler
+        self.prompts = prompts
+        self.created = int(time.time())
+        self.draining = False
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
+
+    async def work(self, function: Callable[..., T], *args: Any, **more: Any) -> T:
+        """Run on a thread. What a user can do wrong there is his error."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
+        except ConfigError as err:
+            raise ApiError(400, str(err), code="invalid_value") from None
+
+    async def engine(self, work: Callable[[], T]) -> T:
+        """Run on the engine's thread, between two requests."""
+        try:
+            return await asyncio.wrap_future(self.scheduler.call(work))
+        except ConfigError as err:
+            raise ApiError(400, str(err), code="invalid_value") from None
+
+    async def body(self, request: HttpRequest) -> Any:
+        """The JSON of a body. ApiError for one that is too large, or none."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "the body must be application/json", code="content_type")
+        most, data = self.settings.max_body, bytearray()
+        try:
+            async for part in request.stream():
+                data += part
+                if len(data) > most:
+                    raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended too early", code="invalid_json") from None
+        return await self.work(_loads, bytes(data))
+
+    def admit(self) -> None:
+        """ApiError while the server is draining."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
+
+    def make(
+        self,
+        http: HttpRequest,
+        asked: _Sampled,
+        tokens: list[int],
+        *,
+        kind: str,
+        most: int | None,
+        logprobs: int | None = None,
+        grammar: str | None = None,
+    ) -> Request:
+        """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
+        n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
+        if not tokens:
+            raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
+        if len(tokens) + 1 > n_ctx:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens, and the context has room for {n_ctx} with the answer: "
+                f"shorten it, or start the server with a larger -c",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        wanted = settings.default_tokens if most is None else most
+        if settings.most_tokens is not None:
+            wanted = min(wanted, settings.most_tokens)
+        for lo, hi in pool.pins:
+            if not 0 <= lo < hi <= len(tokens):
+                raise ApiError(400, f"kvflash.pins: [{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
+        key = http.scope.get(KEY, "")
+        reuse = pool.cache_prompt and asked.cache_prompt is not False
+        return Request(
+            id=f"{kind}-{secrets.token_hex(12)}",
+            tokens=np.array(tokens, np.int32),
+            max_tokens=wanted,
+            sampling=self._sampling(asked, grammar),
+            stop=asked.stops,
+            ignore_eos=asked.ignore_eos,
+            logprobs=logprobs,
+            conversation=pool.conversation,
+            salt=_salt(key if settings.isolate_keys else "", pool.cache_salt),
+            key=key,
+            priority=pool.priority,
+            timeout_s=settings.timeout_s,
+            queue_timeout_s=settings.queue_timeout_s,
+            reuse=reuse,
+            pins=tuple(pool.pins),
+        )
+
+    def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:
+        usual, bias = Sampling(), {}
+        for token, value in (asked.logit_bias or {}).items():
+            if not token.isdecimal() or int(token) >= self.prompts.n_vocab:
+                raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")
+            bias[int(token)] = value
+        names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+        given = {name: getattr(asked, name) for name in names}
+        values = {name: getattr(usual, name) if value is None else value for name, value in given.items()}
+        seed = secrets.randbits(32) if asked.seed is None or asked.seed < 0 else asked.seed & 0xFFFFFFFF
+        return Sampling(**values, seed=seed, logit_bias=bias, grammar=grammar)
+
+    async def grammar(self, *, text: str | None, schema: dict[str, Any] | None, any_json: bool) -> str | None:
+        """A grammar as text, of a schema, or of any JSON; checked."""
+        if sum((text is not None, schema is not None or any_json)) > 1:
+            raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
+        if text is None and schema is None and not any_json:
+            return None
+        if schema is not None:
+            schemas.check(schema, "response_format")
+        return await self.work(self._grammar, text, schema)
+
+    def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
+        grammar = self.prompts.schema_grammar(schema) if text is None else text
+        self.prompts.check_grammar(grammar)
+        return grammar
+
+    def exchange(self, http: HttpRequest, request: Request) -> Exchange:
+        return Exchange(self.scheduler, request, http.receive)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
+
+
+def _salt(key: str, salt: str) -> str:
+    if not key and not salt:
+        return ""
+    return hashlib.sha256(f"{key}\0{salt}".encode()).hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""Who may ask: keys, host names, origins. Before anything else sees a request."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .front import KEY
+from .settings import LOOPBACK, ServerSettings
+
+logger = logging.getLogger("kvflash_ggml")
+
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
+
+
+class Guard:
+    """ASGI middleware. Keys are compared as digests, all of them and in constant time."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        allowed = origin is not None and (origin in self._settings.cors or "*" in self._settings.cors)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                out = MutableHeaders(scope=message)
+                out["X-Content-Type-Options"] = "nosniff"
+                if allowed and origin is not None:
+                    out["Access-Control-Allow-Origin"] = origin
+                    out.add_vary_header("Origin")
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            if scope["method"] == "OPTIONS":
+                await self._preflight(headers, allowed)(scope, receive, answer)
+                return
+            scope[KEY] = self._key(scope["path"], headers)
+        except ApiError as err:
+            await err.response()(scope, receive, answer)
+            return
+        await self._app(scope, receive, answer)
+
+    def _check_host(self, headers: Headers) -> None:
+        """A page elsewhere whose name leads to this machine may not ask an open server."""
+        if self._settings.keys or not self._settings.loopback:
+            return
+        host = headers.get("host", "").lower()
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if name.strip("[]") not in LOOPBACK:
+            raise ApiError(403, "this server answers to loopback names only: give it a key to open it", code="host")
+
+    def _key(self, path: str, headers: Headers) -> str:
+        """A short digest of the key; "" on an open server."""
+        if not self._digests:
+            return ""
+        bearer = headers.get("authorization", "")
+        given = bearer[7:].strip() if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+        known = False
+        for one in self._digests:
+            known |= hmac.compare_digest(one, digest)
+        if known:
+            return digest.hex()[:16]
+        if path in OPEN_PATHS or (path == "/metrics" and self._settings.public_metrics):
+            return ""
+        raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _preflight(self, headers: Headers, allowed: bool) -> Response:
+        if not allowed or "access-control-request-method" not in headers:
+            return ApiError(403, "browsers may not ask from this origin: --cors-origins", code="cors").response()
+        return Response(
+            status_code=204,
+            headers={
+                "Access-Control-Allow-Methods": "GET, POST, DELETE",
+                "Access-Control-Allow-Headers": "authorization, content-type, x-api-key",
+                "Access-Control-Max-Age": "600",
+            },
+        )

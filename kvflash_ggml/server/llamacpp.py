@@ -1,0 +1,207 @@
+"""llama-server's own endpoints, as far as they make sense with a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from .. import __version__
+from ..batching.messages import Event, Finished, Logprob, Piece
+from ..errors import ConfigError, KVFlashError
+from .errors import ApiError
+from .exchange import EventStream, collected, frame
+from .front import Front
+from .openai import prompt_tokens, render, report, timings
+from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest, parse
+
+
+async def health(front: Front, request: HttpRequest) -> Response:
+    if front.draining:
+        return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response()
+    return JSONResponse({"status": "ok"})
+
+
+async def props(front: Front, request: HttpRequest) -> Response:
+    model = front.scheduler.model
+    return JSONResponse(
+        {
+            "default_generation_settings": {"n_ctx": model.n_ctx},
+            "total_slots": 1,
+            "model_alias": front.settings.alias,
+            "chat_template": front.prompts.template or "",
+            "build_info": f"kvflash_ggml {__version__}",
+            "modalities": {"vision": False, "audio": False},
+            **front.prompts.facts,
+        }
+    )
+
+
+async def slots(front: Front, request: HttpRequest) -> Response:
+    running = front.scheduler.running
+    if running is not None and request.query_params.get("fail_on_no_slot") == "1":
+        raise ApiError(503, "the only seat is taken", code="no_slot", retry_after_s=front.scheduler.retry_after_s)
+    model = front.scheduler.model
+    entry = {
+        "id": 0,
+        "n_ctx": model.n_ctx,
+        "is_processing": running is not None,
+        "n_tokens": model.counters()["length"],
+        "id_task": None if running is None else running.id,
+    }
+    return JSONResponse([entry])
+
+
+async def slot_action(front: Front, request: HttpRequest) -> Response:
+    """`save`, `restore` and `erase` of the text at hand; files lie in the session folder."""
+    if request.path_params["id"] != "0":
+        raise ApiError(404, "there is one slot: 0", code="no_slot")
+    action = request.query_params.get("action")
+    began = time.monotonic()
+    if action == "erase":
+        erased = await front.engine(front.scheduler.erase_seated)
+        return JSONResponse({"id_slot": 0, "n_erased": erased})
+    if action not in ("save", "restore"):
+        raise ApiError(400, "action must be save, restore or erase", param="action")
+    data = await front.body(request)
+    name = data.get("filename") if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        raise ApiError(400, "filename is missing", param="filename")
+    path = _file(front, name)
+    try:
+        if action == "save":
+            count, size = await front.engine(lambda: front.scheduler.save_seated(path))
+            done = {"n_saved": count, "n_written": size}
+        else:
+            if not path.is_file():
+                raise ApiError(404, f"there is no saved session {name!r}", param="filename")
+            done = {"n_restored": await front.engine(lambda: front.scheduler.load_seated(path))}
+    except ApiError:
+        raise
+    except KVFlashError as err:
+        raise ApiError(400, str(err), code="snapshot") from None
+    took = round((time.monotonic() - began) * 1e3, 3)
+    return JSONResponse({"id_slot": 0, "filename": name, **done, "timings": {f"{action}_ms": took}})
+
+
+def _file(front: Front, name: str) -> Any:
+    folder = front.scheduler.folder
+    if folder is None:
+        raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
+    try:
+        return folder.named(name)
+    except ConfigError as err:
+        raise ApiError(400, str(err), param="filename") from None
+
+
+async def tokenize(front: Front, http: HttpRequest) -> Response:
+    asked: TokenizeRequest = parse(TokenizeRequest, await front.body(http))
+    tokens = await front.work(
+        front.prompts.tokenize, asked.content, add_special=asked.add_special, parse_special=asked.parse_special
+    )
+    if not asked.with_pieces:
+        return JSONResponse({"tokens": tokens})
+    return JSONResponse({"tokens": [{"id": t, "piece": _piece(front.prompts.detokenize([t]))} for t in tokens]})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def detokenize(front: Front, http: HttpRequest) -> Response:
+    asked: DetokenizeRequest = parse(DetokenizeRequest, await front.body(http))
+    tokens = await prompt_tokens(front, asked.tokens)
+    text = await front.work(front.prompts.detokenize, tokens)
+    return JSONResponse({"content": text.decode("utf-8", "replace")})
+
+
+async def apply_template(front: Front, http: HttpRequest) -> Response:
+    asked: TemplateRequest = parse(TemplateRequest, await front.body(http))
+    tools = None if asked.tools is None else [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    text = await front.work(render, front, asked.messages, tools, asked.chat_template_kwargs)
+    return JSONResponse({"prompt": text})
+
+
+async def completion(front: Front, http: HttpRequest) -> Response:
+    asked: RawRequest = parse(RawRequest, await front.body(http))
+    front.admit()
+    tokens = await prompt_tokens(front, asked.prompt)
+    grammar = await front.grammar(text=asked.grammar, schema=asked.json_schema, any_json=False)
+    most = None if asked.n_predict < 0 else asked.n_predict
+    logprobs = asked.n_probs or None
+    request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)
+    answer = RawAnswer(front.settings.alias, asked)
+    exchange = front.exchange(http, request)
+    if asked.stream:
+        settings = front.settings
+        return EventStream(exchange, answer.frames, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s)
+    finished = await collected(exchange, answer.take)
+    return JSONResponse(answer.whole(finished))
+
+
+class RawAnswer:
+    """Events in llama-server's own shape."""
+
+    def __init__(self, alias: str, asked: RawRequest) -> None:
+        self._alias, self._asked = alias, asked
+        self._text: list[str] = []
+        self._logprobs: list[Logprob] = []
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._text.append(event.text)
+            self._logprobs += event.logprobs
+
+    def whole(self, finished: Finished) -> dict[str, Any]:
+        return {**self._last(finished, "".join(self._text)), **self._told(self._logprobs)}
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, Piece):
+            yield frame({"index": 0, "content": event.text, "stop": False, "id_slot": 0, **self._told(event.logprobs)})
+        elif isinstance(event, Finished):
+            yield frame(self._last(event, ""))
+
+    def _told(self, logprobs: list[Logprob] | tuple[Logprob, ...]) -> dict[str, Any]:
+        if not logprobs:
+            return {}
+        return {
+            "completion_probabilities": [
+                {
+                    "id": one.token,
+                    "token": one.piece.decode("utf-8", "replace"),
+                    "bytes": list(one.piece),
+                    "logprob": one.logprob,
+                    "top_logprobs": [
+                        {"id": token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), "logprob": value}
+                        for token, piece, value in one.top
+                    ],
+                }
+                for one in logprobs
+            ]
+        }
+
+    def _last(self, finished: Finished, text: str) -> dict[str, Any]:
+        took = finished.usage
+        kind = "limit" if finished.reason == "length" else "word" if finished.stop is not None else "eos"
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": list(finished.tokens) if self._asked.return_tokens else [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self._alias,
+            "tokens_predicted": took.generated,
+            "tokens_evaluated": took.prompt,
+            "tokens_cached": took.cached,
+            "stop_type": kind,
+            "stopping_word": finished.stop or "",
+            "truncated": False,
+            "timings": timings(took),
+            **report(self._asked.kvflash.report, finished),
+        }

@@ -1,0 +1,102 @@
+"""`/metrics`: vLLM's names where the meaning is theirs, under `kvflash:`. No label holds a text, a key or a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..batching.messages import Request, Usage
+from ..batching.scheduler import Scheduler
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class Metrics:
+    """`ended` goes to the scheduler; `attach` says whose counters are shown."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._scheduler: Scheduler | None = None
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, what, namespace="", buckets=buckets, registry=self._registry)
+
+        self._first = histogram("kvflash:time_to_first_token_seconds", "From submission to the first token.")
+        self._between = histogram("kvflash:inter_token_latency_seconds", "Mean of an answer's tokens.", _STEP)
+        self._whole = histogram("kvflash:e2e_request_latency_seconds", "From submission to the end.")
+        self._queued = histogram("kvflash:request_queue_time_seconds", "Until the seat was free.")
+        self._restored = histogram("kvflash:restore_seconds", "To bring a conversation's text to hand.", _STEP)
+        self._registry.register(self)
+
+    def attach(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def ended(self, request: Request, usage: Usage, reason: str) -> None:
+        """A request has had its turn, or left the queue."""
+        took = usage.queue_s + usage.restore_s + usage.prompt_s
+        self._queued.observe(usage.queue_s)
+        if usage.generated:
+            self._first.observe(took)
+            self._restored.observe(usage.restore_s)
+        if usage.generated > 1:
+            self._between.observe(usage.generation_s / (usage.generated - 1))
+        self._whole.observe(took + usage.generation_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        model, totals, seat, shelf = (
+            scheduler.model.counters(),
+            scheduler.totals,
+            scheduler.seat.counts,
+            scheduler.shelf,
+        )
+        blocks = model["pool"] // 64
+        gauges = {
+            "num_requests_running": ("Answers that are being made.", int(scheduler.running is not None)),
+            "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
+            "kv_cache_usage_perc": (
+                "Share of the pool's blocks that the text at hand has.",
+                model["resident"] / blocks,
+            ),
+            "pool_blocks": ("Blocks of the pool.", blocks),
+            "device_bytes": ("The pool on the device.", model["device_bytes"]),
+            "host_bytes": ("Page images in host memory.", model["host_bytes"]),
+            "spilled_bytes": ("Page images in the spill file.", model["spilled_bytes"]),
+            "parked_bytes": ("Conversations put aside in memory.", shelf.size),
+        }
+        for name, (what, value) in gauges.items():
+            yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
+        where = GaugeMetricFamily("kvflash:conversations", "Conversations that are known.", labels=["state"])
+        for state, count in scheduler.places().items():
+            where.add_metric([state], count)
+        yield where
+        counters = {
+            "prompt_tokens": ("Tokens of prompts.", totals.prompt_tokens),
+            "generation_tokens": ("Tokens of answers.", totals.generated_tokens),
+            "prefix_cache_queries": ("Tokens of prompts that were looked for.", totals.prompt_tokens),
+            "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
+            "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
+            "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
+            "conversation_parks": ("Texts that were put aside.", seat.parks),
+            "conversation_resumes": ("Texts that were brought back.", seat.resumes),
+            "conversation_forks": ("Texts that went on from a part of another.", seat.forks),
+            "conversations_lost": ("Texts that had to be read again.", seat.lost),
+            "conversations_stored": ("Texts that left memory for the folder.", shelf.counts.stored),
+            "conversations_dropped": ("Texts that were let go of for want of room.", shelf.counts.dropped),
+        }
+        for name, (what, value) in counters.items():
+            yield CounterMetricFamily(f"kvflash:{name}", what, value=value)
+        ended = CounterMetricFamily(
+            "kvflash:request_success", "Requests by how they ended.", labels=["finished_reason"]
+        )
+        for reason, count in list(totals.finished.items()):
+            ended.add_metric([reason], count)
+        yield ended

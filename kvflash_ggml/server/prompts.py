@@ -1,0 +1,113 @@
+"""From a request to tokens: the chat template, the tokenizer and grammars. Used by several threads at once."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
+
+class Prompts(Protocol):
+    """What the front needs of a model. ConfigError says what is wrong with a request."""
+
+    template: str | None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
+        """The text of a chat, up to where the answer begins."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes: ...
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    def check_grammar(self, grammar: str) -> None: ...
+
+    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
+        """The grammar of JSON values that a schema allows, None for any object."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What /props and /v1/models tell of the model."""
+        ...
+
+
+class LlamaPrompts:
+    """template: in place of the model's own, None for that. Reads the vocabulary only, which nothing changes."""
+
+    def __init__(self, llm: Llama, template: str | None = None) -> None:
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        self._llm = llm
+        self._model = llm._model
+        self.template = template if template is not None else llm.metadata.get("tokenizer.chat_template")
+        bos, eos = llm.token_bos(), llm.token_eos()
+        self._bos = self._model.token_get_text(bos) if bos != -1 else ""
+        self._eos = self._model.token_get_text(eos) if eos != -1 else ""
+        self._formatter = None
+        if self.template is not None:
+            try:
+                self._formatter = Jinja2ChatFormatter(self.template, eos_token=self._eos, bos_token=self._bos)
+            except Exception as err:
+                raise ConfigError(
+                    f"the chat template cannot be read: {err}: give another with --chat-template-file"
+                ) from err
+
+    @property
+    def n_vocab(self) -> int:
+        return self._llm.n_vocab()
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
+        if self._formatter is None:
+            raise ConfigError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template-file"
+            )
+        try:
+            result = self._formatter(messages=list(messages), tools=list(tools) if tools else None, **more)  # type: ignore[arg-type]
+        except Exception as err:
+            raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
+        return str(result.prompt)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        data = text.encode("utf-8", "replace")
+        # a chat template writes what the tokenizer would add
+        adds = add_special and not (self._bos and text.startswith(self._bos))
+        return list(self._model.tokenize(data, add_bos=adds, special=parse_special))
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return bytes(self._model.detokenize(list(tokens), special=True))
+
+    def check_grammar(self, grammar: str) -> None:
+        import llama_cpp
+
+        made = llama_cpp.llama_sampler_init_grammar(self._model.vocab, grammar.encode(), b"root")
+        if not made or not ctypes.cast(made, ctypes.c_void_p).value:
+            raise ConfigError("the grammar cannot be parsed: it needs to be GBNF with a rule 'root'")
+        llama_cpp.llama_sampler_free(made)
+
+    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
+        from llama_cpp import llama_grammar
+
+        if schema is None:
+            return str(llama_grammar.JSON_GBNF)
+        try:
+            return str(llama_grammar.json_schema_to_gbnf(json.dumps(schema)))
+        except Exception as err:
+            raise ConfigError(
+                f"this JSON schema cannot be made a grammar: {type(err).__name__}: {str(err)[:300]}"
+            ) from err
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        wanted = ("general.name", "general.architecture", "general.size_label")
+        known = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
+        return {**known, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}

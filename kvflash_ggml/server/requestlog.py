@@ -1,0 +1,36 @@
+"""One line of JSON a request, on the package's log. It holds no text and no key."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from ..batching.messages import Request, Usage
+
+logger = logging.getLogger("kvflash_ggml.requests")
+
+
+class RequestLog:
+    """`ended` goes to the scheduler."""
+
+    def ended(self, request: Request, usage: Usage, reason: str) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        made = usage.generated
+        line = {
+            "id": request.id,
+            "key": request.key[:8],
+            "prompt": usage.prompt,
+            "cached": usage.cached,
+            "generated": made,
+            "queue_ms": _ms(usage.queue_s),
+            "restore_ms": _ms(usage.restore_s),
+            "ttft_ms": _ms(usage.queue_s + usage.restore_s + usage.prompt_s),
+            "itl_ms": _ms(usage.generation_s / (made - 1)) if made > 1 else None,
+            "finish": reason,
+        }
+        logger.info("%s", json.dumps(line))
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)

@@ -1,0 +1,118 @@
+"""The server's life: it starts, serves, drains when told to, and puts everything aside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from ..batching.folder import Folder
+from ..batching.model import Model
+from ..batching.scheduler import Limits, Scheduler
+from .app import make_app
+from .front import Front
+from .metrics import Metrics
+from .prompts import Prompts
+from .requestlog import RequestLog
+from .settings import ServerSettings
+
+logger = logging.getLogger("kvflash_ggml")
+
+SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread comes back from C many times a second: the default of 5 ms would keep it waiting."""
+
+KEEP_ALIVE_S = 75
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends the process at once. The model is closed at the end.
+
+    ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used,
+    OSError for an address that is taken.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    metrics, log = Metrics(), RequestLog()
+
+    def ended(*args: object) -> None:
+        metrics.ended(*args)  # type: ignore[arg-type]
+        log.ended(*args)  # type: ignore[arg-type]
+
+    limits = Limits(
+        most=settings.max_queue,
+        most_tokens=settings.max_queued_tokens or 4 * model.n_ctx,
+        park_bytes=settings.park_bytes,
+    )
+    folder = None if settings.session_dir is None else Folder(settings.session_dir)
+    scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
+    metrics.attach(scheduler)
+    scheduler.start()
+    try:
+        asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, ready))
+    finally:
+        scheduler.close()
+
+
+async def _serve(front: Front, metrics: Metrics, ready: Callable[[str], None]) -> None:
+    settings = front.settings
+    config = uvicorn.Config(
+        make_app(front, metrics),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    sock = config.bind_socket()
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if stopping:
+            os._exit(130)
+        front.draining = True
+        stopping.append(asyncio.ensure_future(_drain(front, server)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        port = sock.getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            ready(f"http://{host}:{port}")
+        await serving
+    finally:
+        front.close()
+        sock.close()
+
+
+async def _drain(front: Front, server: _Server) -> None:
+    """Let running answers end, for a while; then end them."""
+    until = time.monotonic() + front.settings.drain_s
+    while not front.scheduler.idle and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    front.scheduler.end_answers()
+    while not front.scheduler.idle and time.monotonic() < until + 10:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)  # the last frames are on their way
+    server.force_exit = server.should_exit = True

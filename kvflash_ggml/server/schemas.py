@@ -1,0 +1,79 @@
+"""Bounds on JSON schemas and grammars that strangers send: whoever turns them into a grammar has none of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from .errors import ApiError
+
+MAX_BYTES = 256 << 10
+MAX_DEPTH = 32
+MAX_NODES = 4096
+MAX_REPEAT = 2000
+"""Of `maxItems`, `maxLength` and their like: each is written out in the grammar."""
+
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+
+def check(schema: Any, where: str) -> None:
+    """ApiError for a schema that is too large, too deep, refers to elsewhere, or to itself without end."""
+    size = len(json.dumps(schema))
+    if size > MAX_BYTES:
+        raise _refused(where, f"has {size} bytes, and may have {MAX_BYTES}")
+    nodes = 0
+    stack: list[tuple[Any, int]] = [(schema, 0)]
+    references = []
+    while stack:
+        node, depth = stack.pop()
+        nodes += 1
+        if nodes > MAX_NODES:
+            raise _refused(where, f"has more than {MAX_NODES} parts")
+        if depth > MAX_DEPTH:
+            raise _refused(where, f"is nested more than {MAX_DEPTH} deep")
+        if isinstance(node, dict):
+            for name in _COUNTS:
+                count = node.get(name)
+                if isinstance(count, int) and count > MAX_REPEAT:
+                    raise _refused(where, f"has {name} = {count}, and {MAX_REPEAT} is the most")
+            pattern = node.get("pattern")
+            if isinstance(pattern, str):
+                _check_pattern(pattern, where)
+            if isinstance(node.get("$ref"), str):
+                references.append(node["$ref"])
+            stack += [(child, depth + 1) for child in node.values()]
+        elif isinstance(node, list):
+            stack += [(child, depth + 1) for child in node]
+    for reference in references:
+        _follow(schema, reference, where)
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    if len(pattern) > 512:
+        raise _refused(where, "has a pattern of more than 512 characters")
+    if any(int(number) > MAX_REPEAT for number in re.findall(r"\d+(?=[,}])", pattern[:512]) if len(number) < 9):
+        raise _refused(where, f"has a pattern that repeats something more than {MAX_REPEAT} times")
+
+
+def _follow(schema: Any, reference: str, where: str) -> None:
+    """A reference must lead somewhere in the schema, and not from reference to reference for ever."""
+    seen: set[str] = set()
+    while True:
+        if not reference.startswith("#/"):
+            raise _refused(where, f"refers to {reference[:80]!r}: only references within it ('#/...') are followed")
+        if reference in seen:
+            raise _refused(where, f"has references that only refer to each other: {reference[:80]!r}")
+        seen.add(reference)
+        node = schema
+        for part in reference[2:].split("/"):
+            if not isinstance(node, dict) or part not in node:
+                raise _refused(where, f"refers to {reference[:80]!r}, which it does not have")
+            node = node[part]
+        if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
+            return
+        reference = node["$ref"]
+
+
+def _refused(where: str, why: str) -> ApiError:
+    return ApiError(400, f"the schema in {where} {why}", code="invalid_schema", param=where)
