@@ -1,0 +1,165 @@
+"""Conversations that take turns on one pool answer as if each had it alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+from support.served import answer, ask
+
+from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.messages import Failed, Finished
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+
+Turns = list[list[int]]
+POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}
+
+
+@contextmanager
+def served(llm: Any, **settings: Any) -> Iterator[Scheduler]:
+    scheduler = Scheduler(LlamaModel(llm), **settings)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def conversations(tokens: npt.NDArray[Any], count: int, length: int, turns: int) -> list[Turns]:
+    """What each has to say in each turn. Every one begins in its own way."""
+    said = []
+    for i in range(count):
+        start = i * (len(tokens) - length) // count
+        text = tokens[start : start + length].tolist()
+        said.append([text, *[tokens[start + 97 * t : start + 97 * t + 40].tolist() for t in range(1, turns)]])
+    return said
+
+
+Answered = tuple[tuple[int, ...], bytes]
+"""Tokens, and the logits that are at hand after them."""
+
+
+def lone_answers(llm: Any, said: Turns, most: int) -> list[Answered]:
+    """Of one conversation that has the model alone."""
+    model, text, answers = LlamaModel(llm), list[int](), list[Answered]()
+    llm.reset()
+    for part in said:
+        text = [*text, *part]
+        drawn: list[int] = []
+        for token in llm.generate(text, temp=0.0, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0):
+            if not drawn:
+                model.checkpoint()
+            if model.ends(token):
+                break
+            drawn.append(token)
+            if len(drawn) == most:
+                break
+        model.checkpoint()
+        answers.append((tuple(drawn), llm.newest_logits().tobytes()))
+        text = [*text, *drawn]
+    return answers
+
+
+def play(scheduler: Scheduler, said: Sequence[Turns], most: int) -> tuple[list[list[Answered]], list[Finished]]:
+    """All of them, a random one at a time. What each was answered, and the ends of all but first turns."""
+    order = [i for i, turns in enumerate(said) for _ in turns]
+    random.Random(5).shuffle(order)
+    texts: list[list[int]] = [[] for _ in said]
+    answers: list[list[Answered]] = [[] for _ in said]
+    later = []
+    model = scheduler.model
+    assert isinstance(model, LlamaModel)
+    for i in order:
+        texts[i] += said[i][len(answers[i])]
+        end = answer(scheduler, texts[i], most)
+        if answers[i]:
+            later.append(end)
+        logits = scheduler.call(lambda: model.llm.newest_logits().tobytes()).result()
+        answers[i].append((end.tokens, logits))
+        texts[i] += end.tokens
+    return answers, later
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_each_answer_is_that_of_a_lone_run(
+    kind: str, llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+) -> None:
+    said = conversations(tokens, count=4, length=1200, turns=3)
+    alone = llama(kind, **POOL)
+    wanted = [lone_answers(alone, turns, 12) for turns in said]
+    # memory for one or two of them: the others go through the folder
+    limits = Limits(park_bytes=1 << 20)
+    with served(llama(kind, **POOL), limits=limits, folder=Folder(tmp_path)) as scheduler:
+        answers, later = play(scheduler, said, 12)
+        assert scheduler.seat.counts.parks > 4
+        assert scheduler.shelf.counts.stored > 0
+        assert scheduler.shelf.counts.dropped == scheduler.seat.counts.lost == 0
+    assert answers == wanted
+    # what is new, and the drawn token that was not read yet
+    assert all(end.usage.prompt - end.usage.cached <= 41 for end in later)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_side_request_costs_the_long_text_nothing(
+    kind: str, llama: Callable[..., Any], tokens: npt.NDArray[Any]
+) -> None:
+    """An agent's short questions, with the same system prompt, between the turns of its long text."""
+    system, long = tokens[:400].tolist(), tokens[400:1500].tolist()
+    with served(llama(kind, **POOL)) as scheduler:
+        text = [*system, *long]
+        text += answer(scheduler, text).tokens
+        for turn in range(3):
+            answer(scheduler, [*system, *tokens[2000 + 50 * turn : 2040 + 50 * turn].tolist()])
+            text += tokens[3000 + 40 * turn : 3040 + 40 * turn].tolist()
+            end = answer(scheduler, text)
+            text += end.tokens
+            assert end.usage.prompt - end.usage.cached <= 41
+
+
+def test_a_hybrid_keeps_where_side_requests_leave_the_text(
+    llama: Callable[..., Any], tokens: npt.NDArray[Any]
+) -> None:
+    system = tokens[:600].tolist()
+    with served(llama("hybrid", **POOL)) as scheduler:
+        answer(scheduler, [*system, *tokens[700:1100].tolist()])
+        answer(scheduler, [*system, *tokens[1200:1240].tolist()])  # where they part is known from here on
+        end = answer(scheduler, [*system, *tokens[1300:1340].tolist()])
+        assert end.usage.cached == 600
+
+
+def test_a_cancelled_prompt_is_not_read_twice(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    llm = llama("dense", **POOL)
+    with served(llm) as scheduler:
+        text = tokens[:3000].tolist()
+        asked = ask(scheduler, text)
+        while scheduler.model.tokens.size < 512:
+            pass
+        scheduler.cancel(asked.request.id)
+        end = asked.wait()
+        assert isinstance(end, Failed)
+        assert end.code == "cancelled"
+        read = scheduler.call(lambda: len(scheduler.model.tokens)).result()
+        assert 512 <= read < 3000
+        assert answer(scheduler, text).usage.cached >= read - 1
+
+
+def test_a_server_goes_on_where_the_last_one_ended(
+    llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+) -> None:
+    said = conversations(tokens, count=2, length=1100, turns=2)
+    wanted = [lone_answers(llama("hybrid", **POOL), turns, 8)[1][0] for turns in said]
+    texts = [list(turns[0]) for turns in said]
+    with served(llama("hybrid", **POOL), folder=Folder(tmp_path)) as scheduler:
+        for text in texts:
+            text += answer(scheduler, text).tokens
+    with served(llama("hybrid", **POOL), folder=Folder(tmp_path)) as scheduler:
+        for text, turns, tokens_wanted in zip(texts, said, wanted, strict=True):
+            end = answer(scheduler, [*text, *turns[1]])
+            assert end.tokens == tokens_wanted
+            assert end.usage.prompt - end.usage.cached <= 41

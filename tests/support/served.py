@@ -1,0 +1,60 @@
+"""Requests to a scheduler, as the server's front would send them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece, Request, Sampling
+from kvflash_ggml.batching.scheduler import Scheduler
+
+GREEDY = Sampling(temperature=0.0)
+_numbers = count()
+
+
+@dataclass
+class Asked:
+    """An answer on its way."""
+
+    request: Request
+    inbox: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
+    events: list[Event] = field(default_factory=list)
+
+    def next(self, timeout: float = 60) -> Event:
+        self.events.append(self.inbox.get(timeout=timeout))
+        return self.events[-1]
+
+    def wait(self, timeout: float = 60) -> Finished | Failed:
+        """Its end."""
+        while not (self.events and isinstance(self.events[-1], Finished | Failed)):
+            self.next(timeout)
+        last = self.events[-1]
+        assert isinstance(last, Finished | Failed)
+        return last
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+
+def request(tokens: Sequence[int], most: int = 8, **more: Any) -> Request:
+    given = {"sampling": GREEDY} | more
+    return Request(id=f"r{next(_numbers)}", tokens=np.asarray(tokens, np.int32), max_tokens=most, **given)
+
+
+def ask(scheduler: Scheduler, tokens: Sequence[int], most: int = 8, **more: Any) -> Asked:
+    asked = Asked(request(tokens, most, **more))
+    scheduler.submit(asked.request, asked.inbox.put)
+    return asked
+
+
+def answer(scheduler: Scheduler, tokens: Sequence[int], most: int = 8, **more: Any) -> Finished:
+    """Ask, and wait. AssertionError if it fails."""
+    end = ask(scheduler, tokens, most, **more).wait()
+    assert isinstance(end, Finished), end
+    return end
