@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..batching.messages import CANCELLED, Event, Failed, Finished, Request
 from ..batching.scheduler import Scheduler
@@ -132,21 +132,21 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if self._first:
-                await self._send(send, self._first)
+                await self._send(send, _more(self._first))
             async for event in self._exchange.events(ping_s=self._ping_s):
                 if event is None:
-                    await self._send(send, PING)
+                    await self._send(send, _more(PING))
                 elif isinstance(event, Failed):
                     if event.code == CANCELLED:
                         return
-                    await self._send(send, frame({**self._exchange.error(event).body}) + DONE)
+                    await self._send(send, _more(frame(self._exchange.error(event).body) + DONE))
                 else:
                     data = b"".join(self._frames(event))
                     if data:
-                        await self._send(send, data)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                        await self._send(send, _more(data))
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             return  # the client is gone
         except asyncio.CancelledError:
@@ -155,12 +155,12 @@ class EventStream(Response):
         finally:
             self._exchange.close()
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    async def _send(self, send: Send, message: Message) -> None:
         task = asyncio.current_task()
         assert task is not None
         timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up, task)
         try:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send(message)
         finally:
             timer.cancel()
 
@@ -168,6 +168,10 @@ class EventStream(Response):
         """The client does not read."""
         self._stalled = True
         task.cancel()
+
+
+def _more(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
 
 
 def frame(value: Any) -> bytes:

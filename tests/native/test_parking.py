@@ -122,9 +122,7 @@ def test_a_side_request_costs_the_long_text_nothing(
             assert end.usage.prompt - end.usage.cached <= 41
 
 
-def test_a_hybrid_keeps_where_side_requests_leave_the_text(
-    llama: Callable[..., Any], tokens: npt.NDArray[Any]
-) -> None:
+def test_a_hybrid_keeps_where_side_requests_leave_the_text(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
     system = tokens[:600].tolist()
     with served(llama("hybrid", **POOL)) as scheduler:
         answer(scheduler, [*system, *tokens[700:1100].tolist()])

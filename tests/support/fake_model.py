@@ -1,0 +1,175 @@
+"""A model for schedulers, made of a few lines of Python: one token a byte, and answers as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvflash_ggml.arrays import Int32s, common_prefix
+from kvflash_ggml.batching.messages import Logprob, Request
+from kvflash_ggml.batching.model import Parked, usable
+from kvflash_ggml.errors import ConfigError, SnapshotError
+
+END = 256
+STEP = 64
+EMPTY = np.empty(0, np.int32)
+
+
+@dataclass(eq=False)
+class FakeParked:
+    tokens: Int32s
+    places: Sequence[int] | None
+    model: FakeModel
+    released: bool = False
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        yield id(self), self.tokens.nbytes
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+        self.model.held -= 1
+
+
+@dataclass(eq=False)
+class FakeModel:
+    """reply: what follows a prompt, in bytes. on_step: called before each step of a prompt and each token; what it
+    raises, the step raises. held: parked texts that have not been released.
+    """
+
+    n_ctx: int = 4096
+    stateful: bool = False
+    reply: Callable[[bytes], bytes] = lambda prompt: b"an answer"
+    on_step: Callable[[], None] = lambda: None
+    tokens: Int32s = field(default_factory=lambda: EMPTY)
+    places: set[int] = field(default_factory=set)
+    held: int = 0
+    steps: int = 0
+    read_tokens: int = 0
+    closed: bool = False
+    pins: list[tuple[int, int]] = field(default_factory=list)
+    files: dict[Path, Int32s] = field(default_factory=dict)
+
+    def usable(self, tokens: Int32s) -> int:
+        return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
+
+    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+        assert not self.closed
+        known = self.usable(request.tokens)
+        self._cut(known)
+        total = len(request.tokens) - known
+        for start in range(known, len(request.tokens), STEP):
+            self._step()
+            self.tokens = request.tokens[: start + STEP].copy()
+            if branch is not None and start < branch <= len(self.tokens):
+                self.places.add(branch)
+            self.read_tokens += len(self.tokens) - start
+            progress(len(self.tokens) - known, total)
+        for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END]:
+            self._step()
+            yield token
+            self.tokens = np.append(self.tokens, np.int32(token))
+
+    def _step(self) -> None:
+        self.on_step()
+        self.steps += 1
+
+    def _cut(self, length: int) -> None:
+        self.tokens = self.tokens[:length]
+        self.places = {place for place in self.places if place <= length}
+
+    def piece(self, token: int) -> bytes:
+        return b"" if token == END else bytes([token])
+
+    def ends(self, token: int) -> bool:
+        return token == END
+
+    def logprob(self, token: int, top: int) -> Logprob:
+        others = tuple((token + i, self.piece(min(token + i, 255)), -0.5 - i) for i in range(top))
+        return Logprob(token=token, piece=self.piece(token), logprob=-0.5, top=others)
+
+    def checkpoint(self) -> None:
+        self.places.add(len(self.tokens))
+
+    def park(self) -> FakeParked:
+        self.held += 1
+        return FakeParked(self.tokens.copy(), sorted(self.places) if self.stateful else None, self)
+
+    def resume(self, parked: Parked) -> None:
+        assert isinstance(parked, FakeParked)
+        assert not parked.released
+        self.tokens, self.places = parked.tokens.copy(), set(parked.places or ())
+
+    def reset(self) -> None:
+        self.tokens, self.places = EMPTY, set()
+
+    def pin(self, lo: int, hi: int) -> None:
+        self.pins.append((lo, hi))
+
+    def write(self, parked: Parked, path: Path) -> None:
+        path.write_bytes(parked.tokens.tobytes())
+        self.files[path] = parked.tokens
+
+    def read(self, path: Path) -> FakeParked:
+        data = path.read_bytes()
+        if len(data) % 4:
+            raise SnapshotError(f"{path} is damaged")
+        self.held += 1
+        return FakeParked(np.frombuffer(data, np.int32), [] if self.stateful else None, self)
+
+    def counters(self) -> Mapping[str, Any]:
+        return {
+            "pool": 1024, "length": len(self.tokens), "chunks": -(-len(self.tokens) // 64), "resident": 1, "page_ins": 3,
+            "page_outs": 2, "page_bytes": 64, "host_bytes": 128, "spilled_bytes": 0, "device_bytes": 4096,
+            "evicted_mass": None, "policy": "lru",
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.closed = True
+
+
+TEMPLATE = "{% messages, one a line, with tool_calls between <tool_call> marks; tools first %}"
+
+
+@dataclass
+class FakePrompts:
+    """Renders a chat as `role: content` lines."""
+
+    template: str | None = TEMPLATE
+    rendered: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def n_vocab(self) -> int:
+        return 257
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
+        if self.template is None:
+            raise ConfigError("no chat template")
+        self.rendered.append([dict(message) for message in messages])
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join([*(["tools"] if tools else []), *lines, "assistant: "])
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return bytes(t for t in tokens if t < 256)
+
+    def check_grammar(self, grammar: str) -> None:
+        if "root" not in grammar:
+            raise ConfigError("the grammar has no root")
+
+    def schema_grammar(self, schema: dict[str, Any] | None) -> str:
+        return "root ::= object"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"architecture": "fake"}
+
+
+def shared(a: Int32s, b: Int32s) -> int:
+    return common_prefix(a, b)

@@ -1,0 +1,377 @@
+"""The engine's thread: one request after the other, each to its end, whatever the others do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_model import STEP, FakeModel
+from support.served import answer, ask, request
+
+from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.batching.messages import Failed, Finished, Started
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.batching.waiting import QueueFull
+from kvflash_ggml.errors import DecodeError, KVFlashError
+
+Make = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Scheduler] = []
+
+    def start(model: FakeModel | None = None, **settings: Any) -> Scheduler:
+        made.append(Scheduler(model or FakeModel(), **settings))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for scheduler in made:
+        scheduler.close()
+        model = scheduler.model
+        assert isinstance(model, FakeModel)
+        assert model.closed
+        assert model.held == 0, "parked texts that nobody has released"
+
+
+class Gate:
+    """Holds a model at its next step."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self.reached.release()
+        assert self.open.acquire(timeout=20)
+
+    def step(self) -> None:
+        self.open.release()
+
+    def wait(self) -> None:
+        assert self.reached.acquire(timeout=20)
+
+    def release(self) -> None:
+        self.open.release(100_000)
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(97, 122, n).tolist()
+
+
+def test_an_answer(make: Make) -> None:
+    asked = ask(make(), text(100), 20)
+    end = asked.wait()
+    assert isinstance(end, Finished)
+    assert (asked.text, end.reason) == ("an answer", "stop")
+    assert isinstance(asked.events[0], Started)
+    assert (end.usage.prompt, end.usage.cached, end.usage.generated) == (100, 0, 9)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_limit(make: Make, most: int) -> None:
+    asked = ask(make(), text(100), most)
+    end = asked.wait()
+    assert isinstance(end, Finished)
+    assert (asked.text, end.reason) == ("an answer"[:most], "length")
+
+
+def test_the_end_of_the_context_is_a_limit(make: Make) -> None:
+    scheduler = make(FakeModel(n_ctx=64, reply=lambda prompt: b"x" * 99))
+    end = answer(scheduler, text(60), 50)
+    assert (end.usage.generated, end.reason) == (4, "length")
+    asked = ask(scheduler, text(64), 5)
+    last = asked.wait()
+    assert isinstance(last, Failed)
+    assert last.code == "context_length_exceeded"
+
+
+def test_the_next_turn_reads_what_is_new(make: Make) -> None:
+    scheduler = make()
+    first = answer(scheduler, text(300), 20)
+    again = [*text(300), *first.tokens, *text(40, 1)]
+    assert answer(scheduler, again, 20).usage.cached == 300 + len(first.tokens)
+
+
+def test_cancelled_while_it_waits(make: Make) -> None:
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate))
+    one, two, three = (ask(scheduler, text(10, i)) for i in range(3))
+    gate.wait()
+    scheduler.cancel(two.request.id)
+    gate.release()
+    assert [type(x.wait()) for x in (one, two, three)] == [Finished, Failed, Finished]
+    assert not any(isinstance(event, Started) for event in two.events)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 12])
+def test_cancelled_within_a_step(make: Make, steps: int) -> None:
+    """In the prompt and in the answer: not one more step is made."""
+    gate = Gate()
+    model = FakeModel(on_step=gate)
+    scheduler = make(model)
+    asked = ask(scheduler, text(STEP * 4), 20)
+    for _ in range(steps - 1):
+        gate.wait()
+        gate.step()
+    gate.wait()
+    scheduler.cancel(asked.request.id)
+    gate.step()
+    end = asked.wait()
+    assert isinstance(end, Failed)
+    assert end.code == "cancelled"
+    assert model.steps == steps
+    gate.release()
+    assert answer(scheduler, text(STEP * 4), 20).usage.cached >= min(steps, 4) * STEP - 1
+
+
+def test_too_late(make: Make) -> None:
+    now = [0.0]
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate), clock=lambda: now[0])
+    running = ask(scheduler, text(10), timeout_s=100.0)
+    gate.wait()
+    waiting = ask(scheduler, text(10, 1), queue_timeout_s=5.0)
+    now[0] = 6.0
+    gate.step()
+    end = waiting.wait()
+    assert isinstance(end, Failed)
+    assert end.code == "queue_timeout"
+    gate.wait()
+    now[0] = 101.0
+    gate.step()
+    end = running.wait()
+    assert isinstance(end, Failed)
+    assert end.code == "timeout"
+    gate.release()
+
+
+def test_the_queue_is_bounded(make: Make) -> None:
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=2))
+    asked = [ask(scheduler, text(10))]
+    gate.wait()
+    asked += [ask(scheduler, text(10, i)) for i in (1, 2)]
+    with pytest.raises(QueueFull):
+        ask(scheduler, text(10, 3))
+    gate.release()
+    assert all(isinstance(one.wait(), Finished) for one in asked)
+
+
+@pytest.mark.parametrize("error", [DecodeError("no"), RuntimeError("what"), MemoryError("none")])
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_an_error_is_of_one_request(make: Make, error: Exception, step: int) -> None:
+    model = FakeModel()
+
+    def fail() -> None:
+        if model.steps + 1 == step:
+            model.on_step = lambda: None
+            raise error
+
+    model.on_step = fail
+    scheduler = make(model)
+    end = ask(scheduler, text(200), 20).wait()
+    assert isinstance(end, Failed)
+    assert end.code == "internal_error"
+    assert "Traceback" not in end.message
+    assert answer(scheduler, text(200), 20).tokens == tuple(b"an answer")
+
+
+def test_a_reader_that_fails_hurts_nobody(make: Make) -> None:
+    scheduler = make()
+    asked = ask(scheduler, text(10))
+    asked.wait()
+
+    def broken(event: object) -> None:
+        raise OSError("gone")
+
+    scheduler.submit(request(text(10)), broken)
+    assert answer(scheduler, text(20)).tokens
+
+
+def test_conversations_take_turns(make: Make) -> None:
+    model = FakeModel()
+    scheduler = make(model)
+    texts = [text(300, i) for i in range(5)]
+    for turn in range(3):
+        for i in (3, 0, 4, 1, 2):
+            end = answer(scheduler, texts[i], 20)
+            assert turn == 0 or end.usage.cached == len(texts[i]) - 40
+            texts[i] += [*end.tokens, *text(40, 10 * turn + i)]
+    assert scheduler.places() == {"device": 1, "memory": 4, "folder": 0}
+    assert model.read_tokens == 5 * (300 + 40 + 40), "each token once"
+
+
+def test_a_side_request_leaves_the_long_text_alone(make: Make) -> None:
+    scheduler = make()
+    long = [*text(300), *text(900, 1)]
+    long += answer(scheduler, long, 20).tokens
+    side = answer(scheduler, [*text(300), *text(30, 2)], 20)
+    assert side.usage.cached == 300
+    assert answer(scheduler, [*long, *text(30, 3)], 20).usage.cached == len(long)
+
+
+def test_an_earlier_turn_again_is_another_conversation(make: Make) -> None:
+    scheduler = make()
+    first = text(300)
+    second = [*first, *answer(scheduler, first, 20).tokens, *text(300, 1)]
+    second += answer(scheduler, second, 20).tokens
+    answer(scheduler, first, 20)
+    assert answer(scheduler, [*second, *text(30, 2)], 20).usage.cached == len(second)
+
+
+def test_another_answer_to_the_same_prompt_takes_its_place(make: Make) -> None:
+    scheduler = make()
+    for _ in range(3):
+        answer(scheduler, text(300), 20)
+    assert scheduler.places() == {"device": 1, "memory": 0, "folder": 0}
+
+
+def test_salts_keep_texts_apart(make: Make) -> None:
+    scheduler = make()
+    answer(scheduler, text(300), salt="aa")
+    assert answer(scheduler, text(300), salt="bb").usage.cached == 0
+    assert answer(scheduler, text(300), salt="aa").usage.cached == 299
+
+
+def test_a_request_that_is_not_kept(make: Make) -> None:
+    scheduler = make()
+    answer(scheduler, text(300))
+    assert answer(scheduler, text(300), reuse=False).usage.cached == 0
+    assert scheduler.places() == {"device": 0, "memory": 1, "folder": 0}
+    assert answer(scheduler, text(300)).usage.cached == 299
+
+
+def test_what_finds_no_room_goes_to_the_folder(make: Make, tmp_path: Path) -> None:
+    scheduler = make(limits=Limits(park_bytes=2000), folder=Folder(tmp_path))
+    texts = [text(300, i) for i in range(4)]
+    for one in texts:
+        answer(scheduler, one)
+    assert scheduler.places() == {"device": 1, "memory": 1, "folder": 2}
+    assert all(answer(scheduler, one).usage.cached == 299 for one in texts)
+    assert scheduler.shelf.counts.dropped == 0
+
+
+def test_without_a_folder_it_is_read_again(make: Make) -> None:
+    scheduler = make(limits=Limits(park_bytes=2000))
+    for i in range(4):
+        answer(scheduler, text(300, i))
+    assert scheduler.shelf.counts.dropped == 2
+    assert answer(scheduler, text(300)).usage.cached == 0
+
+
+def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(parked: object, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = FakeModel()
+    monkeypatch.setattr(model, "write", full)
+    scheduler = make(model, limits=Limits(park_bytes=2000), folder=Folder(tmp_path))
+    for i in range(4):
+        answer(scheduler, text(300, i))
+    assert scheduler.shelf.counts.failed == 2
+
+
+def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
+    scheduler = make(limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    answer(scheduler, text(300))
+    answer(scheduler, text(300, 1))
+    (path,) = (tmp_path / "parked").iterdir()
+    path.write_bytes(b"xyz")
+    assert answer(scheduler, text(300)).usage.cached == 0
+    assert not path.exists()
+    assert scheduler.seat.counts.lost == 1
+
+
+def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
+    first = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    first.start()
+    for i in range(3):
+        answer(first, text(300, i), salt="ab" * (i == 2))
+    first.close()
+    with pytest.raises(KVFlashError, match="shutting down"):
+        ask(first, text(5))
+    second = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    second.start()
+    assert [answer(second, text(300, i)).usage.cached for i in range(3)] == [299, 299, 0]
+    assert answer(second, text(300, 2), salt="ab").usage.cached == 299
+    second.close()
+
+
+def test_running_answers_end_when_told(make: Make) -> None:
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate))
+    running, waiting = ask(scheduler, text(300)), ask(scheduler, text(10))
+    gate.wait()
+    scheduler.end_answers()
+    gate.release()
+    for asked in (running, waiting):
+        end = asked.wait()
+        assert isinstance(end, Failed)
+        assert end.code == "shutdown"
+
+
+def test_calls_come_between_requests(make: Make) -> None:
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate))
+    asked = ask(scheduler, text(10))
+    gate.wait()
+    done = scheduler.call(lambda: threading.current_thread().name)
+    failing = scheduler.call(lambda: 1 / 0)
+    assert not done.done()
+    gate.release()
+    asked.wait()
+    assert done.result(10) == "kvflash-engine"
+    with pytest.raises(ZeroDivisionError):
+        failing.result(10)
+
+
+def test_conversations_can_be_kept_by_hand(make: Make, tmp_path: Path) -> None:
+    scheduler = make(folder=Folder(tmp_path))
+    answer(scheduler, text(300), conversation="mine")
+    answer(scheduler, text(300, 1))
+    known = scheduler.call(scheduler.conversations).result()
+    assert [(one["name"], one["where"]) for one in known] == [("mine", "memory"), (None, "device")]
+    here, there = known[1]["id"], known[0]["id"]
+    assert scheduler.call(lambda: scheduler.save(there)).result()
+    assert scheduler.call(lambda: scheduler.save(here)).result()
+    assert len(list((tmp_path / "parked").iterdir())) == 2
+    assert scheduler.call(lambda: scheduler.erase(there)).result()
+    assert not scheduler.call(lambda: scheduler.erase("c-0")).result()
+    assert len(list((tmp_path / "parked").iterdir())) == 1
+    assert answer(scheduler, text(300)).usage.cached == 0
+
+
+def test_a_thousand_cancels_leave_nothing_behind(make: Make) -> None:
+    model = FakeModel()
+    scheduler = make(model, limits=Limits(most=2000))
+    asked = [ask(scheduler, text(100, i % 7), 50) for i in range(1000)]
+    for one in asked:
+        scheduler.cancel(one.request.id)
+    ends = [one.wait() for one in asked]
+    assert {type(end) for end in ends} <= {Finished, Failed}
+    assert scheduler.idle
+    assert len(scheduler._jobs) == 0
+    assert sum(scheduler.totals.finished.values()) == 1000
+
+
+def test_overload_loses_nobody(make: Make) -> None:
+    """Three times as many as it can take, for a while: each is answered or refused at once."""
+    model = FakeModel(on_step=lambda: time.sleep(0.0005))
+    scheduler = make(model, limits=Limits(most=8))
+    refused, asked = 0, []
+    for i in range(120):
+        try:
+            asked.append(ask(scheduler, text(70, i % 5), 6, key=str(i % 3)))
+        except QueueFull as err:
+            refused += 1
+            assert err.retry_after_s > 0
+        time.sleep(0.001)
+    assert refused > 0
+    assert all(isinstance(one.wait(), Finished) for one in asked)
+    assert len(asked) + refused == 120

@@ -1,0 +1,505 @@
+"""The server's endpoints, on a model made of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.asgi import Client, Reply
+from support.fake_model import FakeModel, FakePrompts
+
+from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.server.app import make_app
+from kvflash_ggml.server.front import Front
+from kvflash_ggml.server.metrics import Metrics
+from kvflash_ggml.server.settings import ServerSettings
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Server:
+    """Everything but the socket."""
+
+    def __init__(
+        self,
+        model: FakeModel | None = None,
+        prompts: FakePrompts | None = None,
+        *,
+        limits: Limits | None = None,
+        folder: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model, self.prompts = model or FakeModel(), prompts or FakePrompts()
+        self.settings = ServerSettings(alias="fake", **settings)
+        metrics = Metrics()
+        kept = None if folder is None else Folder(folder)
+        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=metrics.ended)
+        metrics.attach(self.scheduler)
+        self.front = Front(self.settings, self.scheduler, self.prompts)
+        self.client = Client(make_app(self.front, metrics))
+
+    def run(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
+        async def whole() -> Any:
+            return await asyncio.wait_for(work(self.client), 30)
+
+        self.scheduler.start()
+        try:
+            return asyncio.run(whole())
+        finally:
+            self.front.close()
+            self.scheduler.close()
+            assert self.model.held == 0
+
+    def post(self, path: str, data: Any, **headers: str) -> Reply:
+        reply = self.run(lambda client: client.post(path, data, **headers))
+        assert isinstance(reply, Reply)
+        return reply
+
+    def get(self, path: str, **headers: str) -> Reply:
+        reply = self.run(lambda client: client.get(path, **headers))
+        assert isinstance(reply, Reply)
+        return reply
+
+
+def chat(data: dict[str, Any] | None = None, *, server: Server | None = None, **more: Any) -> Reply:
+    return (server or Server()).post("/v1/chat/completions", {"messages": HELLO, **(data or {}), **more})
+
+
+def deltas(reply: Reply) -> list[dict[str, Any]]:
+    return [frame["choices"][0]["delta"] for frame in reply.frames[:-1] if frame["choices"]]
+
+
+# --- answers
+
+
+def test_a_chat() -> None:
+    reply = chat(max_tokens=20)
+    assert reply.status == 200
+    (choice,) = reply.json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "an answer"}
+    assert choice["finish_reason"] == "stop"
+    said = len("user: hello\nassistant: ")
+    assert reply.json["usage"] == {
+        "prompt_tokens": said, "completion_tokens": 9, "total_tokens": said + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    assert reply.json["id"].startswith("chatcmpl-")
+    assert reply.json["timings"]["predicted_n"] == 9
+
+
+def test_a_stream() -> None:
+    reply = chat(stream=True, stream_options={"include_usage": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.ended
+    assert deltas(reply)[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas(reply)) == "an answer"
+    reasons = [frame["choices"][0]["finish_reason"] for frame in reply.frames[:-1] if frame["choices"]]
+    assert reasons[-1] == "stop"
+    assert set(reasons[:-1]) == {None}
+    assert reply.frames[-2]["usage"]["completion_tokens"] == 9
+    assert reply.frames[-1] == "[DONE]"
+    assert {frame["id"] for frame in reply.frames[:-1]} == {reply.frames[0]["id"]}
+
+
+def test_a_completion() -> None:
+    for prompt in ("hello", ["hello"], list(b"hello"), [list(b"hello")]):
+        reply = Server().post("/v1/completions", {"prompt": prompt, "max_tokens": 4, "echo": True})
+        assert reply.json["choices"][0] == {
+            "index": 0, "text": "helloan a", "logprobs": None, "finish_reason": "length",
+        }  # fmt: skip
+
+
+def test_a_completion_streams() -> None:
+    reply = Server().post("/v1/completions", {"prompt": "hello", "stream": True, "echo": True})
+    text = "".join(frame["choices"][0]["text"] for frame in reply.frames[:-1])
+    assert text == "helloan answer"
+
+
+def test_llama_servers_own_shape() -> None:
+    data = {"prompt": "hello", "n_predict": 30, "stop": ["swe"], "return_tokens": True}
+    reply = Server().post("/completion", data)
+    assert reply.json["content"] == "an an"
+    assert (reply.json["stop_type"], reply.json["stopping_word"]) == ("word", "swe")
+    frames = Server().post("/completion", {**data, "stream": True}).frames
+    assert "".join(frame["content"] for frame in frames) == "an an"
+    assert frames[-1]["stop"] is True
+
+
+def test_logprobs() -> None:
+    told = chat(logprobs=True, top_logprobs=2, max_tokens=2).json["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in told] == ["a", "n"]
+    assert told[0]["bytes"] == [97]
+    assert [one["token"] for one in told[0]["top_logprobs"]] == ["a", "b"]
+    reply = Server().post("/v1/completions", {"prompt": "x", "logprobs": 1, "max_tokens": 2})
+    assert reply.json["choices"][0]["logprobs"] == {
+        "tokens": ["a", "n"], "token_logprobs": [-0.5, -0.5], "top_logprobs": [{"a": -0.5}, {"n": -0.5}],
+        "text_offset": [0, 1],
+    }  # fmt: skip
+
+
+def test_what_is_known_is_told() -> None:
+    async def work(client: Client) -> tuple[Reply, Reply]:
+        prompt = {"prompt": "x" * 400}
+        first = await client.post("/v1/completions", prompt)
+        return first, await client.post("/v1/completions", {**prompt, "kvflash": {"report": "summary"}})
+
+    first, second = Server().run(work)
+    assert first.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
+    assert "kvflash" not in first.json
+    assert second.json["kvflash"]["policy"] == "lru"
+    assert second.json["kvflash"]["queue_ms"] >= 0
+
+
+def test_sampling_reaches_the_model() -> None:
+    server, seen = Server(), []
+    server.model.reply = lambda prompt: b"x"
+    generate = server.model.generate
+
+    def spy(request: Any, **more: Any) -> Any:
+        seen.append(request)
+        return generate(request, **more)
+
+    server.model.generate = spy  # type: ignore[method-assign]
+    chat(
+        server=server, temperature=0.5, top_p=0.5, top_k=7, min_p=0.1, seed=11, frequency_penalty=0.5, stop="a",
+        logit_bias={"5": -100}, max_completion_tokens=3, presence_penalty=1, repeat_penalty=1.2,
+    )  # fmt: skip
+    (request,) = seen
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.5, 7, 0.1)
+    assert (sampling.seed, sampling.logit_bias, request.max_tokens, request.stop) == (11, {5: -100.0}, 3, ("a",))
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repeat_penalty) == (0.5, 1.0, 1.2)
+
+
+def test_models_and_props() -> None:
+    assert [m["id"] for m in Server().get("/v1/models").json["data"]] == ["fake"]
+    assert Server().get("/v1/models/fake").json["id"] == "fake"
+    assert Server().get("/v1/models/gpt").status == 404
+    assert Server().get("/props").json["total_slots"] == 1
+    assert Server().get("/health").json == {"status": "ok"}
+    assert Server().get("/slots").json[0]["is_processing"] is False
+
+
+def test_tokens_there_and_back() -> None:
+    assert Server().post("/tokenize", {"content": "ab"}).json == {"tokens": [97, 98]}
+    pieces = Server().post("/tokenize", {"content": "é", "with_pieces": True}).json["tokens"]
+    assert pieces == [{"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
+    assert Server().post("/detokenize", {"tokens": [97, 98]}).json == {"content": "ab"}
+    assert Server().post("/apply-template", {"messages": HELLO}).json == {"prompt": "user: hello\nassistant: "}
+
+
+def test_metrics() -> None:
+    async def work(client: Client) -> str:
+        await client.post("/v1/chat/completions", {"messages": HELLO})
+        return bytes((await client.get("/metrics")).body).decode()
+
+    lines = Server().run(work).splitlines()
+    assert "kvflash:generation_tokens_total 9.0" in lines
+    assert 'kvflash:request_success_total{finished_reason="stop"} 1.0' in lines
+    assert "kvflash:time_to_first_token_seconds_count 1.0" in lines
+    assert "kvflash:num_requests_running 0.0" in lines
+    assert 'kvflash:conversations{state="device"} 1.0' in lines
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "said"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": "x"}, 400, "messages"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"tempreature": 1}, 400, "tempreature: this server does not know the field"),
+        ({"kvflash": {"polcy": 1}}, 400, "kvflash.polcy"),
+        ({"kvflash": {"pins": [[5, 2]]}}, 400, "pins"),
+        ({"kvflash": {"pins": [[0, 10**9]]}}, 400, "pins"),
+        ({"n": 2}, 400, "one answer a request"),
+        ({"top_logprobs": 3}, 400, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, 400, "no token"),
+        ({"logit_bias": {"257": 1}}, 400, "no token"),
+        ({"stop": ["a"] * 17}, 400, "stop"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"grammar": "what"}, 400, "no root"),
+        ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, 400, "exclude"),
+        ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 501, "reads text, not 'image_url'"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "shorten it"),
+        ({"tool_choice": "required"}, 400, "there are no tools"),
+        ({"chat_template_kwargs": {"messages": []}}, 400, "cannot be given"),
+    ],
+)
+def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
+    reply = chat(data)
+    assert (reply.status, said in reply.message) == (status, True), reply.message
+    assert set(reply.json["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        ({"prompt": ["a", "b"]}, 501),
+        ({"prompt": "a", "suffix": "b"}, 501),
+        ({"prompt": "a", "best_of": 2}, 501),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, 501),
+        ({"prompt": [257]}, 400),
+        ({"prompt": [-1]}, 400),
+        ({"prompt": []}, 400),
+        ({"prompt": ""}, 400),
+        ({}, 400),
+    ],
+)
+def test_what_is_refused_of_completions(data: dict[str, Any], status: int) -> None:
+    assert Server().post("/v1/completions", data).status == status
+
+
+def test_too_long_names_its_code() -> None:
+    reply = chat(messages=[{"role": "user", "content": "x" * 5000}])
+    assert reply.json["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b"[" * 100_000, b"\xff\xfe", b"null", b"[]", b'"x"', b"{}{}", b'{"messages": NaN}', b"{'a': 1}"]
+)
+def test_bodies_that_are_no_requests(raw: bytes) -> None:
+    reply = Server().run(lambda client: client.call("POST", "/v1/chat/completions", raw=raw).done())
+    assert reply.status == 400
+    assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_other_kinds_of_bodies() -> None:
+    def post(raw: bytes, kind: str, **settings: Any) -> Reply:
+        server = Server(**settings)
+        return server.run(  # type: ignore[no-any-return]
+            lambda client: client.call("POST", "/v1/completions", raw=raw, content_type=kind).done()
+        )
+
+    assert post(b"{}", "text/plain").status == 415
+    assert post(b"{}", "application/x-www-form-urlencoded").status == 415
+    assert post(b'{"prompt": "' + b"x" * 999 + b'"}', "application/json", max_body=999).status == 413
+    assert post(b'{"prompt": "x"}', "application/json; charset=utf-8").status == 200
+
+
+def test_where_nothing_is() -> None:
+    assert Server().get("/nowhere").status == 404
+    assert Server().get("/v1/chat/completions").status == 405
+    reply = Server().post("/v1/embeddings", {})
+    assert reply.status == 501
+    assert "run one beside this" in reply.message
+
+
+def test_an_error_of_the_model() -> None:
+    def fail() -> None:
+        raise RuntimeError("a secret path")
+
+    reply = chat(server=Server(FakeModel(on_step=fail)))
+    assert reply.status == 500
+    assert "secret" not in reply.message
+    frames = chat(server=Server(FakeModel(on_step=fail)), stream=True).frames
+    assert frames[-2]["error"]["code"] == "internal_error"
+    assert frames[-1] == "[DONE]"
+
+
+def test_a_full_queue() -> None:
+    async def work(client: Client) -> list[Reply]:
+        calls = [client.call("POST", "/v1/chat/completions", {"messages": HELLO}) for _ in range(30)]
+        return [await call.done() for call in calls]
+
+    server = Server(FakeModel(on_step=lambda: time.sleep(0.002)), limits=Limits(most=2))
+    replies = server.run(work)
+    counts = {status: sum(reply.status == status for reply in replies) for status in (200, 429)}
+    assert counts[200] >= 2
+    assert counts[429] >= 20
+    assert counts[200] + counts[429] == 30
+    refused = next(reply for reply in replies if reply.status == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json["error"]["type"] == "rate_limit_error"
+
+
+def test_draining() -> None:
+    async def work(client: Client) -> tuple[Reply, Reply]:
+        server.front.draining = True
+        return await client.get("/health"), await client.post("/v1/chat/completions", {"messages": HELLO})
+
+    server = Server()
+    assert [reply.status for reply in server.run(work)] == [503, 503]
+
+
+# --- who may ask
+
+
+def test_keys() -> None:
+    def status(path: str, **headers: str) -> int:
+        return Server(keys=("one", "two")).get(path, **headers).status
+
+    assert status("/v1/models") == 401
+    assert status("/v1/models", authorization="Bearer three") == 401
+    assert status("/v1/models", authorization="Bearer two") == 200
+    assert status("/v1/models", x_api_key="one") == 200
+    assert status("/v1/models", authorization="Bearer \u00ff") == 401
+    assert status("/health") == 200
+    assert status("/metrics") == 401
+    assert status("/slots") == 401
+    assert status("/kvflash/state") == 401
+    assert Server(keys=("one",), public_metrics=True).get("/metrics").status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "", "127.0.0.1.evil.example"])
+def test_names_that_lead_here(host: str) -> None:
+    assert Server().get("/v1/models", host=host).status == 403
+    assert Server(keys=("k",)).get("/v1/models", host=host, x_api_key="k").status == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:1", "[::1]:8080", "LOCALHOST"])
+def test_loopback_names(host: str) -> None:
+    assert Server().get("/v1/models", host=host).status == 200
+
+
+def test_origins() -> None:
+    def preflight(origin: str) -> Reply:
+        server = Server(cors=("https://good.example",))
+        return server.run(  # type: ignore[no-any-return]
+            lambda client: client.call(
+                "OPTIONS", "/v1/models", origin=origin, access_control_request_method="POST"
+            ).done()
+        )
+
+    good, bad = preflight("https://good.example"), preflight("https://evil.example")
+    assert good.headers["access-control-allow-origin"] == "https://good.example"
+    assert (good.status, bad.status) == (204, 403)
+    assert "access-control-allow-origin" not in bad.headers
+    assert "access-control-allow-origin" not in Server().get("/v1/models", origin="https://x.example").headers
+
+
+def test_isolated_keys_share_nothing() -> None:
+    async def work(client: Client) -> list[int]:
+        found = []
+        for key in ("one", "two", "one"):
+            reply = await client.post("/v1/completions", {"prompt": "x" * 400}, x_api_key=key)
+            found.append(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return found
+
+    assert Server(keys=("one", "two"), isolate_keys=True).run(work) == [0, 0, 399]
+    assert Server(keys=("one", "two")).run(work) == [0, 399, 399]
+
+
+# --- clients that leave, or do not read
+
+
+def test_a_client_that_leaves_while_it_waits() -> None:
+    async def work(client: Client) -> int:
+        call = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": True})
+        await call.until(lambda reply: len(reply.frames) > 2)
+        call.leave()
+        await call.done()
+        while not server.scheduler.idle:
+            await asyncio.sleep(0.001)
+        return server.model.steps
+
+    server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
+    assert server.run(work) < 2000
+    assert server.scheduler.totals.finished == {"cancelled": 1}
+
+
+def test_a_client_that_leaves_without_a_stream() -> None:
+    async def work(client: Client) -> None:
+        call = client.call("POST", "/v1/chat/completions", {"messages": HELLO})
+        while server.scheduler.running is None:
+            await asyncio.sleep(0.001)
+        call.leave()
+        await call.done()
+        while not server.scheduler.idle:
+            await asyncio.sleep(0.001)
+
+    server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
+    server.run(work)
+    assert server.scheduler.totals.finished == {"cancelled": 1}
+
+
+def test_a_client_that_does_not_read() -> None:
+    """It is given up, and others are answered meanwhile."""
+
+    async def work(client: Client) -> Reply:
+        stuck = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": True})
+        await stuck.until(lambda reply: len(reply.frames) > 0)
+        stuck.reads.clear()
+        other = await client.post("/v1/chat/completions", {"messages": HELLO})
+        await stuck.done()
+        assert not stuck.reply.ended
+        return other
+
+    model = FakeModel(on_step=lambda: time.sleep(0.005))
+    assert Server(model, stall_timeout_s=0.1).run(work).status == 200
+
+
+def test_pings_while_it_waits() -> None:
+    async def work(client: Client) -> bytes:
+        call = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": True, "max_tokens": 3})
+        return bytes((await call.done()).body)
+
+    model = FakeModel(on_step=lambda: time.sleep(0.05))
+    assert b": ping" in Server(model, ping_s=0.01).run(work)
+
+
+# --- slots and conversations
+
+
+def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
+    async def work(client: Client) -> list[Reply]:
+        await client.post("/v1/completions", {"prompt": "x" * 400, "max_tokens": 1})
+        replies = [await client.post("/slots/0?action=save", {"filename": "mine"})]
+        replies.append(await client.post("/slots/0?action=erase"))
+        replies.append(await client.post("/slots/0?action=restore", {"filename": "mine.kvs"}))
+        replies.append(await client.post("/v1/completions", {"prompt": "x" * 400}))
+        return replies
+
+    saved, erased, restored, last = Server(folder=tmp_path).run(work)
+    assert saved.json["n_saved"] == 400
+    assert erased.json["n_erased"] == 400
+    assert restored.json["n_restored"] == 400
+    assert last.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
+    assert (tmp_path / "mine.kvs").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", ".hidden", "a/b", "x" * 200, "a\0b", "~"])
+def test_names_of_files_are_no_paths(name: str, tmp_path: Path) -> None:
+    reply = Server(folder=tmp_path / "in").post("/slots/0?action=save", {"filename": name})
+    assert reply.status == 400
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_slots_without_a_folder() -> None:
+    assert Server().post("/slots/0?action=save", {"filename": "a"}).status == 501
+    assert Server().post("/slots/1?action=save", {"filename": "a"}).status == 404
+    assert Server().post("/slots/0?action=dance", {"filename": "a"}).status == 400
+
+
+def test_conversations(tmp_path: Path) -> None:
+    async def work(client: Client) -> list[Any]:
+        await client.post("/v1/completions", {"prompt": "x" * 400, "kvflash": {"conversation": "mine"}})
+        (one,) = (await client.get("/kvflash/conversations")).json["data"]
+        path = f"/kvflash/conversations/{one['id']}"
+        done = [await client.post(f"{path}/pin", {"lo": 0, "hi": 64})]
+        done += [await client.post(f"{path}/{what}") for what in ("park", "save", "dance")]
+        done.append(await client.call("DELETE", path).done())
+        done.append(await client.call("DELETE", path).done())
+        state = (await client.get("/kvflash/state")).json
+        return [one, [reply.status for reply in done], state]
+
+    server = Server(folder=tmp_path)
+    one, statuses, state = server.run(work)
+    assert (one["name"], one["where"], one["prompt"]) == ("mine", "device", 400)
+    assert statuses == [200, 200, 200, 404, 200, 404]
+    assert server.model.pins == [(0, 64)]
+    assert state["conversations"]["device"] == 0
+    assert json.dumps(state)
