@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..arrays import common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
+from ..session.session import QUESTION_TOKENS
 from .messages import Request
 from .model import Model, Parked
 from .shelf import Conversation, Shelf
@@ -70,11 +71,18 @@ class Seat:
         return mine
 
     def branch(self, request: Request) -> int | None:
-        """Where a prompt leaves texts that are known, if it cannot go on from there: worth keeping the state."""
+        """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
+
+        Where it leaves texts that are known, if it cannot go on from there; or where its question begins, so that
+        another answer to it does not need all of it.
+        """
         if not self._model.stateful or not request.reuse:
             return None
-        known = min(self._shelf.known(request.tokens, salt=request.salt), len(request.tokens) - 1)
-        return known if known - self._model.usable(request.tokens) >= LEAST else None
+        length, usable = len(request.tokens), self._model.usable(request.tokens)
+        known = min(self._shelf.known(request.tokens, salt=request.salt), length - 1)
+        if known - usable >= LEAST:
+            return known
+        return length - QUESTION_TOKENS if length - usable > 2 * QUESTION_TOKENS else None
 
     def settle(self) -> None:
         """After an answer: a private text is forgotten."""

@@ -132,7 +132,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
     asked: RawRequest = parse(RawRequest, await front.body(http))
     front.admit()
     tokens = await prompt_tokens(front, asked.prompt)
-    grammar = await front.grammar(text=asked.grammar, schema=asked.json_schema, any_json=False)
+    grammar = await front.grammar(text=asked.grammar or None, schema=asked.json_schema, any_json=False)
     most = None if asked.n_predict < 0 else asked.n_predict
     logprobs = asked.n_probs or None
     request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)

@@ -88,7 +88,7 @@ async def _format_grammar(front: Front, asked: ChatRequest) -> str | None:
     elif form is not None and form.type == "json_object":
         schema = form.json_object
     any_json = form is not None and form.type == "json_object" and schema is None
-    return await front.grammar(text=asked.grammar, schema=schema, any_json=any_json)
+    return await front.grammar(text=asked.grammar or None, schema=schema, any_json=any_json)
 
 
 def render(
@@ -254,7 +254,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     if asked.echo and asked.logprobs is not None:
         raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
     tokens = await prompt_tokens(front, asked.prompt)
-    grammar = await front.grammar(text=asked.grammar, schema=None, any_json=False)
+    grammar = await front.grammar(text=asked.grammar or None, schema=None, any_json=False)
     request = front.make(
         http, asked, tokens, kind="cmpl", most=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
     )

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from ..llama.llama import Llama
 
 
+_LOOSE, _STRICT = r'char ::= [^"\\] |', r'char ::= [^"\\\x7F\x00-\x1F] |'
+"""Upstream's grammar lets line breaks into strings, which no parser of JSON takes."""
+
+
 class Prompts(Protocol):
     """What the front needs of a model. ConfigError says what is wrong with a request."""
 
@@ -100,11 +104,12 @@ class LlamaPrompts:
         if schema is None:
             return str(llama_grammar.JSON_GBNF)
         try:
-            return str(llama_grammar.json_schema_to_gbnf(json.dumps(schema)))
+            grammar = str(llama_grammar.json_schema_to_gbnf(json.dumps(schema)))
         except Exception as err:
             raise ConfigError(
                 f"this JSON schema cannot be made a grammar: {type(err).__name__}: {str(err)[:300]}"
             ) from err
+        return grammar.replace(_LOOSE, _STRICT)
 
     @property
     def facts(self) -> dict[str, Any]:

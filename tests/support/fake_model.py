@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.arrays import Int32s, common_prefix
+from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Parked, usable
 from kvflash_ggml.errors import ConfigError, SnapshotError
@@ -123,9 +123,10 @@ class FakeModel:
 
     def counters(self) -> Mapping[str, Any]:
         return {
-            "pool": 1024, "length": len(self.tokens), "chunks": -(-len(self.tokens) // 64), "resident": 1, "page_ins": 3,
-            "page_outs": 2, "page_bytes": 64, "host_bytes": 128, "spilled_bytes": 0, "device_bytes": 4096,
-            "evicted_mass": None, "policy": "lru",
+            "pool": 1024, "length": len(self.tokens), "chunks": -(-len(self.tokens) // 64), "resident": 1,
+            "page_ins": 3,
+            "page_outs": 2, "page_bytes": 64, "host_bytes": 128, "spilled_bytes": 0,
+            "device_bytes": 4096,            "evicted_mass": None, "policy": "lru",
         }  # fmt: skip
 
     def close(self) -> None:
@@ -169,7 +170,3 @@ class FakePrompts:
     @property
     def facts(self) -> dict[str, Any]:
         return {"architecture": "fake"}
-
-
-def shared(a: Int32s, b: Int32s) -> int:
-    return common_prefix(a, b)

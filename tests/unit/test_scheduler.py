@@ -368,9 +368,8 @@ def test_overload_loses_nobody(make: Make) -> None:
     for i in range(120):
         try:
             asked.append(ask(scheduler, text(70, i % 5), 6, key=str(i % 3)))
-        except QueueFull as err:
+        except QueueFull:
             refused += 1
-            assert err.retry_after_s > 0
         time.sleep(0.001)
     assert refused > 0
     assert all(isinstance(one.wait(), Finished) for one in asked)
