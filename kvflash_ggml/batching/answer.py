@@ -40,6 +40,11 @@ class Answer:
         self._before: Mapping[str, Any] = {}
 
     @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    @property
     def usage(self) -> Usage:
         """So far."""
         request, now = self._job.request, self._clock()

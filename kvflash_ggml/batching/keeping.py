@@ -29,7 +29,6 @@ class Keeping:
         here = one is self.seat.conversation
         return {
             "id": one.id,
-            "name": one.name,
             "tokens": len(self.model.tokens) if here else len(one.tokens),
             "prompt": one.prompt,
             "where": "device" if here else one.where,

@@ -15,6 +15,7 @@ from ..llama.bias import with_bias
 from ..state.session import SessionState
 from .messages import Logprob, Request
 from .model import Parked, usable
+from .watch import Residency, Watch
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -60,6 +61,8 @@ class LlamaModel:
         self._stats = llm.kvflash
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
+        self._watch = Watch(self._stats.reasons)
+        self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
 
     @property
@@ -91,6 +94,7 @@ class LlamaModel:
 
             grammar = LlamaGrammar.from_string(sampling.grammar, verbose=False)
         llm.set_seed(sampling.seed)
+        self._watch.begin()
         llm.kvflash_progress, llm.kvflash_branch = progress, branch
         for lo, hi in request.pins:
             llm.kvflash.pin(lo, hi)  # type: ignore[union-attr]
@@ -158,6 +162,9 @@ class LlamaModel:
 
     def read(self, path: Path) -> ParkedSession:
         return ParkedSession(self._llm.read_parked(path), stateful=self.stateful)
+
+    def residency(self) -> Residency:
+        return self._watch.now
 
     def counters(self) -> Mapping[str, Any]:
         stats = self._stats

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..arrays import Int32s, common_prefix
 from .messages import Logprob, Request
+from .watch import Residency
 
 
 class Parked(Protocol):
@@ -102,6 +103,10 @@ class Model(Protocol):
 
     def read(self, path: Path) -> Parked:
         """Open what `write` has written. SnapshotError."""
+        ...
+
+    def residency(self) -> Residency:
+        """What of the text at hand is on the device. From any thread."""
         ...
 
     def counters(self) -> Mapping[str, Any]:

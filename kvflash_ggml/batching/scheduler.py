@@ -82,6 +82,7 @@ class Scheduler(Keeping):
         self._stopping = False
         self._ending = False  # answers that run end too
         self._running: Job | None = None
+        self._answer: Answer | None = None
         self._swept = 0.0
         self._pace = 1.0  # seconds a request, a moving mean
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
@@ -96,6 +97,12 @@ class Scheduler(Keeping):
         """Who has the seat."""
         job = self._running
         return None if job is None else job.request
+
+    @property
+    def generated(self) -> int:
+        """Tokens of answers, that of now included."""
+        answer = self._answer
+        return self.totals.generated_tokens + (0 if answer is None else answer.generated)
 
     @property
     def idle(self) -> bool:
@@ -211,7 +218,7 @@ class Scheduler(Keeping):
         request, self._running = job.request, job
         began = self._clock()
         answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
-        reason = INTERNAL
+        reason, self._answer = INTERNAL, answer
         try:
             self._check(job)
             event: Event = answer.make()
@@ -244,7 +251,7 @@ class Scheduler(Keeping):
         self.totals.generated_tokens += usage.generated
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         self._pace += 0.2 * (self._clock() - began - self._pace)
-        self._running = None
+        self._running = self._answer = None
         if self._on_end is not None:
             self._on_end(request, usage, reason)
         self._tell(job, event)

@@ -187,6 +187,8 @@ def serve(
     """
     if pool.kvflash == "off":
         raise click.UsageError("conversations are put aside in a pool: add --kvflash auto, or a number of tokens")
+    if pool.kvflash_report is not None:
+        raise click.UsageError("--kvflash-report is of one run: the page at / shows the same while it happens")
     keys = _keys(net)
     if net.host not in ("127.0.0.1", "localhost", "::1") and not keys and not net.insecure:
         raise click.UsageError(f"--host {net.host} lets others in: give an --api-key, or say --insecure")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..arrays import Floats
 from ..calibration.finder import HeadFinder
 from ..constants import CHUNK
+from ..policy.qk import QKScorer, Reason
 from ..session.reading import Loss
 from ..session.session import Progress, Session
+from ..trace.events import Observer
 from ..trace.html import Summary
 from ..trace.recorder import Trace
 from .sizing import PoolSize
@@ -198,6 +201,18 @@ class PoolStats:
     def pin(self, lo: int, hi: int) -> None:
         """Keep tokens [lo, hi) on the device from the next step on, bringing them back if need be."""
         self._session.pin_range(lo, hi)
+
+    def watch(self, observer: Observer) -> None:
+        """Tell an observer of every change of what is resident, in place of one that records."""
+        self._session.events.observer = observer
+        scorer = None if self._session.scoring is None else self._session.scoring.scorer
+        if isinstance(scorer, QKScorer):
+            scorer.explains = True
+
+    def reasons(self, scores: Floats) -> list[Reason]:
+        """Why the chunks at the top of a look's scores are there; nothing if the policy cannot tell."""
+        scorer = None if self._session.scoring is None else self._session.scoring.scorer
+        return scorer.reasons_of(scores) if isinstance(scorer, QKScorer) else []
 
     def record(self) -> Trace:
         """Begin to record what is resident when. The trace fills while the model runs, until the next call.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Floats
+from ..arrays import Floats, Int64s
 
 BLOCK = 64
 """Columns that are worked on at once: at 256K tokens a megabyte, which stays in the cache."""
@@ -34,3 +34,20 @@ def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
         whole = most + np.log(shares.sum(axis=1, keepdims=True)) + penalties[first : first + BLOCK]
         np.maximum(best, np.subtract(part, whole, out=shares).max(axis=0), out=best)
     return best
+
+
+def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> tuple[Int64s, Floats]:
+    """Of some chunks the column that `softmax_max` has gone by, and the log of the share they get in it."""
+    which = np.zeros(len(chunks), np.int64)
+    best = np.full(len(chunks), -np.inf, np.float32)
+    share = np.full(len(chunks), -np.inf, np.float32)
+    penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
+    for first in range(0, len(columns), BLOCK):
+        shares = log_shares(columns[first : first + BLOCK])[:, chunks]
+        scores = shares - penalties[first : first + BLOCK]
+        at = scores.argmax(axis=0)
+        found = np.take_along_axis(scores, at[None], axis=0)[0]
+        better = found > best
+        best[better], which[better] = found[better], first + at[better]
+        share[better] = np.take_along_axis(shares, at[None], axis=0)[0][better]
+    return which, share

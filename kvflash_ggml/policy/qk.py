@@ -9,14 +9,15 @@ best few chunks, which the host holds anyway, then decide the order.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Floats
+from ..arrays import Floats, Int64s
 from ..constants import CHUNK
 from ..state.session import Layout, Row
 from .base import Keys, Rows, ScoreRequest, register
-from .combine import softmax_max
+from .combine import deciding, softmax_max
 from .edges import boost_successors
 from .heads import Heads, every_head, newest, units_of
 from .share import attention_shares
@@ -34,13 +35,26 @@ EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
 
 
+class Reason(NamedTuple):
+    """What decided about a chunk: a head of a layer, the position of the token whose query it was, and the share of
+    that head's attention that the chunk would get. follows: it is recalled because of the chunk before it.
+    """
+
+    chunk: int
+    layer: int
+    head: int
+    token: int
+    share: float
+    follows: bool
+
+
 class QKScorer:
     """heads: the retrieval heads, which `use` leaves alone then; None for all until `use` names them.
 
     query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
     for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
     least: of the chunks, how many are scored again by their real keys. successors: recall the chunk after one whose end
-    is attended to as well.
+    is attended to as well. `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`.
     """
 
     name = "qk"
@@ -66,6 +80,8 @@ class QKScorer:
         self._successors = successors
         self._rows: list[Row | None] = []
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
+        self.explains = False
+        self._reasons: deque[tuple[Floats, list[Reason]]] = deque(maxlen=LOOKS_KNOWN)
 
     def open(self, keys: Keys, n_chunks: int) -> None:
         self._keys = keys
@@ -148,7 +164,26 @@ class QKScorer:
         if self._successors:
             boost_successors(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
         self._shares.append((scores, attention_shares(masses)))
+        if self.explains:
+            self._reasons.append((scores, self._explain(masses, np.sort(best), ages, request, scores)))
         return scores
+
+    def _explain(
+        self, masses: Floats, chunks: Int64s, ages: Floats, request: ScoreRequest, scores: Floats
+    ) -> list[Reason]:
+        columns, shares = deciding(masses, chunks, ages)
+        follows = scores[chunks] > shares - ages[columns, 0] + 1e-3
+        first, heads = len(request.tokens) - request.rows, self._heads.tolist()
+        return [
+            Reason(chunk, *_pair(heads[column // request.rows]), first + column % request.rows, share, follow)
+            for chunk, column, share, follow in zip(
+                chunks.tolist(), columns.tolist(), np.exp(shares).tolist(), follows.tolist(), strict=True
+            )
+        ]
+
+    def reasons_of(self, scores: Floats) -> list[Reason]:
+        """Why the chunks at the top of these scores are there, while `explains` is set; nothing if long past."""
+        return next((reasons for known, reasons in list(self._reasons) if known is scores), [])
 
     def shares_of(self, scores: Floats) -> Floats | None:
         """Estimated share of the attention on each chunk at the look that gave these scores; None if long past."""
@@ -161,6 +196,11 @@ class QKScorer:
     def close(self) -> None:
         self._rows.clear()
         self._shares.clear()
+        self._reasons.clear()
+
+
+def _pair(head: list[int]) -> tuple[int, int]:
+    return head[0], head[1]
 
 
 @register("qk")

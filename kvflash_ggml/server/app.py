@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import conversations, llamacpp, openai
+from . import conversations, events, llamacpp, openai
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
@@ -70,7 +70,10 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/detokenize", llamacpp.detokenize, "POST"),
         route("/apply-template", llamacpp.apply_template, "POST"),
         route("/completion", llamacpp.completion, "POST"),
+        route("/", events.page),
         route("/kvflash/state", conversations.state),
+        route("/kvflash/events", events.events),
+        route("/kvflash/words", events.words),
         route("/kvflash/conversations", conversations.conversations),
         route("/kvflash/conversations/{id}", conversations.erase, "DELETE"),
         route("/kvflash/conversations/{id}/{action}", conversations.action, "POST"),

@@ -24,6 +24,7 @@ from .exchange import Exchange
 from .prompts import Prompts
 from .schema import _Sampled
 from .settings import ServerSettings
+from .speed import Speed
 
 T = TypeVar("T")
 
@@ -43,6 +44,8 @@ class Front:
         self.prompts = prompts
         self.created = int(time.time())
         self.draining = False
+        self.viewers = 0
+        self.speed = Speed(scheduler)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
 
     async def work(self, function: Callable[..., T], *args: Any, **more: Any) -> T:

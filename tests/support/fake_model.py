@@ -12,7 +12,9 @@ import numpy as np
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Parked, usable
+from kvflash_ggml.batching.watch import Residency
 from kvflash_ggml.errors import ConfigError, SnapshotError
+from kvflash_ggml.policy.qk import Reason
 
 END = 256
 STEP = 64
@@ -120,6 +122,13 @@ class FakeModel:
             raise SnapshotError(f"{path} is damaged")
         self.held += 1
         return FakeParked(np.frombuffer(data, np.int32), [] if self.stateful else None, self)
+
+    def residency(self) -> Residency:
+        chunks = -(-len(self.tokens) // 64)
+        reason = Reason(0, 1, 2, 3, 0.25, False)
+        return Residency(
+            number=self.steps, length=len(self.tokens), resident=tuple(range(chunks)), recalled={0: reason, 1: None}
+        )
 
     def counters(self) -> Mapping[str, Any]:
         return {

@@ -498,7 +498,7 @@ def test_conversations(tmp_path: Path) -> None:
 
     server = Server(folder=tmp_path)
     one, statuses, state = server.run(work)
-    assert (one["name"], one["where"], one["prompt"]) == ("mine", "device", 400)
+    assert (one["where"], one["prompt"]) == ("device", 400)
     assert statuses == [200, 200, 200, 404, 200, 404]
     assert server.model.pins == [(0, 64)]
     assert state["conversations"]["device"] == 0
