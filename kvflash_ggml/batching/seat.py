@@ -73,15 +73,16 @@ class Seat:
     def branch(self, request: Request) -> int | None:
         """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
 
-        Where it leaves texts that are known, if it cannot go on from there; or where its question begins, so that
-        another answer to it does not need all of it.
+        Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its question
+        begins, so that another answer to it does not need all of it.
         """
         if not self._model.stateful or not request.reuse:
             return None
         length, usable = len(request.tokens), self._model.usable(request.tokens)
         known = min(self._shelf.known(request.tokens, salt=request.salt), length - 1)
-        if known - usable >= LEAST:
-            return known
+        for place in (known, request.shared_until):
+            if place - usable >= LEAST:
+                return place
         return length - QUESTION_TOKENS if length - usable > 2 * QUESTION_TOKENS else None
 
     def settle(self) -> None:

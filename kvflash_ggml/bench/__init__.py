@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .conversing import agent, conversations
 from .relevance import loss, reading, recall, scores
 from .speed import depth, paging, random_model, restore, scoring, streaming
 
@@ -13,5 +14,7 @@ def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-for verb in (depth, paging, scoring, random_model, recall, scores, reading, loss, restore, streaming):
+_SPEED = (depth, paging, scoring, random_model, restore, streaming)
+_RELEVANCE = (recall, scores, reading, loss)
+for verb in (*_SPEED, *_RELEVANCE, conversations, agent):
     main.add_command(verb)

@@ -93,6 +93,7 @@ class Front:
         most: int | None,
         logprobs: int | None = None,
         grammar: str | None = None,
+        shared_until: int = 0,
     ) -> Request:
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
@@ -129,6 +130,7 @@ class Front:
             timeout_s=settings.timeout_s,
             queue_timeout_s=settings.queue_timeout_s,
             reuse=reuse,
+            shared_until=min(shared_until, len(tokens) - 1),
             pins=tuple(pool.pins),
         )
 

@@ -58,6 +58,7 @@ async def chat(front: Front, http: HttpRequest) -> Response:
         most=asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         grammar=grammar,
+        shared_until=await front.work(_system_end, front, asked.messages, text, tokens),
     )
     exchange = front.exchange(http, request)
     answer = ChatAnswer(front.settings.alias, request.id, asked, tools)
@@ -109,6 +110,16 @@ def render(
             raise ApiError(400, f"chat_template_kwargs: {name[:40]!r} cannot be given", param="chat_template_kwargs")
     template = front.prompts.template or ""
     return front.prompts.render(messages_for(plain, tools, template), tools, **(more or {}))
+
+
+def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:
+    """Where the system message ends, in tokens: side requests of an agent begin with it. 0 where nobody has use for it."""
+    said = _content(messages[0].content, "") if messages[0].role in ("system", "developer") else ""
+    at = text.find(said) if said and front.scheduler.model.stateful else -1
+    if at < 0:
+        return 0
+    begin = front.prompts.tokenize(text[: at + len(said)], add_special=True, parse_special=True)
+    return next((i for i, (a, b) in enumerate(zip(begin, tokens, strict=False)) if a != b), len(begin))
 
 
 def _content(content: str | list[dict[str, Any]] | None, where: str) -> str:

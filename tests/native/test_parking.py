@@ -131,6 +131,13 @@ def test_a_hybrid_keeps_where_side_requests_leave_the_text(llama: Callable[..., 
         assert end.usage.cached == 600
 
 
+def test_a_hybrid_keeps_where_the_system_prompt_ends(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    system = tokens[:600].tolist()
+    with served(llama("hybrid", **POOL)) as scheduler:
+        answer(scheduler, [*system, *tokens[700:1100].tolist()], shared_until=600)
+        assert answer(scheduler, [*system, *tokens[1200:1240].tolist()]).usage.cached == 600
+
+
 def test_a_cancelled_prompt_is_not_read_twice(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
     llm = llama("dense", **POOL)
     with served(llm) as scheduler:

@@ -1,0 +1,193 @@
+"""Conversations that take turns on one pool, and an agent's long one: what a turn costs, and whether answers change."""
+
+from __future__ import annotations
+
+import queue
+import random
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..batching.folder import Folder
+from ..batching.llama import LlamaModel
+from ..batching.messages import Event, Failed, Finished, Request, Sampling, Usage
+from ..batching.scheduler import Limits, Scheduler
+from ..errors import KVFlashError
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@contextmanager
+def served(llm: Llama, *, park_bytes: int, folder: Path | None) -> Iterator[Scheduler]:
+    """A scheduler on a model, which it closes."""
+    kept = None if folder is None else Folder(folder)
+    scheduler = Scheduler(LlamaModel(llm), limits=Limits(park_bytes=park_bytes), folder=kept)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+def answer(scheduler: Scheduler, tokens: Sequence[int], most: int, number: int, *, shared: int = 0) -> Finished:
+    """One answer, greedy and of exactly `most` tokens. KVFlashError if it fails."""
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    request = Request(
+        id=str(number), tokens=np.asarray(tokens, np.int32), max_tokens=most, sampling=GREEDY, ignore_eos=True,
+        shared_until=shared,
+    )  # fmt: skip
+    scheduler.submit(request, inbox.put)
+    while True:
+        event = inbox.get()
+        if isinstance(event, Failed):
+            raise KVFlashError(event.message)
+        if isinstance(event, Finished):
+            return event
+
+
+@dataclass
+class Conversation:
+    """said: what the user says in each turn. answers: what came."""
+
+    said: list[list[int]]
+    text: list[int] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    took: list[Usage] = field(default_factory=list)
+
+
+def make_conversations(tokens: Sequence[int], *, count: int, length: int, turns: int, more: int) -> list[Conversation]:
+    """Texts that begin at different places of a long one, and questions that are taken from all over it."""
+    room = max(1, len(tokens) - length)
+    made = []
+    for i in range(count):
+        start = i * room // count
+        said = [list(tokens[start : start + length])]
+        for turn in range(1, turns):
+            at = (start + 7919 * turn) % max(1, len(tokens) - more)
+            said.append(list(tokens[at : at + more]))
+        made.append(Conversation(said))
+    return made
+
+
+def play(scheduler: Scheduler, all_of_them: Sequence[Conversation], *, most: int, seed: int) -> dict[str, Any]:
+    """A random one at a time, until each has had all its turns. What warm turns took."""
+    order = [i for i, one in enumerate(all_of_them) for _ in one.said]
+    random.Random(seed).shuffle(order)
+    memory: list[int] = []
+    for number, i in enumerate(order):
+        one = all_of_them[i]
+        one.text += one.said[len(one.answers)]
+        end = answer(scheduler, one.text, most, number)
+        one.text += end.tokens
+        one.answers.append(end.tokens)
+        one.took.append(end.usage)
+        memory.append(_rss())
+    warm = [took for one in all_of_them for took in one.took[1:]]
+    first = [took.queue_s + took.restore_s + took.prompt_s for took in warm]
+    seat, shelf = scheduler.seat.counts, scheduler.shelf.counts
+    return {
+        "requests": len(order),
+        "parks": seat.parks,
+        "resumes": seat.resumes,
+        "lost": seat.lost,
+        "dropped": shelf.dropped,
+        "stored": shelf.stored,
+        "read_cold": sum(one.took[0].prompt - one.took[0].cached for one in all_of_them),
+        "read_warm": max((took.prompt - took.cached for took in warm), default=0),
+        "restore_ms_p50": _percentile([took.restore_s for took in warm], 50) * 1e3,
+        "restore_ms_p99": _percentile([took.restore_s for took in warm], 99) * 1e3,
+        "first_ms_p50": _percentile(first, 50) * 1e3,
+        "first_ms_p99": _percentile(first, 99) * 1e3,
+        "cold_s": sum(one.took[0].prompt_s for one in all_of_them) / len(all_of_them),
+        "parked_mib": scheduler.shelf.size / 2**20,
+        "device_mib": scheduler.model.counters()["device_bytes"] / 2**20,
+        "rss_mib_half": memory[len(memory) // 2] / 2**20,
+        "rss_mib_end": memory[-1] / 2**20,
+    }
+
+
+def lone_answers(llm: Llama, one: Conversation, *, most: int) -> list[tuple[int, ...]]:
+    """The same conversation with the model to itself."""
+    model, text, answers = LlamaModel(llm), list[int](), list[tuple[int, ...]]()
+    llm.reset()
+    for said in one.said:
+        text += said
+        request = Request(id="", tokens=np.asarray(text, np.int32), max_tokens=most, sampling=GREEDY)
+        drawn: list[int] = []
+        with closing(model.generate(request, branch=None, progress=lambda done, total: None)) as stream:
+            for token in stream:
+                if not drawn:
+                    model.checkpoint()
+                drawn.append(token)
+                if len(drawn) == most:
+                    break
+        model.checkpoint()
+        answers.append(tuple(drawn))
+        text += drawn
+    return answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of an agent. side: a short request with the same system prompt, between two turns."""
+
+    turn: int
+    side: bool
+    prompt: int
+    read: int
+    first_ms: float
+    restore_ms: float
+
+
+def run_agent(
+    scheduler: Scheduler, tokens: Sequence[int], *, system: int, turns: int, result: int, most: int, side_every: int
+) -> tuple[list[Turn], list[list[int]]]:
+    """A transcript: the system prompt, and then a tool's result and a call in each turn. Its turns, and its prompts."""
+    text, done, prompts, at = list(tokens[:system]), [], [], system
+    for turn in range(turns):
+        if side_every and turn and turn % side_every == 0:
+            side = [*tokens[:system], *tokens[-40 - turn : -turn]]
+            done.append(_turn(answer(scheduler, side, most, -turn, shared=system), turn, side=True))
+        text += tokens[at : at + result]
+        at += result
+        prompts.append(list(text))
+        end = answer(scheduler, text, most, turn + 1, shared=system)
+        text += end.tokens
+        done.append(_turn(end, turn, side=False))
+    return done, prompts
+
+
+def _turn(end: Finished, turn: int, *, side: bool) -> Turn:
+    took = end.usage
+    return Turn(
+        turn=turn, side=side, prompt=took.prompt, read=took.prompt - took.cached, restore_ms=took.restore_s * 1e3,
+        first_ms=(took.queue_s + took.restore_s + took.prompt_s) * 1e3,
+    )  # fmt: skip
+
+
+def reread_ms(llm: Llama, prompt: Sequence[int]) -> float:
+    """Until the first token, where all of a prompt is read."""
+    llm.reset()
+    began = time.perf_counter()
+    with closing(llm.generate(list(prompt), temp=0.0)) as stream:
+        next(stream)
+    return (time.perf_counter() - began) * 1e3
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return float(np.percentile(values, share)) if values else 0.0
+
+
+def _rss() -> int:
+    """Bytes of this process that are in memory now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
