@@ -32,8 +32,8 @@ class Request:
     tokens: the prompt. logprobs: how many alternatives to tell of each token, None for none of it. conversation: a hint
     which text to go on from; the tokens decide. salt: only texts of the same salt are gone on from. key: whose it is;
     keys take turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse:
-    may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will probably begin with, 0 if that is not
-    known. pins: token ranges that stay on the device.
+    may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will
+    probably begin with, 0 if that is not known. pins: token ranges that stay on the device.
     """
 
     id: str

@@ -73,8 +73,8 @@ class Seat:
     def branch(self, request: Request) -> int | None:
         """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
 
-        Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its question
-        begins, so that another answer to it does not need all of it.
+        Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its
+        question begins, so that another answer to it does not need all of it.
         """
         if not self._model.stateful or not request.reuse:
             return None

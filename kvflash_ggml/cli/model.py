@@ -116,6 +116,14 @@ def log_to_stderr(output: OutputOptions) -> None:
     logs.show_on(_StderrHandler(), level)
 
 
+def log_requests(name: str) -> None:
+    """A server's log, one line of JSON a request, beside the package's."""
+    logger = logging.getLogger(name)
+    logger.handlers[:] = [_StderrHandler()]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(self.format(record), err=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .model import log_to_stderr, open_model, plain_errors
+from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, model_options
 from .pool_options import PoolOptions, pool_options
 from .sections import SectionCommand, collected, option
@@ -195,12 +195,15 @@ def serve(
     log_to_stderr(OutputOptions(as_json=False, stream=False, verbose=verbose, quiet=quiet))
     with plain_errors(verbose=verbose):
         try:
+            from ..server import requestlog
             from ..server.settings import ServerSettings
             from ..server.start import start
         except ModuleNotFoundError as err:
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: pip install 'kvflash-ggml[server]'"
             ) from err
+        if not quiet:
+            log_requests(requestlog.NAME)
         template = None if chat_template_file is None else chat_template_file.read_text(encoding="utf-8")
         settings = ServerSettings(
             alias=alias or Path(path).stem,

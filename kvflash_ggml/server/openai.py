@@ -113,7 +113,7 @@ def render(
 
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:
-    """Where the system message ends, in tokens: side requests of an agent begin with it. 0 where nobody has use for it."""
+    """Where the system message ends, in tokens: side requests of an agent begin with it. 0 if that is of no use."""
     said = _content(messages[0].content, "") if messages[0].role in ("system", "developer") else ""
     at = text.find(said) if said and front.scheduler.model.stateful else -1
     if at < 0:

@@ -7,7 +7,9 @@ import logging
 
 from ..batching.messages import Request, Usage
 
-logger = logging.getLogger("kvflash_ggml.requests")
+NAME = "kvflash_ggml.requests"
+
+logger = logging.getLogger(NAME)
 
 
 class RequestLog:

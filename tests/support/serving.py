@@ -79,8 +79,9 @@ class Served:
 
 
 @contextmanager
-def serve(model: Path, *options: str) -> Iterator[Served]:
-    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--port", "0", "-t", "1", *options]
+def serve(model: Path, *options: str, python: Path = Path(sys.executable)) -> Iterator[Served]:
+    """python: of an environment that has the package; that of the tests."""
+    line = [str(python), "-m", "kvflash_ggml", "serve", str(model), "--port", "0", "-t", "1", *options]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     served = Served(process)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.asgi import Client, Reply
-from support.fake_model import FakeModel, FakePrompts
+from support.fake_model import TEMPLATE, FakeModel, FakePrompts
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
@@ -503,3 +506,162 @@ def test_conversations(tmp_path: Path) -> None:
     assert server.model.pins == [(0, 64)]
     assert state["conversations"]["device"] == 0
     assert json.dumps(state)
+
+
+# --- the page
+
+
+def test_the_page_carries_everything() -> None:
+    reply = Server().get("/")
+    text, policy = bytes(reply.body).decode(), reply.headers["content-security-policy"]
+    assert reply.status == 200
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "unsafe" not in policy
+    for kind in ("script", "style"):
+        (part,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy
+    assert Server(page=False).get("/").status == 404
+    assert Server(keys=("k",)).get("/").status == 200
+
+
+def test_events() -> None:
+    async def work(client: Client) -> Any:
+        await client.post("/v1/completions", {"prompt": "x" * 200, "kvflash": {"conversation": "mine"}})
+        call = client.call("GET", "/kvflash/events")
+        reply = await call.until(lambda reply: len(reply.frames) > 0)
+        state = reply.frames[0]
+        call.leave()
+        await call.done()
+        words = await client.get("/kvflash/words?conversation=mine&chunk=1")
+        others = [
+            (await client.get(f"/kvflash/words?{query}")).status
+            for query in ("conversation=yours&chunk=1", "conversation=mine&chunk=x", "chunk=1", "conversation=")
+        ]
+        return state, words.json, others, bytes(reply.body)
+
+    server = Server()
+    state, words, others, body = server.run(work)
+    assert state["map"]["chunks"] == 4
+    assert base64.b64decode(state["map"]["resident"]) == bytes([0b11110000])
+    assert state["map"]["recalled"] == [[0, 1, 2, 3, 0.25, 0], [1]]
+    assert state["seat"]["name_digest"] == hashlib.sha256(b"mine").hexdigest()[:16]
+    assert words == {"chunk": 1, "text": "x" * 64}
+    assert others == [404] * 4
+    assert b"xxx" not in body
+    assert server.front.viewers == 0
+
+
+def test_too_many_look_on() -> None:
+    async def work(client: Client) -> int:
+        calls = [client.call("GET", "/kvflash/events") for _ in range(16)]
+        for call in calls:
+            await call.until(lambda reply: len(reply.frames) > 0)
+        status = (await client.get("/kvflash/events")).status
+        for call in calls:
+            call.leave()
+            await call.done()
+        return status
+
+    assert Server().run(work) == 429
+
+
+# --- tools
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("weather", "clock")
+]
+
+
+def replying(text: str, template: str | None = TEMPLATE) -> Server:
+    return Server(FakeModel(reply=lambda prompt: text.encode()), FakePrompts(template=template))
+
+
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_read_from_the_text(stream: bool) -> None:
+    reply = chat(server=replying(f"Let me see.\n{CALL}\n{CALL}"), tools=TOOLS, stream=stream, max_tokens=500)
+    if stream:
+        calls = [call for delta in deltas(reply) for call in delta.get("tool_calls", ())]
+        text = "".join(delta.get("content") or "" for delta in deltas(reply))
+        reason = next(f["choices"][0]["finish_reason"] for f in reversed(reply.frames[:-1]) if f["choices"])
+        assert [call["index"] for call in calls] == [0, 1]
+    else:
+        message = reply.json["choices"][0]["message"]
+        calls, text, reason = message["tool_calls"], message["content"], reply.json["choices"][0]["finish_reason"]
+    assert [call["function"] for call in calls] == [{"name": "clock", "arguments": '{"zone": "CET"}'}] * 2
+    assert text.strip() == "Let me see."
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>no json</tool_call>", "<tool_call>", "a < b", "<tool_call>[1]</tool_call>x"]
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    for stream in (False, True):
+        reply = chat(server=replying(text), tools=TOOLS, stream=stream, max_tokens=500)
+        found = (
+            "".join(delta.get("content") or "" for delta in deltas(reply))
+            if stream
+            else reply.json["choices"][0]["message"]["content"]
+        )
+        assert found == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_call(stream: bool) -> None:
+    choice = {"type": "function", "function": {"name": "clock"}}
+    reply = chat(server=replying('{"a": 1}', "x"), tools=TOOLS, tool_choice=choice, stream=stream)
+    if stream:
+        calls = [call for delta in deltas(reply) for call in delta.get("tool_calls", ())]
+        assert calls[0]["function"]["name"] == "clock"
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    else:
+        (call,) = reply.json["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "clock", "arguments": '{"a": 1}'}
+
+
+def test_a_model_that_knows_no_tools_is_told_in_words() -> None:
+    server = replying("x", "{% messages only %}")
+    history = [
+        {"role": "user", "content": "what time?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "type": "function", "function": {"name": "clock", "arguments": '{"z": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    chat(server=server, messages=history, tools=TOOLS)
+    system, _, call, result = server.prompts.rendered[0]
+    assert '"name": "clock"' in system["content"]
+    assert call["content"] == '<tool_call>\n{"name": "clock", "arguments": {"z": 1}}\n</tool_call>'
+    assert result["content"] == "noon"
+
+
+def test_a_form_of_calls_that_is_not_read() -> None:
+    reply = chat(server=replying("x", "{% tools as [TOOL_CALLS] %}"), tools=TOOLS)
+    assert reply.status == 501
+    assert "name a function in tool_choice" in reply.message
+    assert chat(server=replying("x", "{% tools as [TOOL_CALLS] %}"), tools=TOOLS, tool_choice="none").status == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "retrieval"}]},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        {"tools": TOOLS * 65},
+        {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": ["x"]}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": "x"}]},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+    ],
+)
+def test_tools_that_are_refused(data: dict[str, Any]) -> None:
+    assert chat(data).status == 400
