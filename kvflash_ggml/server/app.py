@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import conversations, events, llamacpp, openai
+from . import about, chat, completions, conversations, events, llamacpp
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
@@ -54,22 +54,23 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         return route(path, call, "POST")
 
     routes = [
-        route("/v1/chat/completions", openai.chat, "POST"),
-        route("/chat/completions", openai.chat, "POST"),
-        route("/v1/completions", openai.completions, "POST"),
-        route("/v1/models", openai.models),
-        route("/v1/models/{model:path}", openai.models),
-        route("/models", openai.models),
-        route("/health", llamacpp.health),
-        route("/v1/health", llamacpp.health),
+        route("/v1/chat/completions", chat.chat, "POST"),
+        route("/chat/completions", chat.chat, "POST"),
+        route("/v1/completions", completions.completions, "POST"),
+        route("/v1/models", about.models),
+        route("/v1/models/{model:path}", about.models),
+        route("/models", about.models),
+        route("/health", about.health),
+        route("/v1/health", about.health),
         route("/metrics", show_metrics),
-        route("/props", llamacpp.props),
+        route("/props", about.props),
         route("/slots", llamacpp.slots),
         route("/slots/{id}", llamacpp.slot_action, "POST"),
         route("/tokenize", llamacpp.tokenize, "POST"),
         route("/detokenize", llamacpp.detokenize, "POST"),
         route("/apply-template", llamacpp.apply_template, "POST"),
         route("/completion", llamacpp.completion, "POST"),
+        route("/completions", llamacpp.completion, "POST"),
         route("/", events.page),
         route("/kvflash/state", conversations.state),
         route("/kvflash/events", events.events),

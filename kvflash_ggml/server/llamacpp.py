@@ -9,35 +9,15 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from .. import __version__
 from ..batching.messages import Event, Finished, Logprob, Piece
 from ..errors import ConfigError, KVFlashError
+from .chat import render
+from .completions import prompt_tokens
 from .errors import ApiError
 from .exchange import EventStream, collected, frame
 from .front import Front
-from .openai import prompt_tokens, render, report, timings
 from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest, parse
-
-
-async def health(front: Front, request: HttpRequest) -> Response:
-    if front.draining:
-        return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response()
-    return JSONResponse({"status": "ok"})
-
-
-async def props(front: Front, request: HttpRequest) -> Response:
-    model = front.scheduler.model
-    return JSONResponse(
-        {
-            "default_generation_settings": {"n_ctx": model.n_ctx},
-            "total_slots": 1,
-            "model_alias": front.settings.alias,
-            "chat_template": front.prompts.template or "",
-            "build_info": f"kvflash_ggml {__version__}",
-            "modalities": {"vision": False, "audio": False},
-            **front.prompts.facts,
-        }
-    )
+from .took import report, timings
 
 
 async def slots(front: Front, request: HttpRequest) -> Response:

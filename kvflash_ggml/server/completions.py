@@ -1,0 +1,114 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..batching.messages import Event, Finished, Logprob, Piece, Started
+from .errors import ApiError
+from .exchange import DONE, EventStream, collected, frame
+from .front import Front
+from .schema import CompletionRequest, parse
+from .took import FINGERPRINT, report, timings, usage
+
+
+async def completions(front: Front, http: HttpRequest) -> Response:
+    asked: CompletionRequest = parse(CompletionRequest, await front.body(http))
+    front.admit()
+    if asked.suffix is not None or asked.best_of not in (None, 1):
+        name = "suffix" if asked.suffix is not None else "best_of"
+        raise ApiError(501, f"{name} is not supported: leave it out", param=name)
+    if asked.echo and asked.logprobs is not None:
+        raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
+    tokens = await prompt_tokens(front, asked.prompt)
+    grammar = await front.grammar(text=asked.grammar or None, schema=None, any_json=False)
+    request = front.make(
+        http, asked, tokens, kind="cmpl", most=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
+    )
+    echoed = front.prompts.detokenize(tokens).decode("utf-8", "replace") if asked.echo else ""
+    answer = TextAnswer(front.settings.alias, request.id, asked, echoed)
+    exchange = front.exchange(http, request)
+    if asked.stream:
+        settings = front.settings
+        return EventStream(exchange, answer.frames, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s)
+    finished = await collected(exchange, answer.take)
+    return JSONResponse(answer.whole(finished))
+
+
+async def prompt_tokens(front: Front, prompt: Any) -> list[int]:
+    """The tokens of one prompt, however it is given."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise ApiError(501, f"{len(prompt)} prompts in one request: send one request for each", param="prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return await front.work(front.prompts.tokenize, prompt, add_special=True, parse_special=True)
+    n_vocab = front.prompts.n_vocab
+    wrong = next((token for token in prompt if not 0 <= token < n_vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"prompt: {wrong} is no token: they are from 0 to {n_vocab - 1}", param="prompt")
+    return list(prompt)
+
+
+class TextAnswer:
+    """Events as OpenAI's completion objects."""
+
+    def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str) -> None:
+        self._asked, self._echoed = asked, echoed
+        self._base = {
+            "id": id, "object": "text_completion", "created": int(time.time()), "model": alias,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
+        self._text: list[str] = [echoed]
+        self._logprobs: list[Logprob] = []
+        self._length = 0
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._text.append(event.text)
+            self._logprobs += event.logprobs
+
+    def whole(self, finished: Finished) -> dict[str, Any]:
+        choice = self._choice("".join(self._text), self._logprobs, finished.reason)
+        return {
+            **self._base,
+            "choices": [choice],
+            "usage": usage(finished.usage),
+            "timings": timings(finished.usage),
+            **report(self._asked.kvflash.report, finished),
+        }
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        if isinstance(event, Started) and self._echoed:
+            yield frame({**self._base, "choices": [self._choice(self._echoed, (), None)]})
+        elif isinstance(event, Piece):
+            yield frame({**self._base, "choices": [self._choice(event.text, event.logprobs, None)]})
+        elif isinstance(event, Finished):
+            yield frame({**self._base, "choices": [self._choice("", (), event.reason)]})
+            options, shown = self._asked.stream_options, report(self._asked.kvflash.report, event)
+            if options is not None and options.include_usage:
+                yield frame({**self._base, "choices": [], "usage": usage(event.usage), **shown})
+            elif shown:
+                yield frame({**self._base, "choices": [], **shown})
+            yield DONE
+
+    def _choice(self, text: str, told: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
+        logprobs = None
+        if self._asked.logprobs is not None and told:
+            pieces = [one.piece.decode("utf-8", "replace") for one in told]
+            offsets = []
+            for piece in pieces:
+                offsets.append(self._length)
+                self._length += len(piece)
+            logprobs = {
+                "tokens": pieces,
+                "token_logprobs": [one.logprob for one in told],
+                "top_logprobs": [{p.decode("utf-8", "replace"): value for _, p, value in one.top} for one in told],
+                "text_offset": offsets,
+            }
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}

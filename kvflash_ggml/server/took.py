@@ -1,0 +1,43 @@
+"""What an answer took, as clients read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import __version__
+from ..batching.messages import Finished, Usage
+
+FINGERPRINT = f"kvflash-{__version__}"
+
+
+def usage(took: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": took.prompt,
+        "completion_tokens": took.generated,
+        "total_tokens": took.prompt + took.generated,
+        "prompt_tokens_details": {"cached_tokens": took.cached},
+    }
+
+
+def timings(took: Usage) -> dict[str, Any]:
+    """As llama-server has them; times in milliseconds."""
+    read, made = took.prompt - took.cached, took.generated
+    return {
+        "cache_n": took.cached,
+        "prompt_n": read,
+        "prompt_ms": round(took.prompt_s * 1e3, 3),
+        "prompt_per_second": round(read / took.prompt_s, 3) if took.prompt_s > 0 else 0.0,
+        "predicted_n": made,
+        "predicted_ms": round(took.generation_s * 1e3, 3),
+        # the first token comes with the prompt
+        "predicted_per_second": round((made - 1) / took.generation_s, 3) if took.generation_s > 0 and made > 1 else 0.0,
+    }
+
+
+def report(wanted: str, finished: Finished) -> dict[str, Any]:
+    """`kvflash` of an answer, for those who ask for it."""
+    if wanted == "none":
+        return {}
+    took = finished.usage
+    times = {"queue_ms": round(took.queue_s * 1e3, 3), "restore_ms": round(took.restore_s * 1e3, 3)}
+    return {"kvflash": {**finished.report, **times}}
