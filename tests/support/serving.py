@@ -83,7 +83,14 @@ def serve(model: Path, *options: str, python: Path = Path(sys.executable)) -> It
     """python: of an environment that has the package; that of the tests."""
     line = [str(python), "-m", "kvflash_ggml", "serve", str(model), "--port", "0", "-t", "1", *options]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parent,  # with python -m the folder counts, and the checkout is not what is installed
+    )
     served = Served(process)
     listener = threading.Thread(target=served.listen, daemon=True)
     listener.start()
