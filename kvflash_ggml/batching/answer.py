@@ -74,6 +74,7 @@ class Answer:
         self._seated = self._clock()
         text = TextStream(request.stop)
         most, reason = min(request.max_tokens, room), "length"
+        endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
         with closing(model.generate(request, branch=self._seat.branch(request), progress=self._progress)) as stream:
             for token in stream:
                 self._last = self._clock()
@@ -82,7 +83,7 @@ class Answer:
                     model.checkpoint()  # another turn, or this one again, goes on from the prompt's end
                 if most == 0:
                     break
-                if model.ends(token) and not request.ignore_eos:
+                if model.ends(token) and not endless:
                     reason = "stop"
                     break
                 self._tokens.append(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,24 +95,29 @@ class LlamaModel:
             grammar = LlamaGrammar.from_string(sampling.grammar, verbose=False)
         llm.set_seed(sampling.seed)
         self._watch.begin()
-        llm.kvflash_progress, llm.kvflash_branch = progress, branch
         for lo, hi in request.pins:
-            llm.kvflash.pin(lo, hi)  # type: ignore[union-attr]
+            self._stats.pin(lo, hi)
+        llm.kvflash_progress, llm.kvflash_branch = progress, branch
+        # a folder is shared by all that read it
+        shared = nullcontext() if request.reuse and not request.salt else llm.without_cache()
         try:
-            with closing(
-                llm.generate(
-                    request.tokens.tolist(),
-                    temp=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                    min_p=sampling.min_p,
-                    repeat_penalty=sampling.repeat_penalty,
-                    frequency_penalty=sampling.frequency_penalty,
-                    presence_penalty=sampling.presence_penalty,
-                    logits_processor=processor,
-                    grammar=grammar,
-                )
-            ) as stream:
+            with (
+                shared,
+                closing(
+                    llm.generate(
+                        request.tokens.tolist(),
+                        temp=sampling.temperature,
+                        top_k=sampling.top_k,
+                        top_p=sampling.top_p,
+                        min_p=sampling.min_p,
+                        repeat_penalty=sampling.repeat_penalty,
+                        frequency_penalty=sampling.frequency_penalty,
+                        presence_penalty=sampling.presence_penalty,
+                        logits_processor=processor,
+                        grammar=grammar,
+                    )
+                ) as stream,
+            ):
                 yield from stream
         finally:
             llm.kvflash_progress = llm.kvflash_branch = None
@@ -151,7 +156,13 @@ class LlamaModel:
         self._llm.resume(parked.saved)
 
     def reset(self) -> None:
+        self.unpin()
         self._llm.reset()
+
+    def unpin(self) -> None:
+        self._stats.unpin()
+        for lo, hi in self._stats.configured_pins:
+            self._stats.pin(lo, hi)
 
     def pin(self, lo: int, hi: int) -> None:
         self._stats.pin(lo, hi)
@@ -162,6 +173,9 @@ class LlamaModel:
 
     def read(self, path: Path) -> ParkedSession:
         return ParkedSession(self._llm.read_parked(path), stateful=self.stateful)
+
+    def when_full(self, give_way: Callable[[], bool]) -> None:
+        self._stats.when_full(give_way)
 
     def residency(self) -> Residency:
         return self._watch.now

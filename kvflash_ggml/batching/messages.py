@@ -116,11 +116,12 @@ class Failed:
 
 Event = Started | Piece | Finished | Failed
 
-CANCELLED, DEADLINE, QUEUE_DEADLINE, CONTEXT, INTERNAL, SHUTDOWN = (
+CANCELLED, DEADLINE, QUEUE_DEADLINE, CONTEXT, INVALID, INTERNAL, SHUTDOWN = (
     "cancelled",
     "timeout",
     "queue_timeout",
     "context_length_exceeded",
+    "invalid_value",
     "internal_error",
     "shutdown",
 )

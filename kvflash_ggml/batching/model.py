@@ -93,6 +93,10 @@ class Model(Protocol):
         """Forget the text at hand."""
         ...
 
+    def unpin(self) -> None:
+        """Keep nothing on the device but what the configuration says."""
+        ...
+
     def pin(self, lo: int, hi: int) -> None:
         """Keep tokens [lo, hi) of the text at hand on the device."""
         ...
@@ -103,6 +107,10 @@ class Model(Protocol):
 
     def read(self, path: Path) -> Parked:
         """Open what `write` has written. SnapshotError."""
+        ...
+
+    def when_full(self, give_way: Callable[[], bool]) -> None:
+        """Call this, from any thread, where no memory is left for parked texts: it lets one go, or is False."""
         ...
 
     def residency(self) -> Residency:

@@ -11,11 +11,23 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import ContextFull, KVFlashError
+from ..errors import ConfigError, ContextFull, KVFlashError
 from .answer import Answer, Cancelled, DeadlinePassed
 from .folder import Folder
 from .keeping import Keeping
-from .messages import CANCELLED, CONTEXT, DEADLINE, INTERNAL, QUEUE_DEADLINE, SHUTDOWN, Event, Failed, Request, Usage
+from .messages import (
+    CANCELLED,
+    CONTEXT,
+    DEADLINE,
+    INTERNAL,
+    INVALID,
+    QUEUE_DEADLINE,
+    SHUTDOWN,
+    Event,
+    Failed,
+    Request,
+    Usage,
+)
 from .model import Model
 from .seat import Seat
 from .shelf import Conversation, Shelf
@@ -173,8 +185,16 @@ class Scheduler(Keeping):
 
     # --- the engine's thread
 
+    def _give_way(self) -> bool:
+        """Host memory is full. Only this thread may change the shelf."""
+        return threading.current_thread() is self._thread and self.shelf.evict()
+
     def _run(self) -> None:
-        self._adopt()
+        self.model.when_full(self._give_way)
+        try:
+            self._adopt()
+        except Exception:
+            logger.exception("the session folder cannot be read")
         while not self._stopping:
             self._wake.clear()
             while self._calls:
@@ -204,7 +224,7 @@ class Scheduler(Keeping):
         for stored in self.folder.stored() if self.folder is not None else ():
             try:
                 parked = self.model.read(stored.path)
-            except KVFlashError as err:
+            except (KVFlashError, OSError) as err:
                 logger.warning("%s is left alone: %s", stored.path.name, err)
                 continue
             stored.places = parked.places
@@ -231,6 +251,9 @@ class Scheduler(Keeping):
             reason, event = SHUTDOWN, Failed(code=SHUTDOWN, message="the server is shutting down: ask again later")
         except ContextFull as err:
             reason, event = CONTEXT, Failed(code=CONTEXT, message=str(err))
+        except ConfigError as err:  # pins that the pool cannot hold
+            event = Failed(code=INVALID, message=str(err))
+            reason = INVALID
         except KVFlashError as err:
             logger.warning("request %s: %s", request.id, err)
             event = Failed(code=INTERNAL, message=str(err))
@@ -252,9 +275,16 @@ class Scheduler(Keeping):
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
         self._pace += 0.2 * (self._clock() - began - self._pace)
         self._running = self._answer = None
-        if self._on_end is not None:
-            self._on_end(request, usage, reason)
+        self._ended(request, usage, reason)
         self._tell(job, event)
+
+    def _ended(self, request: Request, usage: Usage, reason: str) -> None:
+        if self._on_end is None:
+            return
+        try:
+            self._on_end(request, usage, reason)
+        except Exception:
+            logger.exception("request %s could not be counted", request.id)
 
     def _forget_text(self) -> None:
         try:
@@ -291,8 +321,7 @@ class Scheduler(Keeping):
                 else f"waited {now - job.submitted:.0f} s for its turn: try again later"
             )
             self.totals.finished[code] = self.totals.finished.get(code, 0) + 1
-            if self._on_end is not None:
-                self._on_end(job.request, Usage(queue_s=now - job.submitted), code)
+            self._ended(job.request, Usage(queue_s=now - job.submitted), code)
             self._tell(job, Failed(code=code, message=said))
 
     def _tell(self, job: Job, event: Any) -> None:

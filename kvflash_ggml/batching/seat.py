@@ -64,6 +64,7 @@ class Seat:
             return self._begin(request)
         if not goes_on:
             self._park()
+            self._model.unpin()
             self.counts.forks += 1
             mine = self.conversation = _named(request)
         mine.name, mine.used = request.conversation or mine.name, now
@@ -145,6 +146,7 @@ class Seat:
         if self._shelf.get(found.id) is None:  # it had to go for the one that was just put aside
             return None
         parked = None
+        self._shelf.held = found
         try:
             parked = self._shelf.open(found)
             self._model.resume(parked)
@@ -155,6 +157,7 @@ class Seat:
             self.clear()
             return None
         finally:
+            self._shelf.held = None
             if parked is not None and parked is not found.parked:
                 parked.release()
         self.counts.resumes += 1
@@ -162,6 +165,7 @@ class Seat:
             self._shelf.take(found)
         else:
             self.counts.forks += 1
+            self._model.unpin()
             self._shelf.touch(found, self._clock())
             found = _named(request)
         found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()

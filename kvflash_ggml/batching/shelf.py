@@ -81,6 +81,7 @@ class Shelf:
         self._holders: Counter[int] = Counter()
         self._bytes = 0
         self.counts = ShelfCounts()
+        self.held: Conversation | None = None  # one that is being brought back, and stays meanwhile
 
     def __len__(self) -> int:
         return len(self._all)
@@ -144,7 +145,7 @@ class Shelf:
 
     def evict(self) -> bool:
         """Take the conversation used longest ago out of memory; False if there is none."""
-        oldest = next((c for c in self._all.values() if c.parked is not None), None)
+        oldest = next((c for c in self._all.values() if c.parked is not None and c is not self.held), None)
         if oldest is None:
             return False
         if self.store(oldest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,12 @@ class LimitOptions:
 
 def _seconds(name: str, what: str, default: float) -> Any:
     return _limits(
-        name, type=click.FloatRange(min=0), default=default, show_default=True, metavar="S", help=f"{what} Seconds."
+        name,
+        type=click.FloatRange(min=0, min_open=name != "--drain"),
+        default=default,
+        show_default=True,
+        metavar="S",
+        help=f"{what} Seconds.",
     )
 
 
@@ -229,6 +234,8 @@ def serve(
         with open_model(path, loading=loading, pool=pool, verbose=verbose) as llm:
             if not quiet and not verbose:
                 note(llm.kvflash.banner())
+            if (cache := pool.cache()) is not None:
+                llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
             start(
                 llm, settings, template=template, ready=lambda address: note(f"serving {settings.alias} at {address}")
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,15 @@ class SavingLlama(llama_cpp.Llama):
             self._ctx._exit_stack.callback(self._prefixes.close)
         else:
             super().set_cache(cache)
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Meanwhile nothing is taken from the prefix cache, and nothing is kept there."""
+        prefixes, self._prefixes = self._prefixes, None
+        try:
+            yield
+        finally:
+            self._prefixes = prefixes
 
     def _drop_prefixes(self) -> None:
         prefixes, self._prefixes = self._prefixes, None

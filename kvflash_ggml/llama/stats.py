@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..arrays import Floats
@@ -209,6 +210,13 @@ class PoolStats:
         if isinstance(scorer, QKScorer):
             scorer.explains = True
 
+    def when_full(self, give_way: Callable[[], bool]) -> None:
+        """Call this where host memory has reached its limit and there is no spill folder: it lets something go, or is
+        False. From any thread."""
+        config = self._session.config
+        if config.host_limit is not None and config.spill is None:
+            self._session.paging.heap.add_reclaimer(give_way)
+
     def reasons(self, scores: Floats) -> list[Reason]:
         """Why the chunks at the top of a look's scores are there; nothing if the policy cannot tell."""
         scorer = None if self._session.scoring is None else self._session.scoring.scorer
@@ -239,6 +247,11 @@ class PoolStats:
             ("banner", self.banner()),
         ]
         return Summary(facts=facts, evicted_mass=mass)
+
+    @property
+    def configured_pins(self) -> tuple[tuple[int, int], ...]:
+        """Ranges that the configuration names."""
+        return tuple(self._session.config.pins)
 
     def unpin(self) -> None:
         """Let every pinned token go again, those of the configuration too."""

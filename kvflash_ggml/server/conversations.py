@@ -78,7 +78,7 @@ def _digest(conversation: Conversation | None) -> str | None:
     """Whoever knows the name sees that it is at hand; nobody else learns it."""
     if conversation is None or conversation.name is None:
         return None
-    return hashlib.sha256(conversation.name.encode()).hexdigest()[:16]
+    return hashlib.sha256(conversation.name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _range(data: Any) -> tuple[int, int]:

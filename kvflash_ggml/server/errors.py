@@ -30,6 +30,7 @@ _STATUS = {
     messages.DEADLINE: 504,
     messages.QUEUE_DEADLINE: 503,
     messages.CONTEXT: 400,
+    messages.INVALID: 400,
     messages.INTERNAL: 500,
     messages.SHUTDOWN: 503,
 }

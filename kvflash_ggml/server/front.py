@@ -70,12 +70,15 @@ class Front:
             raise ApiError(415, "the body must be application/json", code="content_type")
         most, data = self.settings.max_body, bytearray()
         try:
-            async for part in request.stream():
+            parts = request.stream()
+            while (part := await asyncio.wait_for(anext(parts, None), self.settings.stall_timeout_s)) is not None:
                 data += part
                 if len(data) > most:
                     raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")
         except ClientDisconnect:
             raise ApiError(400, "the body ended too early", code="invalid_json") from None
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
         return await self.work(_loads, bytes(data))
 
     def admit(self) -> None:
@@ -137,7 +140,7 @@ class Front:
     def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:
         usual, bias = Sampling(), {}
         for token, value in (asked.logit_bias or {}).items():
-            if not token.isdecimal() or int(token) >= self.prompts.n_vocab:
+            if not token.isdecimal() or len(token) > 9 or int(token) >= self.prompts.n_vocab:
                 raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")
             bias[int(token)] = value
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
@@ -158,7 +161,15 @@ class Front:
 
     def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
         grammar = self.prompts.schema_grammar(schema) if text is None else text
-        self.prompts.check_grammar(grammar)
+        try:
+            self.prompts.check_grammar(grammar)
+        except ConfigError as err:
+            if text is not None:
+                raise
+            raise ConfigError(
+                "this JSON schema makes a grammar that is too large, or that nothing fulfils: lower its maxItems, "
+                "maxLength and repetitions"
+            ) from err
         return grammar
 
     def exchange(self, http: HttpRequest, request: Request) -> Exchange:
@@ -178,4 +189,4 @@ def _loads(data: bytes) -> Any:
 def _salt(key: str, salt: str) -> str:
     if not key and not salt:
         return ""
-    return hashlib.sha256(f"{key}\0{salt}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{key}\0{salt}".encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -30,6 +30,9 @@ SWITCH_INTERVAL_S = 0.0005
 
 KEEP_ALIVE_S = 75
 
+MOST_OTHERS = 512
+"""Connections beside those that wait for an answer; beyond, 503."""
+
 
 class _Server(uvicorn.Server):
     """Signals are ours."""
@@ -78,6 +81,7 @@ async def _serve(front: Front, metrics: Metrics, ready: Callable[[str], None]) -
         server_header=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=settings.max_queue + MOST_OTHERS,
     )
     sock = config.bind_socket()
     server = _Server(config)

@@ -168,3 +168,48 @@ def test_a_server_goes_on_where_the_last_one_ended(
             end = answer(scheduler, [*text, *turns[1]])
             assert end.tokens == tokens_wanted
             assert end.usage.prompt - end.usage.cached <= 41
+
+
+def test_parked_texts_give_way_where_memory_is_limited(
+    llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+) -> None:
+    """Room for two and a half texts: the others go to the folder, whenever memory is wanted."""
+    llm = llama("dense", **POOL, kvflash_host_limit=1, kvflash_spill=tmp_path)
+    page = llm.kvflash.page_bytes
+    llm.close()
+    limited = llama("dense", **POOL, kvflash_host_limit=page * 45)
+    said = conversations(tokens, count=5, length=1000, turns=2)
+    wanted = [[tokens for tokens, _ in lone_answers(llama("dense", **POOL), turns, 8)] for turns in said]
+    with served(limited, folder=Folder(tmp_path)) as scheduler:
+        answers, _ = play(scheduler, said, 8)
+        assert scheduler.shelf.counts.stored > 0
+        assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
+    assert [[tokens for tokens, _ in turns] for turns in answers] == wanted
+
+
+def test_pins_of_a_request_hold(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    llm = llama("dense", **POOL)
+    with served(llm) as scheduler:
+        text = tokens[:3000].tolist()
+        text += answer(scheduler, text, pins=((640, 768),)).tokens
+        assert {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
+        answer(scheduler, tokens[3000:6000].tolist())
+        assert not {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
+        answer(scheduler, [*text, *tokens[6000:7000].tolist()])
+        assert {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
+        end = ask(scheduler, text, pins=((0, 2000),)).wait()
+        assert isinstance(end, Failed)
+        assert end.code == "invalid_value"
+        assert answer(scheduler, text).tokens
+
+
+def test_a_salted_text_is_not_in_the_folder(
+    llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+) -> None:
+    text = tokens[:1000].tolist()
+    for salt, cached in (("ab", 0), ("", 0), ("", 999)):
+        llm = llama("dense", **POOL, kvflash_cache=tmp_path)
+        with served(llm) as scheduler:
+            end = answer(scheduler, text, salt=salt)
+            assert end.usage.cached >= cached - 64
+            assert cached or end.usage.cached == 0

@@ -109,6 +109,9 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
         {"grammar": "root ::= ("},
         {"grammar": "x ::= y"},
         {"grammar": "root ::= nothing"},
+        {"grammar": "root ::= root"},
+        {"grammar": 'root ::= ("a"{0,2000}){0,2000}'},
+        {"grammar": 'root ::= "a\x00"'},
         *(
             {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
             for schema in (
@@ -117,6 +120,9 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
                 {"$ref": "https://example.com/schema"},
                 {"$ref": "/etc/passwd"},
                 {"type": "string", "minLength": 100_000_000},
+                {"type": "string", "pattern": "^[a-z]{1,2000}$"},
+                {"type": "array", "maxItems": 2000, "items": {"type": "array", "maxItems": 2000, "items": {}}},
+                {"type": "object", "properties": {f"k{i}": {} for i in range(1300)}},
                 {"type": "array", "items": {}, "minItems": 100_000_000},
                 {"type": "string", "pattern": "^(a{1000000}){1000000}$"},
                 {"type": "string", "pattern": "^((((((((("},
@@ -130,6 +136,11 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
         status, reply = served.post("/v1/chat/completions", {**chat, **fields})
         assert status == 400, (fields, reply)
         assert reply["error"]["message"]
+    for grammar in (r"root ::= [^\x00-\U0010FFFF]", 'root ::= "\u5abd"+', 'root ::= ""', 'root ::= "a"{5}'):
+        status, _ = served.post(
+            "/v1/chat/completions", {**chat, "grammar": grammar, "ignore_eos": True, "max_tokens": 40}
+        )
+        assert status == 200
     assert served.post("/v1/chat/completions", chat)[0] == 200
 
 

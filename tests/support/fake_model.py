@@ -54,6 +54,7 @@ class FakeModel:
     read_tokens: int = 0
     closed: bool = False
     pins: list[tuple[int, int]] = field(default_factory=list)
+    give_way: Callable[[], bool] = lambda: False
     files: dict[Path, Int32s] = field(default_factory=dict)
 
     def usable(self, tokens: Int32s) -> int:
@@ -109,6 +110,9 @@ class FakeModel:
     def reset(self) -> None:
         self.tokens, self.places = EMPTY, set()
 
+    def unpin(self) -> None:
+        self.pins.clear()
+
     def pin(self, lo: int, hi: int) -> None:
         self.pins.append((lo, hi))
 
@@ -122,6 +126,9 @@ class FakeModel:
             raise SnapshotError(f"{path} is damaged")
         self.held += 1
         return FakeParked(np.frombuffer(data, np.int32), [] if self.stateful else None, self)
+
+    def when_full(self, give_way: Callable[[], bool]) -> None:
+        self.give_way = give_way
 
     def residency(self) -> Residency:
         chunks = -(-len(self.tokens) // 64)
