@@ -138,6 +138,16 @@ def test_a_hybrid_keeps_where_the_system_prompt_ends(llama: Callable[..., Any], 
         assert answer(scheduler, [*system, *tokens[1200:1240].tolist()]).usage.cached == 600
 
 
+def test_a_hybrid_keeps_where_its_prompts_end(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    """A template may make something else of an answer, or another is asked for."""
+    prompt = tokens[:900].tolist()
+    with served(llama("hybrid", **POOL)) as scheduler:
+        answer(scheduler, prompt, 20)
+        end = answer(scheduler, [*prompt, *tokens[2000:2040].tolist()], 20)
+        assert end.usage.cached == 900
+        assert answer(scheduler, prompt).usage.cached >= 900 - 64
+
+
 def test_a_cancelled_prompt_is_not_read_twice(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
     llm = llama("dense", **POOL)
     with served(llm) as scheduler:
@@ -197,6 +207,8 @@ def test_pins_of_a_request_hold(llama: Callable[..., Any], tokens: npt.NDArray[A
         assert not {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
         answer(scheduler, [*text, *tokens[6000:7000].tolist()])
         assert {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
+        answer(scheduler, [*text[:2900], *tokens[8000:9500].tolist()])  # leaves it: pins are of the other
+        assert not {10, 11} <= set(scheduler.call(lambda: llm.kvflash.resident_chunks).result())
         end = ask(scheduler, text, pins=((0, 2000),)).wait()
         assert isinstance(end, Failed)
         assert end.code == "invalid_value"

@@ -141,6 +141,9 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
             "/v1/chat/completions", {**chat, "grammar": grammar, "ignore_eos": True, "max_tokens": 40}
         )
         assert status == 200
+    five = {**chat, "grammar": 'root ::= "a"{5}', "ignore_eos": True, "max_tokens": 40}
+    (choice,) = served.post("/v1/chat/completions", five)[1]["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("aaaaa", "stop")
     assert served.post("/v1/chat/completions", chat)[0] == 200
 
 

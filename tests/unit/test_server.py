@@ -445,6 +445,26 @@ def test_a_client_that_does_not_read() -> None:
     assert Server(model, stall_timeout_s=0.1).run(work).status == 200
 
 
+def test_a_client_that_leaves_while_it_does_not_read() -> None:
+    """Its answer ends at once, not when it is given up for not reading."""
+
+    async def work(client: Client) -> None:
+        call = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": True})
+        await call.until(lambda reply: len(reply.frames) > 2)
+        call.reads.clear()
+        await asyncio.sleep(0.05)
+        call.leave()
+        while not server.scheduler.idle:
+            await asyncio.sleep(0.001)
+        call.reads.set()
+        await call.done()
+
+    server = Server(FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001)))
+    server.run(work)
+    assert server.scheduler.totals.finished == {"cancelled": 1}
+    assert server.model.steps < 1000
+
+
 def test_pings_while_it_waits() -> None:
     async def work(client: Client) -> bytes:
         call = client.call("POST", "/v1/chat/completions", {"messages": HELLO, "stream": True, "max_tokens": 3})
