@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -16,6 +17,7 @@ import uvicorn
 from ..batching.folder import Folder
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
+from ..errors import ConfigError
 from .app import make_app
 from .front import Front
 from .metrics import Metrics
@@ -29,6 +31,8 @@ SWITCH_INTERVAL_S = 0.0005
 """The engine's thread comes back from C many times a second: the default of 5 ms would keep it waiting."""
 
 KEEP_ALIVE_S = 75
+
+BACKLOG = 2048
 
 MOST_OTHERS = 512
 """Connections beside those that wait for an answer; beyond, 503."""
@@ -45,8 +49,8 @@ class _Server(uvicorn.Server):
 def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. The model is closed at the end.
 
-    ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used,
-    OSError for an address that is taken.
+    ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used, or an
+    address that is taken.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics, log = Metrics(), RequestLog()
@@ -61,21 +65,30 @@ def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Ca
         park_bytes=settings.park_bytes,
     )
     folder = None if settings.session_dir is None else Folder(settings.session_dir)
-    scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
-    metrics.attach(scheduler)
-    scheduler.start()
+    with _listen(settings.host, settings.port) as sock:
+        scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
+        metrics.attach(scheduler)
+        scheduler.start()
+        try:
+            asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, sock, ready))
+        finally:
+            scheduler.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, ready))
-    finally:
-        scheduler.close()
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as err:
+        raise ConfigError(
+            f"cannot listen at {host}, port {port}: {err.strerror or err}: give another --port or --host"
+        ) from err
 
 
-async def _serve(front: Front, metrics: Metrics, ready: Callable[[str], None]) -> None:
+async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Callable[[str], None]) -> None:
     settings = front.settings
     config = uvicorn.Config(
         make_app(front, metrics),
-        host=settings.host,
-        port=settings.port,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -83,7 +96,6 @@ async def _serve(front: Front, metrics: Metrics, ready: Callable[[str], None]) -
         timeout_keep_alive=KEEP_ALIVE_S,
         limit_concurrency=settings.max_queue + MOST_OTHERS,
     )
-    sock = config.bind_socket()
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
@@ -107,7 +119,6 @@ async def _serve(front: Front, metrics: Metrics, ready: Callable[[str], None]) -
         await serving
     finally:
         front.close()
-        sock.close()
 
 
 async def _drain(front: Front, server: _Server) -> None:

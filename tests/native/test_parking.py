@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_cancelled_prompt_is_not_read_twice(llama: Callable[..., Any], tokens:
         text = tokens[:3000].tolist()
         asked = ask(scheduler, text)
         while scheduler.model.tokens.size < 512:
-            pass
+            time.sleep(0.001)
         scheduler.cancel(asked.request.id)
         end = asked.wait()
         assert isinstance(end, Failed)

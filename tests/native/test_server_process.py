@@ -6,6 +6,8 @@ import json
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -224,6 +226,13 @@ def test_more_than_it_can_take(served: Served) -> None:
 
 def value(metrics: str, name: str) -> float:
     return next((float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name + " ")), 0.0)
+
+
+def test_an_address_that_is_taken(served: Served, models: dict[str, Path]) -> None:
+    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(models["dense"]), "--port", str(served.port), "-q"]
+    done = subprocess.run([*line, "--kvflash", "1024", "-c", "2048"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"port {served.port}: Address already in use" in done.stderr
 
 
 def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> None:
