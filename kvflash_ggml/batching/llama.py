@@ -177,6 +177,9 @@ class LlamaModel:
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self._stats.when_full(give_way)
 
+    def explain(self, wanted: bool) -> None:
+        self._stats.explain(wanted)
+
     def residency(self) -> Residency:
         return self._watch.now
 

@@ -113,6 +113,10 @@ class Model(Protocol):
         """Call this, from any thread, where no memory is left for parked texts: it lets one go, or is False."""
         ...
 
+    def explain(self, wanted: bool) -> None:
+        """Tell in `residency` why chunks came, while somebody looks on. From any thread."""
+        ...
+
     def residency(self) -> Residency:
         """What of the text at hand is on the device. From any thread."""
         ...

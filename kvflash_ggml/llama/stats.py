@@ -206,13 +206,18 @@ class PoolStats:
     def watch(self, observer: Observer) -> None:
         """Tell an observer of every change of what is resident, in place of one that records."""
         self._session.events.observer = observer
+
+    def explain(self, wanted: bool) -> None:
+        """Keep from now on why chunks score as they do, for `reasons`, or no longer: a look takes a little longer."""
         scorer = None if self._session.scoring is None else self._session.scoring.scorer
         if isinstance(scorer, QKScorer):
-            scorer.explains = True
+            scorer.explains = wanted
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
-        """Call this where host memory has reached its limit and there is no spill folder: it lets something go, or is
-        False. From any thread."""
+        """Call this, from any thread, where host memory has reached its limit and there is no spill folder.
+
+        It lets something go, or is False.
+        """
         config = self._session.config
         if config.host_limit is not None and config.spill is None:
             self._session.paging.heap.add_reclaimer(give_way)

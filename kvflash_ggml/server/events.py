@@ -73,7 +73,7 @@ class Viewer(Response):
         self.init_headers({"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._front.viewers += 1
+        self._look_on(1)
         left = asyncio.ensure_future(_left(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -89,8 +89,12 @@ class Viewer(Response):
         except OSError:
             return
         finally:
-            self._front.viewers -= 1
+            self._look_on(-1)
             left.cancel()
+
+    def _look_on(self, more: int) -> None:
+        self._front.viewers += more
+        self._front.scheduler.model.explain(self._front.viewers > 0)
 
 
 async def _left(receive: Receive) -> None:

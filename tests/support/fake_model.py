@@ -55,6 +55,7 @@ class FakeModel:
     closed: bool = False
     pins: list[tuple[int, int]] = field(default_factory=list)
     give_way: Callable[[], bool] = lambda: False
+    explains: bool = False
     files: dict[Path, Int32s] = field(default_factory=dict)
 
     def usable(self, tokens: Int32s) -> int:
@@ -129,6 +130,9 @@ class FakeModel:
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self.give_way = give_way
+
+    def explain(self, wanted: bool) -> None:
+        self.explains = wanted
 
     def residency(self) -> Residency:
         chunks = -(-len(self.tokens) // 64)

@@ -8,6 +8,7 @@ import pytest
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, ScoreRequest
+from kvflash_ggml.policy.combine import BLOCK, deciding, log_shares, softmax_max
 from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
 
@@ -230,3 +231,30 @@ def test_a_long_text_is_asked_with_fewer_rows(rng, monkeypatch):
 
 def test_an_empty_text_has_no_scores(rng):
     assert made(Keys([]), 0).score(look(quiet(rng, 1), 0)) is None
+
+
+def test_what_decided_is_what_the_maximum_went_by(rng):
+    columns = rng.normal(0, 2, (2 * BLOCK + 7, 30)).astype(np.float32)
+    ages = rng.uniform(0, 1, (len(columns), 1)).astype(np.float32)
+    chunks = np.array([3, 0, 29, 11])
+    which, shares = deciding(columns, chunks, ages)
+    wanted = log_shares(columns) - ages
+    np.testing.assert_array_equal(which, wanted[:, chunks].argmax(axis=0))
+    np.testing.assert_allclose(shares - ages[which, 0], softmax_max(columns, ages)[chunks], atol=1e-5)
+
+
+def test_a_chunk_says_why_it_is_asked_for(rng):
+    """The head, and the token whose query it was; the chunk behind it, that it follows."""
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=2, chunk=17, at=CHUNK - 1)
+    scorer = made(Keys(chunks), 40)
+    scores = scorer.score(look(queries, 40))
+    assert scorer.reasons_of(scores) == [], "nobody wants to know"
+    scorer.explains = True
+    scores = scorer.score(look(queries, 40))
+    reasons = {reason.chunk: reason for reason in scorer.reasons_of(scores)}
+    found = reasons[17]
+    assert (found.layer, found.head, found.token, found.follows) == (0, 3, 40 * CHUNK - 6 + 2, False)
+    assert 0 < found.share <= 1
+    assert reasons[18].follows
+    assert 0 not in reasons, "what stays needs no reason"

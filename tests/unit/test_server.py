@@ -551,8 +551,10 @@ def test_events() -> None:
         call = client.call("GET", "/kvflash/events")
         reply = await call.until(lambda reply: len(reply.frames) > 0)
         state = reply.frames[0]
+        assert server.model.explains
         call.leave()
         await call.done()
+        assert not server.model.explains, "nobody looks on"
         words = await client.get("/kvflash/words?conversation=mine&chunk=1")
         others = [
             (await client.get(f"/kvflash/words?{query}")).status
