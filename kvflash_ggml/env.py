@@ -25,6 +25,10 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "kvflash_spill": ("KVFLASH_SPILL", Path),
     "kvflash_calibrate": ("KVFLASH_CALIBRATE", notation.calibrate),
     "kvflash_deterministic": ("KVFLASH_DETERMINISTIC", notation.switch),
+    "kvflash_reading": ("KVFLASH_READING", str),
+    "kvflash_stage": ("KVFLASH_STAGE", notation.size),
+    "kvflash_answer": ("KVFLASH_ANSWER", str),
+    "kvflash_repair": ("KVFLASH_REPAIR", int),
     "kvflash_cache": ("KVFLASH_CACHE", Path),
     "kvflash_cache_size": ("KVFLASH_CACHE_SIZE", notation.size),
 }

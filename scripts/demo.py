@@ -20,7 +20,8 @@ POOL, DOCUMENT = 1024, 24_000
 
 def main() -> int:
     sys.stdout.reconfigure(errors="replace")  # the map, on a terminal that cannot show it
-    llm = Llama(str(MODEL), n_ctx=DOCUMENT + 1024, kvflash=POOL, verbose=False)
+    # to show the pool at work, and in seconds: exact reading would compute all of the attention
+    llm = Llama(str(MODEL), n_ctx=DOCUMENT + 1024, kvflash=POOL, kvflash_reading="pool", verbose=False)
     view = llm.kvflash
     assert view is not None
     print(view.banner(), file=sys.stderr)

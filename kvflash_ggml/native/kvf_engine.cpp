@@ -89,6 +89,9 @@ kvf_status kvf_engine_init(void * ctx_ptr, kvf_engine ** engine) {
 
 void kvf_engine_free(kvf_engine * engine) {
     kvf_synchronize(engine);
+    if (engine->pool.stages) {
+        kvf_access::expect_buffers(engine->ctx);
+    }
     delete engine;
 }
 

@@ -171,6 +171,13 @@ uint64_t kvf_streamed_bytes(const kvf_engine * engine) {
     return engine->pool.stages ? engine->pool.stages->bytes : 0;
 }
 
+// A context says so when it is closed and its compute buffers are not as large as planned.
+void kvf_access::expect_buffers(llama_context & ctx) {
+    for (size_t i = 0; i < ctx.backend_ptrs.size(); ++i) {
+        ctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(ctx.get_sched(), ctx.backend_ptrs[i]);
+    }
+}
+
 // --- hooks
 
 namespace {

@@ -354,4 +354,5 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
         queries_from=pos,
         policy=None,
         logits=None,
+        rebuild=False,
     )

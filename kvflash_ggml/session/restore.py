@@ -48,6 +48,7 @@ def state(text: Text, length: int | None = None) -> SessionState:
     try:
         if whole:
             saved.policy = text.policy_state()
+            saved.rebuild = text.rebuild
     except BaseException:
         saved.release()
         raise
@@ -79,6 +80,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.checkpoints.load(saved.checkpoints)
         text.queries.load(saved.queries, saved.queries_from, text.length)
         text.load_policy(saved.policy)
+        text.rebuild = saved.rebuild
         text.events.truncated(text.length, text.table.resident_chunks)
         if then is not None:
             then(saved)

@@ -69,6 +69,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
         "pins": sorted(table.pins),
         "checkpoints": sorted(saved.checkpoints),
         "queries_from": saved.queries_from,
+        "rebuild": saved.rebuild,
         "seed": saved.seed,
         "policy": None,
     }
@@ -192,6 +193,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
         queries_from=_count(container, "queries_from", most=length),
         policy=_policy(container, length // CHUNK),
         logits=_logits(container, n_vocab),
+        rebuild=_rebuild(container),
         seed=_seed(container),
     )
 
@@ -235,6 +237,10 @@ def _table(container: Container, length: int) -> PageTableState:
         pins=frozenset(pins),
         scores=rows["score"][:scored].copy() if scored else None,
     )
+
+
+def _rebuild(container: Container) -> bool:
+    return "rebuild" in container.facts and bool(_facts(container, "rebuild", bool))
 
 
 def write_whole(writer: Writer, whole: npt.NDArray[np.bool_]) -> None:

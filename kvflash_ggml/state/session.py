@@ -116,8 +116,8 @@ class PolicyState:
 class SessionState:
     """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk,
     retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
-    flat, true for positions from `queries_from` on. logits: of the last token, if it was just evaluated. seed: of the
-    next random numbers.
+    flat, true for positions from `queries_from` on. logits: of the last token, if it was just evaluated. rebuild: does
+    the next step bring the resident set to the scores of the table? seed: of the next random numbers.
     """
 
     tokens: Int32s
@@ -131,6 +131,7 @@ class SessionState:
     queries_from: int
     policy: PolicyState | None
     logits: Floats | None = None
+    rebuild: bool = False
     seed: int = 0
     _released: bool = field(default=False, init=False)
 

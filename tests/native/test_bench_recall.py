@@ -88,13 +88,14 @@ def test_reselection_while_reading_finds_what_a_text_refers_to(models: dict[str,
     nats = {(row["policy"], row["reselect"]): row["nats"] for row in data["rows"] if row["label"] == "128 tokens"}
     assert nats["full", False] < nats["qk", True] < nats["qk", False] - 1
     assert nats["qk", False] == nats["lru", False]
-    assert len(data["rows"]) == 8
+    assert nats["qk:exact", False] == nats["full", False]
+    assert len(data["rows"]) == 10
 
 
 def test_loss_beside_the_full_cache(models: dict[str, Path], loaded: None) -> None:
     data = bench("loss", models["dense"], "--contexts", "1K", "--pools", "512,2K", "--documents", 2, "--tokens", 40)
     rows = {(row["policy"], row["pool"]): row for row in data["rows"]}
-    assert set(rows) == {("full", None), ("qk", 512), ("lru", 512), ("qk", 2048), ("lru", 2048)}
+    assert set(rows) == {("full", None), *((name, pool) for name in ("qk:exact", "qk", "lru") for pool in (512, 2048))}
     full = rows.pop(("full", None))
     assert 0 < full["nats"] < 5
     for (_, pool), row in rows.items():

@@ -26,7 +26,7 @@ from kvflash_ggml.snapshot.format import LEDGER
 from kvflash_ggml.snapshot.source import FileSource
 
 KINDS = ("dense", "hybrid", "iswa")
-POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
+POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_reading": "pool"}
 CHUNK = 64
 
 

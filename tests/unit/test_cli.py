@@ -47,7 +47,7 @@ def test_stdout_has_the_answer_and_nothing_else(cli: Stage) -> None:
     assert banner == BANNER
     assert closing.startswith("kvflash: prompt 5 tokens, ")
     assert "| generation 9 tokens, " in closing
-    assert closing.endswith("t/s | resident 16/84 chunks | 3 recalled, 83 copied to the host")
+    assert closing.endswith("t/s | resident 16/84 chunks | 3 recalled, 83 copied to the host | read exactly")
     assert cli.made[0].closed
 
 
@@ -386,7 +386,7 @@ def test_ctrl_c_keeps_what_was_said(cli: Stage) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell started the tests in the background
     result = cli("m.gguf", "hello", "--kvflash", "1024", on_token=interrupt_at(2))
     assert (result.exit_code, result.stdout) == (130, REPLY[:3] + "\n")
-    assert "3 recalled, 83 copied to the host | interrupted" in result.stderr
+    assert "3 recalled, 83 copied to the host | read exactly | interrupted" in result.stderr
     assert "Traceback" not in result.stderr
     assert cli.made[0].closed
     assert signal.getsignal(signal.SIGINT) is before

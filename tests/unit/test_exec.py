@@ -57,6 +57,8 @@ def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Pat
         "KVFLASH_TAU": "8",
         "KVFLASH_CALIBRATE": "heads.json",
         "KVFLASH_DETERMINISTIC": "False",
+        "KVFLASH_READING": "auto",
+        "KVFLASH_ANSWER": "pool",
         "KVFLASH_PIN": "0:64 128:192",
         "KVFLASH_HOST_LIMIT": str(1 << 30),
         "KVFLASH_SPILL": str(tmp_path),
