@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.harness import KV_TYPES, same_bits
+from support.harness import KV_TYPES, pages, row, same_bits
 
 POOL = 512
 N_CTX = 2048
@@ -38,3 +38,138 @@ def test_the_host_runs_ahead(bare: Callable[..., Any], tokens: Any) -> None:
     ticket = session.engine.streamed_ticket
     assert ticket > 0
     assert {session.store.ticket(c) for c in range((1000 - 104) // 64)} == {ticket}
+
+
+STOCK = {"flash_attn": True, "swa_full": False}
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_turns_and_cuts_equal_stock(kind: str, llama: Any, stock: Any, tokens: Any) -> None:
+    """Several turns of a conversation, and another end after a cut, with the default policy and the default reading."""
+    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128}
+    settings = {"kvflash_policy": "qk", "kvflash_reading": "auto", "kvflash_answer": "exact"}
+    ours, theirs = llama(kind, kvflash=POOL, **settings, **size), stock(kind, **STOCK, **size)
+    assert ours.kvflash.reading == "exact"
+    for start, end in ((0, 700), (700, 701), (701, 1100), (1100, 1105)):
+        rows = []
+        for llm in (ours, theirs):
+            llm.eval(tokens[start:end].tolist())
+            rows.append(row(llm))
+        assert same_bits(*rows), (start, end)
+    if kind == "dense":  # stock hybrids and windows cannot be cut
+        rows = []
+        for llm in (ours, theirs):
+            llm.n_tokens = 650
+            llm._ctx.kv_cache_seq_rm(-1, 650, -1)
+            llm.eval(tokens[2000:2400].tolist())
+            rows.append(row(llm))
+        assert same_bits(*rows)
+    assert ours.kvflash.streamed_steps > 5
+    assert ours.kvflash.last.read_whole == ours.kvflash.last.read > 0
+
+
+def test_a_text_longer_than_the_stages(llama: Any, tokens: Any) -> None:
+    """It is read with the best chunks in view, and how much that was is told."""
+    settings = {"kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_stage": 1024}
+    llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, n_batch=128, n_ubatch=128, **settings)
+    assert llm.kvflash.stage == 1024
+    llm.eval(tokens[:1900].tolist())
+    last = llm.kvflash.last
+    assert last.read == 1900
+    assert 0 < last.read_whole < 1900
+    assert 0.5 < last.view < 1
+    assert "1024 tokens in view" in llm.kvflash.banner()
+
+
+def test_repair_writes_what_exact_reading_writes(llama: Any, tokens: Any) -> None:
+    """The pages of repaired tokens are those of the same tokens read exactly in the same steps."""
+    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128, "kvflash_policy": "qk", "kvflash_reading": "exact"}
+    repaired, read = llama("dense", kvflash=POOL, kvflash_repair=128, **size), llama("dense", kvflash=POOL, **size)
+    prompt, answer = tokens[:1280], tokens[3000:3128]
+    for llm in (repaired, read):
+        llm.eval(prompt.tolist())
+    for token in answer.tolist():
+        repaired.eval([token])
+    read.eval(answer.tolist())
+    assert repaired.kvflash.last.repaired == 128
+    assert repaired.kvflash.last.changed > 0
+    assert pages(repaired._session)[20:22] == pages(read._session)[20:22]
+    assert same_bits(row(repaired), row(read))
+
+
+def test_without_repair_an_answer_is_of_the_pool(llama: Any, tokens: Any) -> None:
+    llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_policy="qk", kvflash_reading="exact")
+    llm.eval(tokens[:1280].tolist())
+    steps = llm.kvflash.streamed_steps
+    for token in tokens[3000:3010].tolist():
+        llm.eval([token])
+    last = llm.kvflash.last
+    assert (last.generated, last.generated_whole, last.repaired) == (10, 0, 0)
+    assert llm.kvflash.streamed_steps == steps
+
+
+def test_a_page_that_is_lost_is_read_again(llama: Any, stock: Any, tokens: Any, tmp_path: Any) -> None:
+    """The file of a restored session is damaged before a streamed step reads all of it."""
+    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128}
+    llm = llama("dense", kvflash=POOL, kvflash_reading="exact", **size)
+    llm.eval(tokens[:1280].tolist())
+    file = tmp_path / "text.kvs"
+    llm.save_snapshot(file)
+    llm.reset()
+    llm.load_snapshot(file)
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 4096] = bytes(4096)
+    with file.open("r+b") as damaged:  # in place: it is open
+        damaged.write(data)
+    llm.eval(tokens[1280:1400].tolist())
+    theirs = stock("dense", **STOCK, **size)
+    theirs.eval(tokens[:1400].tolist())
+    assert same_bits(row(llm), row(theirs))
+
+
+def test_memory_for_stages_that_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default goes on with the pool and says so; who asked for exact reading is told."""
+    from kvflash_ggml.errors import HostMemoryError
+    from kvflash_ggml.native.engine import Engine
+
+    def refuse(self: Engine, slots: int) -> int:
+        raise HostMemoryError(f"no memory for stages of {slots} slots")
+
+    monkeypatch.setattr(Engine, "make_stages", refuse)
+    llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_reading="auto")
+    assert llm.kvflash.reading == "pool"
+    assert "no memory for stages of 2048 slots" in llm.kvflash.banner()
+    with pytest.raises(HostMemoryError, match="no memory for stages"):
+        llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_reading="exact")
+
+
+PLANS = {
+    "too long": ({"n_streamed": 32}, "a streamed step over 2051 tokens, stages hold 2048"),
+    "no image": ({"streamed": [0]}, "streamed chunk 0 has no page image"),
+    "rows": ({"open_rows": 64}, "64 rows of block 0 in a streamed step"),
+    "block": ({"open_rows": 3, "open_block": 8}, "3 rows of block 8 in a streamed step"),
+    "mask": ({"mask_first": 63}, "a mask from row 63 on: 0, or 64"),
+    "narrow mask": ({"mask_stride": 100}, "mask rows of 100 values for 192 rows of a stage"),
+}
+
+
+@pytest.mark.parametrize(("changed", "why"), PLANS.values(), ids=PLANS.keys())
+def test_an_impossible_plan_is_refused(changed: Any, why: str, bare: Callable[..., Any], tokens: Any) -> None:
+    from kvflash_ggml.native._kvf import ffi, lib
+
+    session = bare(pool=POOL, stages=N_CTX, n_ctx=N_CTX, n_ubatch=128).session
+    engine, plan = session.engine, session.engine._plan
+    session.extend(tokens[:64])
+    count = changed.get("n_streamed", 1)
+    images = ffi.new("uint64_t[]", changed.get("streamed", [session.store.page(0).address] * count))
+    fields = {"n_streamed": count, "streamed": images, "open_rows": 0, "open_block": 0, "mask_first": 64 * count}
+    fields |= {"n_tokens": 3, "mask_stride": 512} | changed | {"streamed": images}
+    engine.pos[:3], engine.slot[:3], engine.token[:3] = (64, 65, 66), (64, 65, 66), 5
+    for name, value in fields.items():
+        setattr(plan, name, value)
+    assert lib.kvf_step(engine._engine, plan) == lib.KVF_STATUS_ARGUMENT
+    assert ffi.string(lib.kvf_last_error()).decode().startswith(why)
+    plan.n_streamed, plan.mask, plan.mask_stride = 0, engine._mask, engine.info.n_slots
+    session.extend(tokens[64:100])
+    assert session.length == 100
