@@ -31,6 +31,7 @@ A model here is a few random layers, made from the fixtures of upstream's `test-
   steps) are bitwise those of stock llama.cpp with flash attention; for plain memories also after a cut in the middle;
 - with a pool of {pool} slots, chunks are paged out; they reach the host, and come back from it, bit for bit; a saved
   state continues bitwise as the session it was saved from; every logit is finite;
+- with a pool of {pool} slots, exact reading and exact answers, the same logits are bitwise those of stock llama.cpp;
 - a calibration, with one document instead of two, measures each query head of its pooled layers.
 
 "layers" counts those whose cache is pooled. The others keep a sliding window, a recurrent state or nothing, none of

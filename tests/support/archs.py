@@ -208,6 +208,10 @@ def run_model(path: Path, enter: Callable[[str], None], *, with_stock: bool) -> 
         _check_small_pool(small, stock.text)
         _check_calibration(small)
         small.close()
+        exact = _Run(path, pool=POOL, exact=True)
+        _same(exact.logits(), stock.text, "exact reading")
+        assert exact.llm.kvflash.streamed_steps > STEPS, "exact reading: nothing was streamed"
+        exact.close()
     except Exception as error:
         return Result(**about, status="failed", reason=_line(error))
     return Result(**about, status="pooled")
@@ -241,14 +245,17 @@ def _stock(path: Path) -> _Logits:
 class _Run:
     """One model on one context, fed the same tokens as every other run of it."""
 
-    def __init__(self, path: Path, *, pool: int | None) -> None:
+    def __init__(self, path: Path, *, pool: int | None, exact: bool = False) -> None:
         import numpy as np
 
         from kvflash_ggml import Llama
 
+        seen: dict[str, Any] = {}
+        if pool is not None:
+            seen = {"kvflash_reading": "exact", "kvflash_answer": "exact"} if exact else {"kvflash_reading": "pool"}
         self.llm = Llama(
             str(path), n_ctx=N_CTX, n_batch=N_BATCH, n_ubatch=N_UBATCH, n_threads=1, n_threads_batch=1,
-            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=True, verbose=True, kvflash=pool,
+            n_gpu_layers=0, flash_attn=True, swa_full=False, logits_all=True, verbose=True, kvflash=pool, **seen,
         )  # fmt: skip
         rng = np.random.default_rng(7)
         self.tokens = rng.integers(0, min(128, self.llm.n_vocab()), PROMPT + STEPS).tolist()
