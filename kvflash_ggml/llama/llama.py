@@ -171,7 +171,7 @@ class Llama(SavingLlama):
         """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
         self._evaluate(tokens)
 
-    def _evaluate(self, tokens: Sequence[int], *, checkpoint: int | None = None) -> None:
+    def _evaluate(self, tokens: Sequence[int], *, checkpoint: int | None = None, prompt: bool = False) -> None:
         if self.n_tokens + len(tokens) > self._n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
@@ -189,7 +189,7 @@ class Llama(SavingLlama):
             try:
                 self._catch_up(self._session)
                 known = self._session.length
-                extend(data, checkpoint=checkpoint)
+                extend(data, checkpoint=checkpoint, prompt=prompt)
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
@@ -285,7 +285,7 @@ class Llama(SavingLlama):
         if reset:
             pending = pending[self._reuse_prefix(pending) :]
         sample_idx = self.n_tokens + len(pending) - 1
-        self._evaluate(pending, checkpoint=self._branch(tokens) if reset else None)
+        self._evaluate(pending, checkpoint=self._branch(tokens) if reset else None, prompt=True)
         try:
             self._keep_prefix()
             while True:

@@ -89,16 +89,18 @@ class Session(Text):
         after: AfterStep | None = None,
         progress: Progress | None = None,
         checkpoint: int | None = None,
+        prompt: bool = False,
     ) -> None:
         """Evaluate tokens after those read so far: one as part of an answer, several as a prompt.
 
         Logits of the last are kept, or of all with `output_all`. after(start, count) runs after each step, while the
         logits of its `count` tokens are at hand. checkpoint: a position within a prompt at which to keep what is not
-        pooled, to go back to. progress(done, total) runs after each step of a prompt, and may not change the text. On
-        DecodeError and the other errors of this package the steps that were done stay done: `length` tells how far.
+        pooled, to go back to. prompt: a single token is of a prompt too. progress(done, total) runs after
+        each step of a prompt, and may not change the text. On DecodeError and the other errors of this package the steps
+        that were done stay done: `length` tells how far.
         """
         self._begin(len(tokens))
-        if len(tokens) == 1:
+        if len(tokens) == 1 and not (prompt and self.reading.exact):
             self._generate_step(tokens, EVERY if output_all else LAST, after, ahead=False)
             self._repair(after)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import KV_TYPES, pages, row, same_bits
 
@@ -173,3 +174,17 @@ def test_an_impossible_plan_is_refused(changed: Any, why: str, bare: Callable[..
     plan.n_streamed, plan.mask, plan.mask_stride = 0, engine._mask, engine.info.n_slots
     session.extend(tokens[64:100])
     assert session.length == 100
+
+
+def test_a_prompt_of_which_one_token_is_new_sees_everything(llama: Any, tokens: Any) -> None:
+    """Its text is known but for the last token, which is of the prompt all the same."""
+    llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_policy="qk", kvflash_reading="exact")
+    prompt = tokens[:1300].tolist()
+    first = next(llm.generate(prompt, temp=0.0))
+    whole = row(llm)
+    llm.eval(tokens[1400:1500].tolist())
+    steps = llm.kvflash.streamed_steps
+    assert next(llm.generate(prompt, temp=0.0)) == first
+    assert llm.kvflash.streamed_steps > steps
+    np.testing.assert_allclose(row(llm), whole, atol=0.3)  # alone, it is computed by other kernels
+    assert llm.kvflash.last.read == llm.kvflash.last.read_whole > 0
