@@ -71,6 +71,11 @@ class PageHeap:
     def spilled_bytes(self) -> int:
         return 0 if self._spill is None else self._spill.used * self.page_bytes
 
+    @property
+    def most(self) -> int | None:
+        """Images that fit in memory at the same time; None if there is no ceiling."""
+        return self._most
+
     def fitting(self, pages: Sequence[T]) -> Iterator[Sequence[T]]:
         """The pages in groups whose images fit in memory at the same time."""
         size = max(1, len(pages) if self._most is None else min(len(pages), self._most))

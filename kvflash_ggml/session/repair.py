@@ -31,7 +31,15 @@ class Repair:
         """The tokens from `start` on have been evaluated, and their logits are at hand."""
         self._picks[start : start + count] = self._likeliest(count)
 
-    def changed(self, start: int, count: int) -> int:
-        """The same again: after how many of them is another token the likeliest now?"""
-        before = self._picks[start : start + count]
-        return int(((before >= 0) & (before != self._likeliest(count))).sum())
+    def truncated(self, length: int) -> None:
+        """The text has been cut to `length` tokens."""
+        self.start = min(self.start, length)
+        self._picks[length:] = -1
+
+    def picks(self, end: int) -> Int32s:
+        """What was the likeliest after each token before `end` when it was generated, -1 where it was not; [end]."""
+        return self._picks[:end].copy()
+
+    def changed(self, picks: Int32s) -> int:
+        """The newest tokens have been evaluated again: after how many of them is another one than these the likeliest?"""
+        return int(((picks >= 0) & (picks != self._likeliest(len(picks)))).sum())

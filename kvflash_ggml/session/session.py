@@ -108,7 +108,7 @@ class Session(Text):
         self.loss = Loss()
         done, total = 0, len(tokens)
         exact = self.reading.exact
-        seen_whole = exact and self.length + total <= self.pool.stage_slots
+        seen_whole = exact and self.length + total <= self.sight
         last = total - (0 if exact else self._question_size(total))
         score = self.scoring is not None and self.config.reselect_prefill and not seen_whole
         while done < total:
@@ -124,6 +124,8 @@ class Session(Text):
             self.evaluate(tokens[done : done + count], output, after, stream=exact)
             self.loss.add_read(count, self._share_seen(start, count))
             done += count
+            if self.repair is not None:
+                self.repair.start = self.length
             if score or (done == total and self.scoring is not None):
                 self._request_scores(rows=None if done == total else 1)
             if progress is not None:
@@ -134,8 +136,6 @@ class Session(Text):
             self._reread_question(tokens[last:], output_all=output_all, after=after)
         elif exact and self.scoring is not None:
             self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
-        if self.repair is not None:
-            self.repair.start = self.length
 
     @property
     def room_ahead(self) -> int:
@@ -201,21 +201,21 @@ class Session(Text):
         """Of the text before `start`, how much did a step of `count` tokens see that has just been done?"""
         if self.whole[start]:
             return 1.0
-        seen = self.pool.stage_slots if self.reading.exact else self.table.resident * CHUNK
-        return min(1.0, (seen - count) / start)
+        seen = self.table.resident * CHUNK - count if self.view is None else self.view.tokens
+        return seen / start
 
     def _repair(self, after: AfterStep | None) -> None:
         """Read the newest tokens again with the whole text in view, where it is time."""
         repair, end = self.repair, self.length
         if repair is None or self.ahead or not repair.is_due(end):
             return
-        start, ranking, text = repair.start, self.ranking, self.tokens.copy()
+        start, ranking, text, picks = repair.start, self.ranking, self.tokens.copy(), repair.picks(end)
         self.truncate(start)  # to a place further back, where the memory knows no other
         while self.length < end:
             at = self.length
             count = min(end - at, self.n_ubatch, self.table.room(at))
             self.evaluate(text[at : at + count], EVERY, after, stream=True)
-            self.loss.changed += repair.changed(at, count)
+            self.loss.changed += repair.changed(picks[at : at + count])
         self.loss.repaired += end - start
         self.ranking = ranking
         repair.start = end
@@ -300,6 +300,8 @@ class Session(Text):
 
     def _truncated(self, length: int) -> None:
         super()._truncated(length)
+        if self.repair is not None:
+            self.repair.truncated(length)
         if self.scoring is not None:
             self.scoring.truncate(length // CHUNK)
 
@@ -317,5 +319,7 @@ class Session(Text):
         return None if self.scoring is None else self.scoring.state(self.length // CHUNK)
 
     def load_policy(self, saved: PolicyState | None) -> None:
+        if self.repair is not None:
+            self.repair.start = self.length
         if self.scoring is not None:
             self.scoring.load(saved, self.tokens)

@@ -33,7 +33,7 @@ class Text:
 
     n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits_at: the position
     whose logits are at hand, None if they are not. ranking: who leaves first, of the running request. rebuild: the next
-    step brings the resident set to it. streamed_steps: those that saw more than the pool.
+    step brings the resident set to it. streamed_steps: those that saw more than the pool. view: of the newest step.
     """
 
     def __init__(self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events) -> None:
@@ -58,6 +58,7 @@ class Text:
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.events = events
         self.streamed_steps = 0
+        self.view: View | None = None
         self._known_chunks: list[Chunk] = []
         self._all_resident = True
         self._ahead: Ahead | None = None
@@ -77,6 +78,12 @@ class Text:
     def outgrown(self) -> bool:
         """Has the text become longer than the pool?"""
         return self.length > self.pool.n_slots
+
+    @property
+    def sight(self) -> int:
+        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
+        most = self.pool.heap.most
+        return self.pool.stage_slots if most is None else min(self.pool.stage_slots, most * CHUNK)
 
     @property
     def ahead(self) -> int:
@@ -182,6 +189,10 @@ class Text:
         if self._all_resident or not stream:
             return None, self._all_resident
         room = (self.pool.stage_slots - count - self.length % CHUNK) // CHUNK
+        if self.pool.heap.most is not None:
+            room = min(room, self.pool.heap.most)  # all images of a step are in memory together
+        if room <= 0:
+            return None, False
         first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
         view = choose(self.length, room, self.table.protected(first, last), self.ranking)
         return view, view.whole
@@ -199,6 +210,7 @@ class Text:
         if step.computed:
             self.ids[step.start : step.start + len(step.tokens)] = step.tokens
             self.whole[step.start : step.start + len(step.tokens)] = step.whole
+            self.view = step.view
             self.rebuild = False
             if step.ahead:
                 self._ahead = Ahead(step.start, step.tokens, state, step.view is not None)

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +20,13 @@ import numpy.typing as npt
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.session.pool import Pool
+from kvflash_ggml.session.reading import POOL, Reading
+from kvflash_ggml.session.repair import Repair
 from kvflash_ggml.session.session import Session
+from support.fake_stages import FakeStages
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -35,11 +40,17 @@ POISON = 0xDD
 class FakeLayer:
     il: int = 0
     k_row: int = ROW_BYTES
+    v_row: int = 0
     n_head: int = 1
     n_head_kv: int = 1
     head_k: int = ROW_BYTES
     device: int = 0
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class FakeInfo:
     page_bytes: int = PAGE_BYTES
     type_k: str = "f16"
     type_v: str = "f16"
+    devices: tuple[FakeDevice, ...] = (FakeDevice(),)
 
 
 class FakeHost:
@@ -102,9 +114,12 @@ class FakeHost:
 
 @dataclass(slots=True)
 class Transfer:
+    """read: of a streamed step, which reads images and writes nothing."""
+
     ticket: int
     out: bool
     pairs: list[tuple[int, int]]
+    read: Callable[[], None] | None = None
 
 
 @dataclass
@@ -118,7 +133,7 @@ class Faults:
 
 
 class FakeEngine(FakeHost):
-    """`truth[pos]` is the row that was computed for a position."""
+    """`truth[pos]` is the row that was computed for a position. seen: how much each token of the last step has seen."""
 
     def __init__(
         self,
@@ -139,6 +154,8 @@ class FakeEngine(FakeHost):
         self.query_row = np.full(max_tokens, -1, np.int32)
         self.output = np.zeros(max_tokens, np.int8)
         self.faults = Faults()
+        self.stages = FakeStages()
+        self.seen: list[int] = []
         self.truth: list[bytes] = []
         self.tokens: list[int] = []
         self.steps: list[int] = []
@@ -168,7 +185,23 @@ class FakeEngine(FakeHost):
         assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
         self._mask = rows
 
-    def step(self, count: int, wait: int, codes: list[int]) -> None:
+    def make_stages(self, slots: int) -> int:
+        return self.stages.make(slots, self._max_tokens)
+
+    @property
+    def streamed_ticket(self) -> int:
+        return self.stages.ticket
+
+    @property
+    def streamed_bytes(self) -> int:
+        return self.stages.bytes
+
+    def likeliest(self, count: int) -> Int32s:
+        """What a token has seen decides what comes after it."""
+        assert count == len(self.seen), "logits of another step"
+        return np.array(self.seen, np.int32)
+
+    def step(self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None) -> None:
         start = len(self.truth)
         assert not codes
         slots = self.slot[:count]
@@ -179,7 +212,11 @@ class FakeEngine(FakeHost):
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
         assert (self.seq[:count] == 0).all(), "there is one sequence"
         assert self.cell_pos.max() == start - 1, "positions do not follow the last one in memory"
-        self._check_mask(start, count)
+        images: dict[int, bytes] = {}
+        if streamed is None:
+            self._check_mask(start, count)
+        else:
+            images = self.stages.check(self, start, count, streamed)
         self._check_state(start)
         fault = self._fault()
         failed = isinstance(fault, DecodeError)
@@ -188,11 +225,15 @@ class FakeEngine(FakeHost):
         self._capture(start, count)  # even by a step that fails
         if fault is not None and failed:
             codes.append(2)
+            if streamed is not None:
+                self.synchronize()
             if self.faults.spoil and self.info.recurrent:
                 self._state = None
             raise fault
         self._run_up_to(max(wait, self._last_page_in))
         self._last_page_in = 0
+        if streamed is not None:
+            self._stream(start, streamed, images)
         for slot, token in zip(slots.tolist(), self.token[:count].tolist(), strict=True):
             self._serial += 1
             row = b"".join(x.to_bytes(4, "little") for x in (token, self._serial))
@@ -210,6 +251,17 @@ class FakeEngine(FakeHost):
         codes.append(0)
         if fault is not None:
             raise fault
+
+    def _stream(self, start: int, streamed: Streamed, images: dict[int, bytes]) -> None:
+        base, first = streamed.block * CHUNK, start - streamed.rows
+        rows = self.pool[base : base + streamed.rows].tobytes()
+        assert rows == b"".join(self.truth[first:start]), "the open chunk is elsewhere"
+        with self._queue_lock:
+            self._ticket += 1
+            self.stages.ticket = self._ticket
+            read = partial(self.stages.read, images, lambda image: self.bytes_at(image, PAGE_BYTES).tobytes())
+            self._queue.append(Transfer(self._ticket, False, [], read))
+            self._drift()
 
     def _capture(self, start: int, count: int) -> None:
         rows = self.query_row[:count].tolist()
@@ -237,6 +289,7 @@ class FakeEngine(FakeHost):
         shown = np.where(self.info.alibi, -distance, 0)
         want = np.where((cells >= 0) & (distance >= 0), shown, -np.inf).astype(self._mask.dtype)
         np.testing.assert_array_equal(self._mask[:count], want)
+        self.seen = ((cells >= 0) & (distance >= 0)).sum(axis=1).tolist()
 
     def _check_state(self, start: int) -> None:
         if self.info.recurrent or self.info.n_swa:
@@ -284,6 +337,8 @@ class FakeEngine(FakeHost):
         with self._queue_lock:
             while self._queue and self._queue[0].ticket <= ticket:
                 transfer = self._queue.pop(0)
+                if transfer.read is not None:
+                    transfer.read()
                 for block, image in transfer.pairs:
                     rows = self.pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
                     data = self.bytes_at(image, PAGE_BYTES)
@@ -405,7 +460,15 @@ def make_session(
     n_ubatch: int,
     scorer: Scorer | None = None,
     block_order: Sequence[int] | None = None,
+    stage: int = 0,
 ) -> Session:
-    """A text on a pool of its own."""
+    """A text on a pool of its own. stage: tokens that streamed steps see, which prompts are read with then."""
     pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, block_order=block_order)
-    return Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer)
+    reading = POOL
+    if stage:
+        pool.make_stages(stage)
+        reading = Reading(exact=True, answers_exactly=config.answer == "exact")
+    session = Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    if config.repair is not None:
+        session.repair = Repair(config.repair, n_ctx, engine.likeliest)
+    return session

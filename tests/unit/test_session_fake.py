@@ -25,7 +25,7 @@ from support.fake_engine import PAGE_BYTES, ROW_BYTES, FakeEngine, Faults, make_
 from support.saving import Digest, dump, load, seen, settle_scores, snapshot_store
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs, spill
 from kvflash_ggml.host.image import NOWHERE
@@ -168,13 +168,21 @@ def make(
     timing: Any = "lazy",
     config: dict[str, Any] | None = None,
     scorer: Any = None,
+    stage: int = 0,
     **info: Any,
 ) -> Session:
     rows = {} if scorer is None else {"query_rows": scorer.query_rows}
     engine = FakeEngine(n_slots, n_ubatch, timing=timing, **rows, **info)
     settings = KVFlashConfig(pool=n_slots, **{"tail": 2, **(config or {})})
     return make_session(
-        engine, settings, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, block_order=order, scorer=scorer
+        engine,
+        settings,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        block_order=order,
+        scorer=scorer,
+        stage=stage,
     )
 
 
@@ -245,6 +253,9 @@ class SessionMachine(RuleBasedStateMachine):
         timing=st.sampled_from(["lazy", "eager", "random"]),
         limit=st.sampled_from([None, 1, 2, 4, 7]),
         checkpoints=st.integers(0, 3),
+        stage=st.sampled_from([0, 0, 1, 3, 8]),
+        answer=st.sampled_from(["pool", "exact"]),
+        repair=st.sampled_from([None, 5, 90]),
         seed=st.integers(0, 99),
     )
     def begin(self, **choice: Any) -> None:
@@ -256,6 +267,9 @@ class SessionMachine(RuleBasedStateMachine):
         config = {name: choice[name] for name in ("sinks", "tail", "pins", "checkpoints")}
         if blocks - config["sinks"] - config["tail"] - 2 < 1:
             config["pins"] = ()
+        if choice["stage"]:
+            config |= {"answer": choice["answer"], "repair": choice["repair"]}
+        stage = choice["stage"] and round_up((blocks + 4) * CHUNK, POOL_STEP) + choice["stage"] * POOL_STEP
         if limit is not None:
             config |= {"host_limit": limit * PAGE_BYTES, "spill": self.folder}
 
@@ -269,6 +283,7 @@ class SessionMachine(RuleBasedStateMachine):
                 timing=timing,
                 config=config,
                 scorer=self.SCORER and self.SCORER(),
+                stage=stage,
                 **self.KINDS[choice["kind"]],
             )
             session.checkpoints._step = 200
@@ -391,7 +406,8 @@ class SessionMachine(RuleBasedStateMachine):
         try:
             self.session.extend(new)
         except error:
-            assert self.session.engine.info.recurrent or self.session.length >= before
+            kept = not self.session.engine.info.recurrent and self.session.repair is None
+            assert self.session.length >= before or not kept
         else:
             assert self.session.length == before + len(new)
         self.session.engine.faults = Faults()
