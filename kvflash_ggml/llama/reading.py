@@ -57,12 +57,16 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: i
     """Make the stages that a configuration asks for, or that "auto" finds room for.
 
     free_bytes: of the device, beside everything else. What was asked for and cannot be had is an error:
-    UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool.
+    UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool, and for repair where
+    nothing is kept to go back to.
     """
     if pool.n_slots >= n_ctx:
         return Reading(why="the pool holds the whole context")
     if config.reading == "pool":
         return Reading(why="asked for")
+    info = pool.engine.info
+    if config.repair is not None and config.checkpoints == 0 and (info.recurrent or info.n_swa > 0):
+        raise ConfigError(f"repair={config.repair} goes back in the text, for which this model needs checkpoints >= 1")
     required = config.reading == "exact" or config.answer == "exact" or config.repair is not None
     slots, why = stage_slots(
         config.stage,

@@ -38,8 +38,9 @@ class Repair:
 
     def picks(self, end: int) -> Int32s:
         """What was the likeliest after each token before `end` when it was generated, -1 where it was not; [end]."""
-        return self._picks[:end].copy()
+        picks: Int32s = self._picks[:end].copy()
+        return picks
 
     def changed(self, picks: Int32s) -> int:
-        """The newest tokens have been evaluated again: after how many of them is another one than these the likeliest?"""
+        """The newest tokens have been evaluated again: after how many is another one than these the likeliest?"""
         return int(((picks >= 0) & (picks != self._likeliest(len(picks)))).sum())

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
 from kvflash_ggml.native.streamed import Streamed
 
 if TYPE_CHECKING:
     from support.fake_engine import FakeEngine
+
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -55,7 +58,12 @@ class FakeStages:
         return data
 
     def _check_mask(
-        self, engine: FakeEngine, start: int, count: int, streamed: Streamed, position: np.ndarray[tuple[int], np.dtype[np.int64]]
+        self,
+        engine: FakeEngine,
+        start: int,
+        count: int,
+        streamed: Streamed,
+        position: Positions,
     ) -> None:
         """The one rule: shown is what is at or before a token's position."""
         mask, first = streamed.mask, streamed.first
@@ -69,7 +77,8 @@ class FakeStages:
         if engine.info.alibi:
             assert first == 0, "a distance is left out"
         want = np.full((count, mask.shape[1]), -np.inf, np.float16)
-        want[:, : len(position) - first] = np.where(distance < 0, -np.inf, -distance * int(engine.info.alibi))[:, first:]
+        shown = -distance * int(engine.info.alibi)
+        want[:, : len(position) - first] = np.where(distance < 0, -np.inf, shown)[:, first:]
         np.testing.assert_array_equal(mask[:count], want)
         engine.seen = (distance >= 0).sum(axis=1).tolist()
 

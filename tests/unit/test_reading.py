@@ -1,0 +1,174 @@
+"""What `reading`, `stage`, `answer` and `repair` come to: the settings, the stages, and what is said of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
+from kvflash_ggml.llama.reading import HALF, SHARE, open_reading, slot_bytes, stage_slots
+from kvflash_ggml.session.pool import Pool
+from kvflash_ggml.session.reading import Loss
+from kvflash_ggml.session.repair import Repair
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"reading": "all"}, "'all'"),
+        ({"reading": None}, "None"),
+        ({"answer": "auto"}, "'auto'"),
+        ({"stage": 0}, "0"),
+        ({"stage": 1.5}, "1.5"),
+        ({"stage": True}, "True"),
+        ({"repair": 0}, "0"),
+        ({"repair": "64"}, "'64'"),
+        ({"reading": "pool", "answer": "exact"}, "answer='exact'"),
+        ({"reading": "pool", "repair": 64}, "repair=64"),
+    ],
+)
+def test_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        KVFlashConfig(**fields)
+
+
+def test_accepted() -> None:
+    config = KVFlashConfig(reading="exact", stage=1, answer="exact", repair=1)
+    assert (config.reading, config.stage, config.answer, config.repair) == ("exact", 1, "exact", 1)
+    KVFlashConfig(answer="exact", repair=64)
+    KVFlashConfig(reading="pool", stage=512)
+
+
+# --- how large
+
+
+def test_stages_are_as_large_as_asked_for_but_for_the_context() -> None:
+    for asked, want in ((1, 256), (512, 512), (513, 768), (10**9, 4096)):
+        slots, why = stage_slots(asked, n_ctx=4000, free_bytes=0, slot_bytes=1)
+        assert slots == want
+        assert str(asked) in why
+
+
+def test_stages_take_a_share_of_what_is_free() -> None:
+    assert stage_slots(None, n_ctx=4000, free_bytes=GIB, slot_bytes=1) == (4096, "the whole context")
+    exact = 4096 * 1000 * SHARE
+    assert stage_slots(None, n_ctx=4096, free_bytes=exact, slot_bytes=1000)[0] == 4096
+    slots, why = stage_slots(None, n_ctx=4096, free_bytes=exact - 1, slot_bytes=1000)
+    assert slots == 4096 - 256
+    assert "MiB" in why
+    for free in (0, -GIB):
+        assert stage_slots(None, n_ctx=4096, free_bytes=free, slot_bytes=1000)[0] == 0
+
+
+def test_what_a_token_takes() -> None:
+    """Layers of one shape on one device share stages; there are two where the next layer is copied meanwhile."""
+    plain, beside = FakeDevice(), FakeDevice(asynchronous=True)
+    layers: Any = [FakeLayer(k_row=100, v_row=50)] * 8
+    assert slot_bytes(layers, [plain], 512) == 150 + HALF * 512  # type: ignore[list-item]
+    assert slot_bytes(layers, [beside], 512) == 300 + HALF * 512  # type: ignore[list-item]
+    layers += [FakeLayer(k_row=10, v_row=0), FakeLayer(k_row=100, v_row=50, device=1)]
+    assert slot_bytes(layers, [plain, beside], 0) == 150 + 10 + 300  # type: ignore[list-item]
+
+
+# --- what is made
+
+
+def reading(engine: FakeEngine, *, free: int = GIB, n_ctx: int = 4096, **config: Any) -> Any:
+    pool = Pool(engine, n_ubatch=64)  # type: ignore[arg-type]
+    try:
+        return open_reading(KVFlashConfig(**config), pool, n_ctx=n_ctx, free_bytes=free), pool
+    finally:
+        pool.close()
+
+
+def test_all_of_the_text_is_seen_where_there_is_memory() -> None:
+    engine = FakeEngine(512, 64)
+    got, pool = reading(engine)
+    assert (got.exact, got.answers_exactly, got.why) == (True, False, "the whole context")
+    assert engine.stages.slots == pool.stage_slots == 4096
+    assert pool.stage_bytes > 0
+    assert reading(FakeEngine(512, 64), answer="exact")[0].answers_exactly
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [({"n_ctx": 512}, "whole context"), ({"reading": "pool"}, "asked for"), ({"free": 0}, "pool of 512")],
+)
+def test_the_pool_is_what_is_seen(config: dict[str, Any], why: str) -> None:
+    engine = FakeEngine(512, 64)
+    got, pool = reading(engine, **config)
+    assert not got.exact
+    assert why in got.why
+    assert engine.stages.slots == pool.stage_slots == 0
+
+
+REQUIRED: tuple[dict[str, Any], ...] = ({"reading": "exact"}, {"answer": "exact"}, {"repair": 64})
+
+
+@pytest.mark.parametrize("config", REQUIRED)
+def test_what_was_asked_for_and_does_not_fit_is_an_error(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="stages of 0 tokens"):
+        reading(FakeEngine(512, 64), free=0, **config)
+    with pytest.raises(ConfigError, match="stages of 512 tokens"):
+        reading(FakeEngine(512, 64), stage=400, **config)
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("layer 3 attends"), HostMemoryError("no memory for stages")])
+def test_stages_that_are_refused(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(512, 64)
+    engine.stages.refuse = error
+    got, pool = reading(engine)
+    assert not got.exact
+    assert pool.stage_slots == 0
+    assert got.why == str(error)
+    assert str(error) in caplog.text
+    for config in REQUIRED:
+        engine = FakeEngine(512, 64)
+        engine.stages.refuse = error
+        with pytest.raises(type(error), match=str(error)):
+            reading(engine, **config)
+
+
+@pytest.mark.parametrize("kind", [{"recurrent": True}, {"n_swa": 128}])
+def test_a_repair_that_would_begin_at_the_beginning_each_time(kind: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="checkpoint"):
+        reading(FakeEngine(512, 64, **kind), repair=64, checkpoints=0)
+    assert reading(FakeEngine(512, 64, **kind), repair=64)[0].exact
+    assert reading(FakeEngine(512, 64), repair=64, checkpoints=0)[0].exact
+
+
+# --- what is counted
+
+
+def test_what_was_lost() -> None:
+    loss = Loss()
+    assert loss.view is None
+    loss.add_read(100, 1)
+    assert (loss.read, loss.read_whole, loss.view) == (100, 100, 1)
+    loss.add_read(300, 0.5)
+    assert (loss.read, loss.read_whole, loss.view) == (400, 100, 0.625)
+
+
+def test_a_repair_is_due_counts_what_changed_and_forgets_what_was_cut() -> None:
+    picks: list[int] = []
+    repair = Repair(4, 20, lambda count: np.array(picks[-count:], np.int32))
+    repair.start = 5
+    assert not repair.is_due(8)
+    assert repair.is_due(9)
+    picks[:] = [1, 2, 3, 4]
+    repair.generated(5, 4)
+    known = repair.picks(9)
+    assert known.tolist() == [-1] * 5 + [1, 2, 3, 4]
+    picks[:] = [9, 1, 7, 3, 7]
+    assert repair.changed(known[4:9]) == 2, "what was not generated cannot have changed"
+    repair.truncated(7)
+    assert (repair.start, repair.picks(9).tolist()) == (5, [-1] * 5 + [1, 2, -1, -1])
+    repair.truncated(3)
+    assert repair.start == 3
+    assert known[5:].tolist() == [1, 2, 3, 4], "a copy"

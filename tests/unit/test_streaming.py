@@ -1,0 +1,350 @@
+"""A session on the fake engine that reads and answers with more in view than the pool holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import PAGE_BYTES, Faults
+from support.fake_session import check, close, ints, make, small_slabs, some
+from support.saving import Digest, dump, load
+
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import DecodeError, HostMemoryError
+from kvflash_ggml.host.slabs import Slabs
+from kvflash_ggml.session.session import Session
+
+KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
+NAMES = ["plain", "recurrent", "window", "alibi", "asynchronous"]
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    made: list[Session] = []
+
+    def build(*args: Any, stage: int = 2048, **kwargs: Any) -> Session:
+        made.append(make(*args, stage=stage, **kwargs))
+        return made[-1]
+
+    with small_slabs():
+        yield build
+        for session in made:
+            close(session)
+
+
+def generate(session: Session, count: int, seed: int = 9) -> list[int]:
+    """As it were: one token after the other."""
+    tokens = some(count, seed).tolist()
+    for token in tokens:
+        session.extend(ints(token))
+    return tokens
+
+
+def views(session: Session) -> list[tuple[int, ...]]:
+    engine: Any = session.engine
+    return engine.stages.views
+
+
+# --- reading
+
+
+@pytest.mark.parametrize("timing", ["lazy", "eager", "random"])
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_a_prompt_sees_all_of_itself_and_is_read_once(kind: dict[str, Any], timing: str, world: Any) -> None:
+    session = world(scorer=Digest(), timing=timing, **kind)
+    tokens = some(1500)
+    session.extend(tokens)
+    check(session, tokens.tolist())
+    assert session.whole[:1500].all()
+    assert sum(session.engine.steps) == 1500, "the question was read again"
+    assert session.streamed_steps == len(views(session)) > 0
+    assert all(view == tuple(range(len(view))) for view in views(session))
+    session.engine.synchronize()
+    assert session.engine.streamed_bytes == PAGE_BYTES * sum(map(len, views(session)))
+    assert (session.loss.read, session.loss.read_whole, session.loss.view) == (1500, 1500, 1.0)
+
+
+def test_what_fits_the_pool_is_not_streamed(world: Any) -> None:
+    session = world()
+    session.extend(some(500))
+    assert session.streamed_steps == 0
+    assert session.whole[:500].all()
+
+
+def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> None:
+    session = world(scorer=Digest())
+    session.extend(some(1500))
+    assert session.scoring.looks == 1
+    assert session.page_ins == 0
+    assert session.rebuild
+    session.extend(ints(1))
+    assert session.page_ins > 0
+    check(session, [*some(1500).tolist(), 1])
+    assert not session.whole[1500]
+    assert (session.loss.generated, session.loss.generated_whole) == (1, 0)
+
+
+@pytest.mark.parametrize("scorer", [None, Digest])
+def test_of_a_longer_text_a_part_is_seen(scorer: Any, world: Any) -> None:
+    session = world(scorer=scorer and scorer(), stage=768)
+    tokens = some(1500)
+    session.extend(tokens)
+    check(session, tokens.tolist())
+    room = (768 - 64) // CHUNK
+    assert max(map(len, views(session))) == room
+    partial = [view for view in views(session) if len(view) == room and view != tuple(range(room))]
+    assert partial
+    assert all(view[0] == 0 for view in partial), "the sinks are always in view"
+    if scorer is None:
+        assert all(view[1:] == tuple(range(view[-1] - room + 2, view[-1] + 1)) for view in partial)
+    else:
+        assert session.scoring.looks > 1
+        assert any(view[1:] != tuple(range(view[-1] - room + 2, view[-1] + 1)) for view in partial), "by rank"
+    whole = session.whole[:1500]
+    assert whole[:700].all()
+    assert not whole[-100:].any()
+    assert session.loss.read_whole == int(whole.sum())
+    assert 0.5 < session.loss.view < 1
+
+
+@pytest.mark.parametrize("spill", [True, False])
+def test_images_that_do_not_fit_in_memory_together_are_left_out(spill: bool, world: Any, tmp_path: Path) -> None:
+    """A ceiling on host memory bounds what is seen; with a spill folder it does not bound the text."""
+    config = {"host_limit": 10 * PAGE_BYTES} | ({"spill": tmp_path} if spill else {})
+    session = world(config=config)
+    tokens = some(1500).tolist()
+    if spill:
+        session.extend(some(1500))
+    else:
+        with pytest.raises(HostMemoryError):
+            session.extend(some(1500))
+    check(session, tokens[: session.length])
+    assert session.length >= 10 * CHUNK
+    assert max(map(len, views(session))) == 10
+    if spill:
+        assert not session.whole[1400:1500].any()
+        assert session.loss.view < 1
+    assert session.whole[: 10 * CHUNK].all()
+
+
+def test_later_prompts_see_all_before_them(world: Any) -> None:
+    session = world(scorer=Digest())
+    session.extend(some(700))
+    answer = generate(session, 100)
+    session.extend(some(300, 2))
+    assert session.whole[:700].all()
+    assert session.whole[800:1100].all()
+    check(session, [*some(700).tolist(), *answer, *some(300, 2).tolist()])
+
+
+def test_every_token_of_an_answer_can_see_all(world: Any) -> None:
+    session = world(scorer=Digest(), config={"answer": "exact", "tau": 4})
+    session.extend(some(1000))
+    answer = generate(session, 80)
+    check(session, [*some(1000).tolist(), *answer])
+    assert session.whole[:1080].all()
+    assert (session.loss.generated, session.loss.generated_whole) == (80, 80)
+    session.verify(some(6, 3))
+    session.accept(4)
+    check(session, [*some(1000).tolist(), *answer, *some(6, 3)[:4].tolist()])
+    assert session.whole[:1084].all()
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [DecodeError, KeyboardInterrupt])
+def test_a_streamed_step_that_fails_has_never_been(error: Any, late: bool, kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), **kind)
+    tokens = some(1500).tolist()
+    session.extend(some(900))
+    session.engine.faults = Faults(2, lambda: error("on purpose"), late=late, spoil=True)
+    with pytest.raises(error):
+        session.extend(some(1500)[900:])
+    left = session.length
+    check(session, tokens[:left])
+    session.extend(some(1500)[left:])
+    check(session, tokens)
+    assert session.whole[:1500].all()
+
+
+# --- cut, put aside, put back
+
+
+def test_what_is_whole_goes_with_the_text(world: Any) -> None:
+    session, other = world(scorer=Digest()), world(scorer=Digest())
+    session.extend(some(900))
+    generate(session, 50)
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    assert other.whole[:950].tolist() == session.whole[:950].tolist() == [True] * 900 + [False] * 50
+    for each in (session, other):
+        each.truncate(700)
+        each.extend(some(200, 5))
+        assert each.whole[:900].all()
+        check(each, [*some(900)[:700].tolist(), *some(200, 5).tolist()])
+
+
+def test_images_that_are_restored_when_they_are_asked_for(world: Any) -> None:
+    session, other = world(), world()
+    session.extend(some(1500))
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    other.extend(some(100, 3))
+    assert other.whole[:1600].all()
+    assert views(other)[-1] == tuple(range(len(views(other)[-1])))
+    check(other, [*some(1500).tolist(), *some(100, 3).tolist()])
+
+
+# --- repair
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_an_answer_is_repaired(kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, **kind)
+    session.extend(some(1000))
+    before = generate(session, 19)
+    assert not session.whole[1000:1019].any()
+    ranking = session.ranking
+    answer = [*before, *generate(session, 1, 4)]
+    assert session.whole[:1020].all()
+    assert (session.loss.repaired, session.loss.changed, session.loss.generated) == (20, 20, 20)
+    assert session.ranking is ranking
+    assert session.repair.start == session.length
+    assert session.logits_at == 1019
+    assert sum(session.engine.steps) == 1040
+    answer += generate(session, 45, 5)
+    check(session, [*some(1000).tolist(), *answer])
+    assert session.loss.repaired == 60
+    assert session.whole[:1060].all()
+    assert not session.whole[1060:1065].any()
+    session.extend(some(40, 6))
+    assert session.repair.start == session.length == 1105
+    assert session.loss.repaired == 0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@pytest.mark.parametrize("accepted", [[6, 6, 6, 6], [3, 0, 6, 1, 4, 5, 2]])
+def test_drafts_are_repaired_once_they_are_accepted(accepted: list[int], kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), config={"repair": 10}, **kind)
+    session.extend(some(1000))
+    text = some(1000).tolist()
+    for i, count in enumerate(accepted):
+        session.verify(some(6, i))
+        assert session.length == len(text)
+        session.accept(count)
+        text += some(6, i)[:count].tolist()
+        check(session, text)
+    repaired = session.loss.repaired
+    assert repaired >= 10
+    assert session.repair.start == 1000 + repaired
+    assert session.whole[: 1000 + repaired].all()
+    assert session.loss.generated == sum(accepted)
+    assert session.loss.changed <= repaired
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_repair_goes_on_where_the_text_was_cut(kind: dict[str, Any], world: Any) -> None:
+    session = world(config={"repair": 50}, **kind)
+    session.extend(some(1000))
+    generate(session, 20)
+    session.truncate(980)
+    left = session.length
+    assert session.repair.start == left
+    answer = generate(session, 50, 3)
+    assert session.repair.start == session.length == left + 50
+    assert session.whole[: left + 50].all()
+    assert session.loss.changed <= session.loss.repaired == 50
+    check(session, [*some(1000)[:left].tolist(), *answer])
+
+
+def test_what_was_read_before_is_not_repaired_after_a_restore(world: Any) -> None:
+    session, other = world(), world(config={"repair": 20})
+    session.extend(some(1000))
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    generate(other, 20)
+    assert (other.loss.repaired, sum(other.engine.steps)) == (20, 40)
+
+
+def test_a_prompt_that_was_left_off_is_not_repaired(world: Any) -> None:
+    session = world(config={"repair": 20})
+
+    def stop(done: int, total: int) -> None:
+        if done > 600:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.extend(some(1000), progress=stop)
+    steps = sum(session.engine.steps)
+    session.extend(ints(1))
+    assert sum(session.engine.steps) == steps + 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_a_repair_that_fails_leaves_a_shorter_text(kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), config={"repair": 20}, **kind)
+    session.extend(some(1000))
+    answer = generate(session, 19)
+    session.engine.faults = Faults(1)
+    with pytest.raises(DecodeError):
+        session.extend(ints(7))
+    left = session.length
+    assert left <= 1000
+    check(session, some(1000)[:left].tolist())
+    session.extend(np.array([*some(1000)[left:], *answer, 7], np.int32))
+    check(session, [*some(1000).tolist(), *answer, 7])
+
+
+# --- where images are
+
+
+class Counting:
+    """Host memory that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.end = 1 << 12
+
+    def alloc(self, size: int) -> int:
+        self.asked.append(size)
+        self.end += 2 * size
+        return self.end - 2 * size
+
+    def free(self, address: int) -> None: ...
+
+    def view(self, address: int, size: int) -> memoryview:
+        raise NotImplementedError
+
+    def wait(self, ticket: int) -> None: ...
+
+
+def test_the_lowest_address_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 40)
+    slabs = Slabs(Counting(), 10, None)
+    first = [slabs.take() for _ in range(4)]
+    assert first == list(range(first[0], first[0] + 40, 10))
+    for address in (first[2], first[0], first[3]):
+        slabs.give_back(address)
+    assert [slabs.take() for _ in range(3)] == [first[0], first[2], first[3]]
+    slabs.close()
+
+
+@pytest.mark.parametrize(("most", "want"), [(None, [4, 4, 8, 16, 16, 16]), (21, [4, 4, 8, 5]), (3, [3])])
+def test_slabs_grow_up_to_a_ceiling(most: int | None, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 40)
+    monkeypatch.setattr("kvflash_ggml.host.slabs.MOST_SLAB_BYTES", 160)
+    memory = Counting()
+    slabs = Slabs(memory, 10, most)
+    taken = [slabs.take() for _ in range(sum(want) - want[-1] + 1 if most is None else most)]
+    assert 0 not in taken
+    assert len(set(taken)) == len(taken)
+    if most is not None:
+        assert slabs.take() == 0
+    slabs.close()
+    assert [size // 10 for size in memory.asked][: len(want)] == want

@@ -1,0 +1,82 @@
+"""Ctrl-C at every line of a streamed step, and of a repair: the session goes on, and is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_session import check, close, ints, make, small_slabs, some
+from support.interrupter import Interrupter
+
+from kvflash_ggml.session.session import Session
+
+FILES = (
+    "session/session.py",
+    "session/text.py",
+    "session/unfinished.py",
+    "session/paging.py",
+    "session/repair.py",
+    "pool/page_table.py",
+    "pool/view.py",
+)
+
+PROMPT = some(700)
+MORE = some(40, 2)
+REPAIRED = 6
+
+
+def session(recurrent: bool, **config: Any) -> Session:
+    one = make(448, n_ctx=1024, n_batch=64, stage=1024, recurrent=recurrent, config=config)
+    one.extend(PROMPT)
+    return one
+
+
+def go_on(one: Session, text: list[int], k: int) -> None:
+    """Whoever has asked asks again for what is missing."""
+    one.settle()
+    left = one.length
+    assert left <= len(text), f"line {k}"
+    check(one, text[:left])
+    one.extend(np.array([*text[left:], *MORE], np.int32))
+    check(one, [*text, *MORE.tolist()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_every_line_of_a_streamed_step(recurrent: bool) -> None:
+    k, interrupted = 0, True
+    with small_slabs():
+        while interrupted:
+            k += 1
+            one = session(recurrent)
+            interrupted = Interrupter(k, FILES).run(lambda one=one: one.extend(MORE))  # type: ignore[misc]
+            one.settle()
+            assert one.length in (700, 740), f"line {k}"
+            assert one.whole[: one.length].all()
+            go_on(one, [*PROMPT.tolist(), *MORE.tolist()], k)
+            assert one.whole[: one.length].all()
+            close(one)
+    assert k > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_every_line_of_a_repair(recurrent: bool) -> None:
+    k, interrupted = 0, True
+    answer = some(REPAIRED, 3).tolist()
+    with small_slabs():
+        while interrupted:
+            k += 1
+            one = session(recurrent, repair=REPAIRED)
+            for token in answer[:-1]:
+                one.extend(ints(token))
+            interrupted = Interrupter(k, FILES).run(lambda one=one: one.extend(ints(answer[-1])))  # type: ignore[misc]
+            one.settle()
+            assert one.length in (700, 705, 706), f"line {k}"
+            assert one.repair is not None
+            assert one.repair.start in (700, 706)
+            go_on(one, [*PROMPT.tolist(), *answer], k)
+            assert one.repair.start == one.length
+            close(one)
+    assert k > 120
