@@ -34,7 +34,8 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     pins: half-open token ranges (lo, hi) that are never evicted.
-    host_limit: ceiling in bytes on host memory for page images, None for no ceiling.
+    host_limit: ceiling in bytes on host memory for page images, None for no ceiling. Exact reading sees no more of a
+        text than that holds at a time.
     spill: folder for page images that do not fit under `host_limit`.
     reading: what a token of a prompt sees of the text before it: "exact" all of it, copied to the device a layer at a
         time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.

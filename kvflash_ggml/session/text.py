@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import ConfigError, SnapshotError
+from ..errors import ConfigError, HostMemoryError, SnapshotError
 from ..pool.page_table import PageTable
 from ..pool.plan import Chunk, Moves, Plan
 from ..pool.residency import Ranking
@@ -171,13 +171,21 @@ class Text:
             self.queries.capture(start, n)
         engine.output[:n] = step.output.every
         engine.output[n - 1] = step.output.every or step.output.last
-        if step.view is None:
-            self.mask.fill(start, slots)
-            engine.step(n, wait, step.codes)
-            return
-        with self.paging.streamed(step.view, plan.layout, self.pool.stage_mask, start, n) as streamed:
-            engine.step(n, wait, step.codes, streamed)
-        self.streamed_steps += 1
+        if step.view is not None:
+            try:
+                with self.paging.streamed(step.view, plan.layout, self.pool.stage_mask, start, n) as streamed:
+                    engine.step(n, wait, step.codes, streamed)
+                self.streamed_steps += 1
+                return
+            except HostMemoryError as err:
+                if step.codes:
+                    raise
+                logger.warning(
+                    "tokens %d to %d are read with what is in the pool in view: %s", start, start + n - 1, err
+                )
+                step.view, step.whole = None, False
+        self.mask.fill(start, slots)
+        engine.step(n, wait, step.codes)
 
     def _sight(self, plan: Plan, count: int, *, stream: bool) -> tuple[View | None, bool]:
         """What a step sees in place of the pool, and whether it sees everything."""

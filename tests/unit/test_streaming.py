@@ -130,6 +130,23 @@ def test_images_that_do_not_fit_in_memory_together_are_left_out(spill: bool, wor
     assert session.whole[: 10 * CHUNK].all()
 
 
+def test_a_restored_text_under_a_ceiling_without_a_spill_folder(world: Any) -> None:
+    """What has been written since stays in memory: there may be room for fewer images than a step would see."""
+    config = {"host_limit": 10 * PAGE_BYTES}
+    session, other = world(scorer=Digest()), world(n_ctx=4096, scorer=Digest(), config=config)
+    session.extend(some(1700))
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    text = some(1700).tolist()
+    for seed in range(3):
+        other.extend(some(200, seed))
+        text += some(200, seed).tolist()
+        check(other, text)
+    assert not other.whole[1700 : len(text)].any()
+    assert other.loss.view < 1
+    assert 0 < other.streamed_steps < len(other.engine.steps)
+
+
 def test_later_prompts_see_all_before_them(world: Any) -> None:
     session = world(scorer=Digest())
     session.extend(some(700))
@@ -140,8 +157,9 @@ def test_later_prompts_see_all_before_them(world: Any) -> None:
     check(session, [*some(700).tolist(), *answer, *some(300, 2).tolist()])
 
 
-def test_every_token_of_an_answer_can_see_all(world: Any) -> None:
-    session = world(scorer=Digest(), config={"answer": "exact", "tau": 4})
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_every_token_of_an_answer_can_see_all(kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), config={"answer": "exact", "tau": 4}, **kind)
     session.extend(some(1000))
     answer = generate(session, 80)
     check(session, [*some(1000).tolist(), *answer])
