@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import PAGE_BYTES, FakeEngine, FakeHost, make_session
+from support.fake_engine import PAGE_BYTES, FakeEngine, make_session
+from support.fake_host import FakeHost
 from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig

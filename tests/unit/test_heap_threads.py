@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fake_engine import FakeHost
+from support.fake_host import FakeHost
 
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import slabs

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.fake_engine import POISON, FakeHost
+from support.fake_host import POISON, FakeHost
 
 from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs
