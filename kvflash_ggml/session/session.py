@@ -95,9 +95,9 @@ class Session(Text):
 
         Logits of the last are kept, or of all with `output_all`. after(start, count) runs after each step, while the
         logits of its `count` tokens are at hand. checkpoint: a position within a prompt at which to keep what is not
-        pooled, to go back to. prompt: a single token is of one too. progress(done, total) runs after each
-        step of a prompt, and may not change the text. On DecodeError and the other errors of this package the steps that
-        were done stay done: `length` tells how far.
+        pooled, to go back to. prompt: a single token is of one too. progress(done, total) runs after each step of
+        a prompt, and may not change the text. On DecodeError and the other errors of this package the steps that were
+        done stay done: `length` tells how far.
         """
         self._begin(len(tokens))
         if len(tokens) == 1 and not (prompt and self.reading.exact):
