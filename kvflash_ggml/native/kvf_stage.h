@@ -56,6 +56,7 @@ struct kvf_stages {
     int64_t              first  = 0;        // of which the plan's mask covers those from here on
     std::vector<run>     runs;
     std::vector<int64_t> rows;              // [n_tokens] where each token's row goes
+    std::pair<ggml_backend_sched_eval_callback, void *> callback;  // the context's own
 
     // of the newest graph
     ggml_tensor * mask      = nullptr;  // F16 [n_kv, n_tokens]

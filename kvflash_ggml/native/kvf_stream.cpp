@@ -103,12 +103,17 @@ bool on_node(ggml_tensor * node, bool ask, void * data) {
     return true;
 }
 
-// No step but a streamed one is observed: that would split its graph, and keep the device from replaying it.
-void observe(kvf_engine & engine, ggml_backend_sched_eval_callback callback) {
+// No step but a streamed one is observed: that would split its graph, and keep the device from replaying it. Meanwhile the
+// caller's own callback, if there is one, hears nothing.
+void observe(kvf_engine & engine, bool on) {
     auto & cparams = kvf_access::cparams(engine.ctx);
-    cparams.cb_eval           = callback;
-    cparams.cb_eval_user_data = &engine;
-    ggml_backend_sched_set_eval_async(engine.ctx.get_sched(), callback != nullptr);
+    auto & theirs  = engine.pool.stages->callback;
+    if (on) {
+        theirs = { cparams.cb_eval, cparams.cb_eval_user_data };
+    }
+    cparams.cb_eval           = on ? on_node : theirs.first;
+    cparams.cb_eval_user_data = on ? &engine : theirs.second;
+    ggml_backend_sched_set_eval_async(engine.ctx.get_sched(), on);
 }
 
 void find_runs(kvf_stages & stages, const kvf_plan & plan, size_t page_bytes) {
@@ -200,12 +205,12 @@ void kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan) {
         }
         wait_for(ring, 0);
     }
-    observe(engine, on_node);
+    observe(engine, true);
 }
 
 kvf_status kvf_stream_end(kvf_engine & engine, kvf_status status) {
     auto & stages = *engine.pool.stages;
-    observe(engine, nullptr);
+    observe(engine, false);
     stages.active = false;
     stages.plan   = nullptr;
     for (size_t i = 0; i < stages.layers.size() && status == KVF_STATUS_SUCCESS; ++i) {
