@@ -29,8 +29,10 @@ def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
     from kvflash_ggml.bench.recall import TAIL_ROOM, cases, run_case
 
     made = {}
+    # with exact reading the question sees everything, and pages move after it
+    settings = {"kvflash_calibrate": True, "kvflash_reading": "pool"}
     for name, pool in (("full", None), ("pool", POOL)):
-        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else {"kvflash_calibrate": True}))
+        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else settings))
         if llm.kvflash is not None:
             llm.kvflash.calibrate()
             heads = llm.kvflash.retrieval_heads
