@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import Any
 
 from ..errors import CalibrationError, ConfigError, SnapshotError
@@ -43,6 +43,7 @@ class HeadFinder:
         self._stop = Event()
         self._tried = False
         self._thread: Thread | None = None
+        self._outlived = ExitStack()  # what the thread frees in the end
         self._progress: Progress | None = None
         self._found: Calibration | None = None
         self.calibration: Calibration | None = None
@@ -73,7 +74,7 @@ class HeadFinder:
         if limit is not None and slow.is_known(self._subject.identity, self._here):
             logger.info("all heads count for the policy: to find those that matter has been too slow here")
             return
-        thread = Thread(target=self._find, args=(limit,), name="kvflash-calibrate", daemon=True)
+        thread = Thread(target=self._run, args=(limit,), name="kvflash-calibrate", daemon=True)
         try:
             thread.start()
         except RuntimeError as err:
@@ -101,6 +102,11 @@ class HeadFinder:
     def close(self) -> None:
         """Stop whatever is under way."""
         self._stop.set()
+        if self._thread is current_thread():
+            # a garbage collector runs on it and closes the model, with which it still computes: that waits for its end
+            self._outlived.callback(self._model._exit_stack.pop_all().close)
+            atexit.unregister(self.close)
+            return
         interrupted = False
         while self._thread is not None and self._thread.is_alive():
             try:
@@ -126,6 +132,10 @@ class HeadFinder:
         self.calibration = calibration
         if heads is not None and self._session.scoring is not None:
             self._session.scoring.use(heads)
+
+    def _run(self, limit: float | None) -> None:
+        with self._outlived:
+            self._find(limit)
 
     def _find(self, limit: float | None) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,12 +43,17 @@ def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer |
     reading = open_reading(config, pool, n_ctx=n_ctx, free_bytes=free_bytes)
     session = Session(pool, config, n_ctx=n_ctx, n_batch=llm.n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
-        session.repair = Repair(config.repair, n_ctx, partial(likeliest, llm))
+        session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
     return session
 
 
-def likeliest(llm: Llama, count: int) -> Int32s:
-    """The likeliest next token after each of the last `count` rows, of which logits are at hand."""
+def likeliest(made: weakref.ref[Llama], count: int) -> Int32s:
+    """The likeliest next token after each of the last `count` rows, of which logits are at hand.
+
+    made: weakly, or the session would keep its owner until a garbage collector comes.
+    """
+    llm = made()
+    assert llm is not None
     logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(count, llm.n_vocab()))
     picks: Int32s = logits.argmax(axis=1).astype(np.int32)
     return picks

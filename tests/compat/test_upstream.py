@@ -84,7 +84,7 @@ def run(folder: Path, tests: Path, *options: str, pool: int | None) -> Run:
     command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-q"]
     command += ["--import-mode=importlib", "-c", os.devnull, "--rootdir", str(folder), *options, str(tests)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, errors="replace")
-    assert report.is_file(), done.stdout[:3000] + done.stderr[:4000]
+    assert report.is_file(), done.stdout[-3000:] + done.stderr[:4000]
     return Run(**json.loads(report.read_text(encoding="utf-8")))
 
 

@@ -40,8 +40,7 @@ def local_model(repo_id: str, filename: str, **_: Any) -> str:
 def open_pooled(model_path: str, **kwargs: Any) -> Llama:
     """Our class with a pool; without one for a model that refuses it."""
     try:
-        # what is compared is answers; nobody waits for a calibration behind the last of them
-        llm = Llama(model_path, kvflash=POOL, kvflash_calibrate=False, **kwargs)
+        llm = Llama(model_path, kvflash=POOL, **kwargs)
     except UnsupportedModelError as error:
         REPORT["refusals"].append(str(error))
         return Llama(model_path, **kwargs)

@@ -303,3 +303,24 @@ def test_a_prefix_cache_contradicts_it(pooled: Callable[..., Any], tmp_path: Pat
         pooled(kvflash_deterministic=True, kvflash_cache=tmp_path)
     with pytest.raises(KVFlashError, match="PrefixCache"):
         pooled(kvflash_deterministic=True).set_cache(PrefixCache())
+
+
+def test_a_model_that_is_collected_on_the_thread_that_calibrates_it(models: Any, monkeypatch: Any) -> None:
+    """A garbage collector runs on any thread: what that thread computes with is freed when it ends."""
+    from kvflash_ggml import Llama
+
+    seen = []
+
+    def calibrate(of: Any, *, stop: Any, **_: Any) -> Any:
+        llm = made.pop()
+        llm.close()  # as its __del__ does
+        seen.append((stop.is_set(), of.model is not None))
+        raise Stopped
+
+    monkeypatch.setattr(finder, "calibrate", calibrate)
+    made = [Llama(str(models["dense"]), n_ctx=1024, kvflash=512, verbose=False)]
+    model, found = made[0]._model, made[0]._finder
+    found.start()
+    found._thread.join(30)
+    assert seen == [(True, True)]
+    assert model.model is None
