@@ -222,6 +222,9 @@ ggml_tensor * kvf_stage_rows(const kvf_pool * pool, ggml_context * ctx, size_t l
 // Every row sees what comes before the plan's columns. So that is not made on the host, row by row, but filled in on the
 // device, in pairs of halves; a streamed step over 131,072 tokens would upload half a gigabyte else.
 ggml_tensor * kvf_stage_mask(const kvf_pool * pool, ggml_context * ctx, int64_t n_tokens) {
+    if (pool && pool->stages) {
+        pool->stages->mask = nullptr;  // of a graph that is gone: its address may be given again
+    }
     auto * stages = active(pool);
     if (!stages) {
         return nullptr;

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from .chat_answer import ChatAnswer
 from .errors import ApiError
-from .exchange import EventStream, collected
 from .front import Front
 from .schema import ChatRequest, Message, parse
 from .tools import messages_for, plan
@@ -40,16 +39,9 @@ async def chat(front: Front, http: HttpRequest) -> Response:
         grammar=grammar,
         shared_until=await front.work(_system_end, front, asked.messages, text, tokens),
     )
-    exchange = front.exchange(http, request)
     answer = ChatAnswer(front.settings.alias, request.id, asked, tools)
-    if asked.stream:
-        settings = front.settings
-        first = answer.chunk({"role": "assistant", "content": "" if tools.named is None else None})
-        return EventStream(
-            exchange, answer.frames, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s, first=first
-        )
-    finished = await collected(exchange, answer.take)
-    return JSONResponse(answer.whole(finished))
+    first = answer.chunk({"role": "assistant", "content": "" if tools.named is None else None})
+    return await front.respond(http, request, answer, stream=asked.stream, first=first)
 
 
 class _Text:

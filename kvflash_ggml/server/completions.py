@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Started
 from .errors import ApiError
-from .exchange import DONE, EventStream, collected, frame
+from .exchange import DONE, frame
 from .front import Front
 from .schema import CompletionRequest, parse
 from .took import FINGERPRINT, report, timings, usage
@@ -32,12 +32,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     )
     echoed = front.prompts.detokenize(tokens).decode("utf-8", "replace") if asked.echo else ""
     answer = TextAnswer(front.settings.alias, request.id, asked, echoed)
-    exchange = front.exchange(http, request)
-    if asked.stream:
-        settings = front.settings
-        return EventStream(exchange, answer.frames, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s)
-    finished = await collected(exchange, answer.take)
-    return JSONResponse(answer.whole(finished))
+    return await front.respond(http, request, answer, stream=asked.stream)
 
 
 async def prompt_tokens(front: Front, prompt: Any) -> list[int]:

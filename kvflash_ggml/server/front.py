@@ -7,26 +7,38 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Request, Sampling
+from ..batching.messages import Event, Finished, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..errors import ConfigError
 from . import schemas
 from .errors import ApiError
-from .exchange import Exchange
+from .exchange import EventStream, Exchange, collected
 from .prompts import Prompts
 from .schema import _Sampled
 from .settings import ServerSettings
 from .speed import Speed
 
 T = TypeVar("T")
+
+
+class Answer(Protocol):
+    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
+
+    def frames(self, event: Event, /) -> Iterable[bytes]: ...
+
+    def take(self, event: Event, /) -> object: ...
+
+    def whole(self, finished: Finished, /) -> object: ...
+
 
 THREADS = 4
 """For templates, tokenising and grammars, which are C or long."""
@@ -174,6 +186,16 @@ class Front:
 
     def exchange(self, http: HttpRequest, request: Request) -> Exchange:
         return Exchange(self.scheduler, request, http.receive)
+
+    async def respond(
+        self, http: HttpRequest, request: Request, answer: Answer, *, stream: bool, first: bytes = b""
+    ) -> Response:
+        """Put the request in line, and answer it as it comes or as a whole. first: of a stream, before any event."""
+        exchange = self.exchange(http, request)
+        if stream:
+            ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
+            return EventStream(exchange, answer.frames, ping_s=ping_s, stall_s=stall_s, first=first)
+        return JSONResponse(answer.whole(await collected(exchange, answer.take)))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ from ..errors import ConfigError, KVFlashError
 from .chat import render
 from .completions import prompt_tokens
 from .errors import ApiError
-from .exchange import EventStream, collected, frame
+from .exchange import frame
 from .front import Front
 from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest, parse
 from .took import report, timings
@@ -117,12 +117,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
     logprobs = asked.n_probs or None
     request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)
     answer = RawAnswer(front.settings.alias, asked)
-    exchange = front.exchange(http, request)
-    if asked.stream:
-        settings = front.settings
-        return EventStream(exchange, answer.frames, ping_s=settings.ping_s, stall_s=settings.stall_timeout_s)
-    finished = await collected(exchange, answer.take)
-    return JSONResponse(answer.whole(finished))
+    return await front.respond(http, request, answer, stream=asked.stream)
 
 
 class RawAnswer:

@@ -61,6 +61,7 @@ class Text:
         self.view: View | None = None
         self._known_chunks: list[Chunk] = []
         self._all_resident = True
+        self._told_of_memory = False
         self._ahead: Ahead | None = None
         self._pin()
 
@@ -176,13 +177,14 @@ class Text:
                 with self.paging.streamed(step.view, plan.layout, self.pool.stage_mask, start, n) as streamed:
                     engine.step(n, wait, step.codes, streamed)
                 self.streamed_steps += 1
+                self._told_of_memory = False
                 return
             except HostMemoryError as err:
                 if step.codes:
                     raise
-                logger.warning(
-                    "tokens %d to %d are read with what is in the pool in view: %s", start, start + n - 1, err
-                )
+                if not self._told_of_memory:  # once, not at each step
+                    self._told_of_memory = True
+                    logger.warning("from token %d on what is in the pool is in view: %s", start, err)
                 step.view, step.whole = None, False
         self.mask.fill(start, slots)
         engine.step(n, wait, step.codes)
