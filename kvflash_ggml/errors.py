@@ -47,6 +47,10 @@ class CalibrationError(KVFlashError, RuntimeError):
     """The retrieval heads of a model cannot be found here. All heads count then."""
 
 
+class DraftError(KVFlashError, ValueError):
+    """A drafter has proposed what cannot be verified. The text goes on without it."""
+
+
 class ConversionError(KVFlashError, ValueError):
     """A checkpoint or a model's file that cannot be converted or used. where: its name; what: what is wrong in it."""
 

@@ -1,0 +1,55 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..arrays import Floats, Int32s
+from .draft import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a drafter is given of the target's compute for each token, beside the token.
+
+    layers: the inputs of these layers, one after the other. nextn: the state after the last layer, in front of the
+    head, as the target's own heads for further tokens want it.
+    """
+
+    layers: tuple[int, ...] = ()
+    nextn: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.layers) or self.nextn
+
+
+class Drafter(Protocol):
+    """Proposes what may follow a text. It is asked between steps, on the thread that computes.
+
+    name: for people. wants: what `observe` is given beside tokens; known before anything is observed.
+    """
+
+    name: str
+    wants: Features
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """These tokens, from position `start` on, are of the text: each once, in order.
+
+        Positions from `start` on that were known before are void. There may be a gap before `start` where text was
+        put back that nobody has evaluated. rows: what it wants of each, [len(tokens), width]; None if it wants nothing,
+        or they were not computed here.
+        """
+        ...
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """What may follow the text that was observed and then `root`: at most `most` tokens, None for nothing."""
+        ...
+
+    def cut(self, length: int) -> None:
+        """The text ends after `length` tokens. It may forget more."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds. Can be called again."""
+        ...

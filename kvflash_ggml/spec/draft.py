@@ -1,0 +1,102 @@
+"""What a drafter proposes: tokens that may follow the root, the newest token of the text, as a chain or as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from ..errors import DraftError
+
+ROOT = -1
+"""The parent of a token that follows the root itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Tokens that may follow the root.
+
+    tokens: [n]. parent: [n], the node before each, ROOT or smaller than its own number. logp: [n], the drafter's
+    logarithm of the probability of a token given its parent, or None. source: who proposes it.
+    """
+
+    tokens: Int32s
+    parent: Int32s
+    source: str
+    logp: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Does each token follow the one before it?"""
+        return bool(np.array_equal(self.parent, np.arange(ROOT, len(self) - 1)))
+
+    def depths(self) -> Int32s:
+        """How many tokens after the root each node is: 1 for those that follow it; [n]."""
+        depths = np.ones(len(self), np.int32)
+        for node, parent in enumerate(self.parent.tolist()):
+            if parent != ROOT:
+                depths[node] = depths[parent] + 1
+        return depths
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node after `node` (or ROOT) with this token; None if it was not drafted."""
+        found = np.flatnonzero((self.parent == node) & (self.tokens == token))
+        return int(found[0]) if found.size else None
+
+    def first(self, count: int) -> Draft:
+        """The draft without its nodes from `count` on."""
+        logp = None if self.logp is None else self.logp[:count]
+        return Draft(self.tokens[:count], self.parent[:count], self.source, logp)
+
+
+def chain(tokens: Sequence[int] | Int32s, source: str, logp: Floats | None = None) -> Draft:
+    """Tokens that follow each other."""
+    return Draft(np.asarray(tokens, np.int32), np.arange(ROOT, len(tokens) - 1, dtype=np.int32), source, logp)
+
+
+def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()) -> Draft:
+    """A draft that can be verified, of at most `most` tokens, without what would follow an end of generation.
+
+    ends: the tokens that end a text. Log-probabilities that are no numbers are dropped. Raises DraftError for ids out
+    of the vocabulary, arrays that do not fit each other, parents that come later, or siblings that are the same.
+    """
+    tokens, parent = draft.tokens, draft.parent
+    for name, values in (("tokens", tokens), ("parents", parent)):
+        if not isinstance(values, np.ndarray) or values.dtype != np.int32 or values.ndim != 1:
+            raise DraftError(f"{draft.source}: {name} must be a list of 32-bit integers, not {values!r}")
+    if len(tokens) != len(parent):
+        raise DraftError(f"{draft.source}: {len(tokens)} tokens and {len(parent)} parents")
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
+        raise DraftError(f"{draft.source}: a token that is not among the {n_vocab} of the vocabulary")
+    if np.any(parent < ROOT) or np.any(parent >= np.arange(len(parent))):
+        raise DraftError(f"{draft.source}: a token follows one that comes later, or none")
+    if len(set(zip(parent.tolist(), tokens.tolist(), strict=True))) < len(tokens):
+        raise DraftError(f"{draft.source}: the same token follows another twice")
+    logp = draft.logp
+    if logp is not None and (np.shape(logp) != tokens.shape or not np.all(np.isfinite(logp))):
+        logp = None
+    return _before_ends(Draft(tokens, parent, draft.source, logp), ends).first(most)
+
+
+def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:
+    """The draft without what would follow a token that ends the text."""
+    if not ends or not np.isin(draft.tokens, list(ends)).any():
+        return draft
+    number: dict[int, int] = {ROOT: ROOT}  # of the nodes that stay, and go on
+    keep: list[int] = []
+    over: set[int] = set()
+    for node, (token, parent) in enumerate(zip(draft.tokens.tolist(), draft.parent.tolist(), strict=True)):
+        if parent in over or parent not in number:
+            continue
+        number[node] = len(keep)
+        keep.append(node)
+        if token in ends:
+            over.add(node)
+    parents = np.array([number[int(draft.parent[node])] for node in keep], np.int32)
+    logp = None if draft.logp is None else draft.logp[keep]
+    return Draft(draft.tokens[keep], parents, draft.source, logp)
