@@ -1,0 +1,128 @@
+"""Drafts out of the text itself: what followed the last tokens when they were there before.
+
+The index sees the whole text, also what is paged out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Floats, Int32s, Int64s
+from .base import Features
+from .chains import Chains, Hashes, grown, hashes_of
+from .draft import Draft, chain
+
+ORDERS = (3, 6, 12, 24)
+"""Lengths of the runs that are looked up; the longest that has been there before decides."""
+
+CANDIDATES = 8
+"""How many earlier occurrences are compared, the newest first."""
+
+REACH = 64
+"""A match is not followed further back: every draft is as long as it can be by then."""
+
+EAGER = 32
+"""So many tokens at once are indexed when they are observed; fewer wait for the next lookup."""
+
+_BACK = np.arange(REACH)
+
+
+class NGram:
+    """Proposes what followed the longest earlier occurrence of the end of the text; the newest of several.
+
+    The longer the match, the longer the proposal: 4 tokens and two for each that matches. A match that runs into the
+    end of the text is a repetition, and is taken to go on.
+    """
+
+    name = "ngram"
+    wants = Features()
+
+    def __init__(self) -> None:
+        self._forget(0)
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """See `Drafter`. What comes before a gap is forgotten."""
+        if start > self._base + self._length:
+            self._forget(start)
+        self.cut(start)
+        if start < self._base:
+            self._base = start
+        end = self._length + len(tokens)
+        self._text = grown(self._text, end + 1)
+        self._text[self._length : end] = tokens
+        self._length = end
+        if end - self._indexed >= EAGER:
+            self._index()
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """See `Drafter`. The log-probabilities grow with the match, and are no more than a guess."""
+        self._text[self._length] = root
+        found = self._longest(self._index(beyond=1))
+        if found is None or most < 1:
+            return None
+        position, match = found
+        count = min(4 + 2 * match, most)
+        after = self._text[position + 1 : self._length + 1]
+        tokens = np.resize(after[:count], count)  # resize repeats what there is
+        return chain(tokens, self.name, np.full(count, np.log(match / (match + 1)), np.float32))
+
+    def cut(self, length: int) -> None:
+        """See `Drafter`."""
+        left = max(0, length - self._base)
+        if left < self._length:
+            self._length = left
+        if left < self._indexed:
+            self._indexed = left
+            for order, chains in zip(ORDERS, self._chains, strict=True):
+                chains.cut(_windows(left, order))
+
+    def close(self) -> None:
+        """See `Drafter`."""
+        self._forget(0)
+
+    def _forget(self, base: int) -> None:
+        self._base = base  # position of the first token that is known
+        self._length = 0  # tokens that are known
+        self._indexed = 0  # of these, how many can be found
+        self._text: Int32s = np.empty(1, np.int32)
+        self._chains = tuple(Chains() for _ in ORDERS)
+
+    def _index(self, beyond: int = 0) -> list[Hashes]:
+        """Make all tokens known to the chains; the hashes of new runs, and of those that end so many tokens beyond."""
+        first = max(0, self._indexed - ORDERS[-1] + 1)
+        hashes = hashes_of(self._text[first : self._length + beyond], ORDERS)
+        for chains, order, values in zip(self._chains, ORDERS, hashes, strict=True):
+            end = max(0, len(values) - beyond)
+            chains.add(values[end - _windows(self._length, order) + chains.count : end])
+        self._indexed = self._length
+        return hashes
+
+    def _longest(self, last: list[Hashes]) -> tuple[int, int] | None:
+        """Where the text, root included, matches itself best: the position like the root's, and how many tokens.
+
+        last: the hashes of the runs at its end, for each order.
+        """
+        for chains, order, hashes in zip(reversed(self._chains), reversed(ORDERS), reversed(last), strict=True):
+            windows = chains.newest(hashes[-1], CANDIDATES) if hashes.size else None
+            if not windows:
+                continue
+            positions = np.array(windows, np.int64) + order - 1
+            matches = self._matches(positions)
+            best = int(matches.argmax())  # the first of several, which is the newest
+            if matches[best] >= order:
+                return int(positions[best]), int(matches[best])
+        return None
+
+    def _matches(self, positions: Int64s) -> Int64s:
+        """How many tokens up to each position are those at the end of the text, [n]; at most REACH."""
+        reach = min(REACH, self._length)
+        back = _BACK[:reach]
+        # Beginnings of the text that are shorter than the reach wrap around, and are cut off again.
+        differs = self._text[positions[:, None] - back] != self._text[self._length - back]
+        matches = np.where(differs.any(axis=1), differs.argmax(axis=1), reach)
+        return np.minimum(matches, positions + 1)
+
+
+def _windows(length: int, order: int) -> int:
+    """How many runs of `order` tokens there are in a text."""
+    return max(0, length - order + 1)
