@@ -14,6 +14,56 @@ if TYPE_CHECKING:
     from .policy.base import Scorer
 
 
+SPEC_TYPES = ("ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp")
+"""Who can draft, by upstream's names: the text itself, a small model, and kinds that look into the target."""
+
+_ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecConfig:
+    """Speculative decoding: who drafts, and how much of it one step verifies.
+
+    types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. draft: GGUF file of a
+    drafter; None takes one found beside the model, or in its file. width: rows of a step, the newest token's with them,
+    wherever a draft is so long: then no clock decides, and the same call takes the same steps; None to go by what steps
+    cost. max_width: rows at most. window: newest tokens that a drafting model sees. n_gpu_layers: of a drafting model,
+    None for those of the target.
+    """
+
+    types: tuple[str, ...] = ()
+    draft: Path | None = None
+    width: int | None = None
+    max_width: int | None = None
+    window: int = 4096
+    n_gpu_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.types:
+            if name not in SPEC_TYPES:
+                raise ConfigError(f"speculative decoding has no type {name!r}: there are {', '.join(SPEC_TYPES)}")
+        for name, least in (("width", 2), ("max_width", 2), ("window", CHUNK)):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < least):
+                raise ConfigError(
+                    f"{name} of speculative decoding is a whole number of at least {least}, not {value!r}"
+                )
+
+    @classmethod
+    def read(cls, text: str) -> SpecConfig | None:
+        """ "auto", "none", or names separated by commas, with or without "draft-". ConfigError for any other."""
+        if text in ("none", "off"):
+            return None
+        names = [] if text == "auto" else [name.strip() for name in text.split(",")]
+        return cls(types=tuple(_type(name) for name in names))
+
+
+def _type(name: str) -> str:
+    if name in _ALSO_NGRAM:
+        return "ngram"
+    return f"draft-{name}" if f"draft-{name}" in SPEC_TYPES else name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
@@ -40,8 +90,10 @@ class KVFlashConfig:
     reading: what a token of a prompt sees of the text before it: "exact" all of it, copied to the device a layer at a
         time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.
     stage: tokens that can be seen so, None to size it from free memory. Of a longer text the best chunks are seen.
-    answer: what a generated token sees: "pool" what is resident, "exact" all of the text, at the speed of the bus.
+    answer: what a generated token sees: "pool" what is resident, "exact" all of the text, at the speed of the bus;
+        "lossless" all of it too, but what is resident drafts several tokens, and all of the text verifies them at once.
     repair: after so many tokens of an answer these are evaluated again with all of the text in view; None for never.
+    spec: speculative decoding; None for none.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -60,8 +112,9 @@ class KVFlashConfig:
     spill: Path | None = None
     reading: Literal["auto", "exact", "pool"] = "auto"
     stage: int | None = None
-    answer: Literal["pool", "exact"] = "pool"
+    answer: Literal["pool", "exact", "lossless"] = "pool"
     repair: int | None = None
+    spec: SpecConfig | None = None
     checkpoints: int = 8
 
     def __post_init__(self) -> None:
@@ -80,20 +133,22 @@ class KVFlashConfig:
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
         if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):
             raise ConfigError(f"tau must be a whole number of at least 1, or None to adapt, not {self.tau!r}")
-        for name, known in (("reading", ("auto", "exact", "pool")), ("answer", ("pool", "exact"))):
+        for name, known in (("reading", ("auto", "exact", "pool")), ("answer", ("pool", "exact", "lossless"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
         for name in ("stage", "repair"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of tokens of at least 1, or None, not {value!r}")
-        for name, asked in (("answer='exact'", self.answer == "exact"), (f"repair={self.repair}", self.repair)):
+        for name, asked in ((f"answer={self.answer!r}", self.answer != "pool"), (f"repair={self.repair}", self.repair)):
             if asked and self.reading == "pool":
                 raise ConfigError(f"{name} sees the whole text, which reading='pool' does not: leave out one of them")
         for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
             value = getattr(self, name)
             if not _is_int(value) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if self.spec is not None and not isinstance(self.spec, SpecConfig):
+            raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
         for span in self.pins:
             if (
                 not isinstance(span, (tuple, list))

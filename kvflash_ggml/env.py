@@ -29,6 +29,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "kvflash_stage": ("KVFLASH_STAGE", notation.size),
     "kvflash_answer": ("KVFLASH_ANSWER", str),
     "kvflash_repair": ("KVFLASH_REPAIR", int),
+    "kvflash_spec": ("KVFLASH_SPEC", str),
     "kvflash_cache": ("KVFLASH_CACHE", Path),
     "kvflash_cache_size": ("KVFLASH_CACHE_SIZE", notation.size),
 }

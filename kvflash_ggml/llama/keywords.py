@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from llama_cpp.llama_speculative import LlamaDraftModel
     from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 
-    from ..config import KVFlashConfig
+    from ..config import KVFlashConfig, SpecConfig
     from ..policy.base import Scorer
     from ..prefix_cache.cache import PrefixCache
     from ..session.session import Progress
@@ -27,8 +27,9 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_deterministic: bool | None
     kvflash_reading: Literal["auto", "exact", "pool"] | None
     kvflash_stage: int | None
-    kvflash_answer: Literal["pool", "exact"] | None
+    kvflash_answer: Literal["pool", "exact", "lossless"] | None
     kvflash_repair: int | None
+    kvflash_spec: SpecConfig | str | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None
     kvflash_host_limit: int | None
@@ -77,7 +78,7 @@ class UpstreamKeywords(TypedDict, total=False):
     numa: bool | int
     chat_format: str | None
     chat_handler: Any
-    draft_model: LlamaDraftModel | None
+    draft_model: LlamaDraftModel | str | Path | None
     tokenizer: BaseLlamaTokenizer | None
     type_k: int | None
     type_v: int | None

@@ -14,7 +14,7 @@ import llama_cpp
 from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
-from ..config import KVFlashConfig
+from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
@@ -54,6 +54,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         for name, value in given.items()
         if name.startswith(_PREFIX) and value is not None
     }
+    _name_draft_file(fields, upstream)
     kvflash, store, progress = (fields.pop(name, None) for name in (_PREFIX, "cache", "progress"))
     config = merge(kvflash, fields)
     if config is not None:
@@ -88,6 +89,19 @@ def check_names(keywords: dict[str, Any]) -> None:
         _warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
 
 
+def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
+    """`draft_model=` can name a file too."""
+    model = upstream.get("draft_model")
+    if not isinstance(model, (str, Path)):
+        return
+    if "spec" in fields:
+        raise ConfigError(
+            f"draft_model={str(model)!r} and kvflash_spec: name the file in kvflash_spec=SpecConfig(draft=...)"
+        )
+    del upstream["draft_model"]
+    fields["spec"] = SpecConfig(draft=Path(model))
+
+
 def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> KVFlashConfig | None:
     """One configuration from `kvflash=` and the single fields given by keyword; None without a pool."""
     asked = _asked(kvflash)
@@ -104,6 +118,8 @@ def merge(kvflash: KVFlashConfig | int | str | None, fields: dict[str, Any]) -> 
             fields[name] = Path(fields[name])
     if "pins" in fields:
         fields["pins"] = tuple(fields["pins"])
+    if isinstance(fields.get("spec"), str):
+        fields["spec"] = SpecConfig.read(fields["spec"])
     return KVFlashConfig(**asked, **fields)
 
 

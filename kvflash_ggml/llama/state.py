@@ -18,6 +18,7 @@ from ..arrays import common_prefix
 from ..errors import ConfigError, ContextFull, KVFlashError
 from ..prefix_cache.cache import PrefixCache, Prefixes
 from ..session.session import Session
+from ..session.step import Logits
 from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
@@ -36,7 +37,6 @@ class SavingLlama(llama_cpp.Llama):
     _prefixes: Prefixes | None = None
     _logits_all: bool = False
     _requires_eval: bool  # without a pool
-    _accepted: int = 0  # tokens of the text while drafts are verified
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
@@ -49,33 +49,30 @@ class SavingLlama(llama_cpp.Llama):
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
         if not 0 <= self.n_tokens <= self._n_ctx:
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
-        self._accept_drafts()
         session.settle()
         if self.n_tokens < session.length:
             session.rewind(self.n_tokens)
         elif self.n_tokens > session.length:
             session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
 
-    def _accept_drafts(self) -> None:
-        """Of the drafts that are being verified those before `_accepted` are of the text, the others are not."""
-        session = self._session
-        if session is not None and session.ahead:
-            if self.n_tokens == session.length + session.ahead:  # else somebody has cut the text meanwhile
-                self.n_tokens = self._accepted  # first: if the rest fails, what is missing is read again, and no more
-            session.accept(self._accepted - session.length)
-
     @property
     def _logits_at_hand(self) -> bool:
         """Can a token that follows the text be sampled?"""
         if self._session is None:
             return not self._requires_eval
-        return self._session.ahead == 0 and self._session.logits_at == self.n_tokens - 1
+        return self._logits_at(self.n_tokens - 1) is not None
+
+    def _logits_at(self, pos: int) -> int | None:
+        """The row of the newest step that has the logits of a position; None if there is none."""
+        session = self._session
+        if session is None:
+            return pos - self.n_tokens
+        return session.logits.row(pos) if session.length == self.n_tokens else None
 
     def _logits_row(self, pos: int) -> npt.NDArray[np.single]:
         """Logits of the token at `pos`. KVFlashError unless it is among those evaluated last and kept."""
-        session = self._session
-        stale = session is not None and not session.ahead and session.logits_at != self.n_tokens - 1
-        row = None if stale else self._ctx.get_logits_ith(pos - self.n_tokens)
+        at = self._logits_at(pos)
+        row = None if at is None else self._ctx.get_logits_ith(at)
         if not row:
             raise KVFlashError(
                 f"no logits are kept of position {pos} of {self.n_tokens}: it was not evaluated last (by another "
@@ -85,8 +82,12 @@ class SavingLlama(llama_cpp.Llama):
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process."""
-        idx = kwargs.get("idx")
-        self._logits_row(self.n_tokens - 1 if idx is None else idx)
+        idx = kwargs.pop("idx", None)
+        pos = self.n_tokens - 1 if idx is None else idx
+        self._logits_row(pos)
+        row = self._logits_at(pos)
+        assert row is not None
+        kwargs["idx"] = self.n_tokens + row  # it takes n_tokens off again
         return int(super().sample(*args, **kwargs))
 
     def _grow_scores(self, rows: int) -> None:
@@ -187,7 +188,7 @@ class SavingLlama(llama_cpp.Llama):
         """Go on from a saved session, and release it."""
         assert self._session is not None
         try:
-            self._accept_drafts()  # or nobody would know which they are, if the load is refused
+            self._session.settle()  # the text that stays if the load is refused
             self._session.load(saved, self._follow)
         finally:
             saved.release()
@@ -201,7 +202,7 @@ class SavingLlama(llama_cpp.Llama):
         self.n_tokens = saved.length
         if saved.logits is not None:
             self._session.engine.set_logits(saved.logits)
-            self._session.logits_at = self.n_tokens - 1
+            self._session.logits = Logits(self.n_tokens - 1, 1)
         if self._logits_all:
             self._grow_scores(self.n_tokens)
             self.scores[: self.n_tokens] = np.nan

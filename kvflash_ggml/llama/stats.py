@@ -11,6 +11,8 @@ from ..constants import CHUNK
 from ..policy.qk import QKScorer, Reason
 from ..session.reading import Loss
 from ..session.session import Progress, Session
+from ..spec.loop import Speculator
+from ..spec.stats import SpecStats
 from ..trace.events import Observer
 from ..trace.html import Summary
 from ..trace.recorder import Trace
@@ -20,8 +22,17 @@ from .sizing import PoolSize
 class PoolStats:
     """Live, read-only counters of one pool, and the calls that change what it keeps."""
 
-    def __init__(self, session: Session, size: PoolSize, finder: HeadFinder | None, *, swa_full: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        size: PoolSize,
+        finder: HeadFinder | None,
+        speculator: Speculator | None,
+        *,
+        swa_full: bool,
+    ) -> None:
         self._session = session
+        self._speculator = speculator
         self._size = size
         self._finder = finder
         self._swa_full = swa_full
@@ -137,6 +148,11 @@ class PoolStats:
     def last(self) -> Loss:
         """What the newest request has lost against full attention: a copy, as it stands."""
         return replace(self._session.loss)
+
+    @property
+    def spec(self) -> SpecStats | None:
+        """What drafts have won; None without speculative decoding."""
+        return None if self._speculator is None else SpecStats(self._speculator)
 
     @property
     def policy(self) -> str:
@@ -271,7 +287,8 @@ class PoolStats:
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
-            f"{self._reading()}, policy {self.policy}{self._index()}, {info.n_layers} layers pooled{self._windows()}"
+            f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}, "
+            f"{info.n_layers} layers pooled{self._windows()}"
         )
 
     def _reading(self) -> str:
@@ -282,6 +299,9 @@ class PoolStats:
             return f"reading by the pool ({reading.why})"
         size = f"{stage} tokens in view: {reading.why}, {self.stage_bytes / 2**20:.1f} MiB"
         return f"reading {'and answering ' if reading.answers_exactly else ''}exact ({size})"
+
+    def _drafts(self) -> str:
+        return "" if self._speculator is None else f", drafts by {', '.join(self._speculator.types)}"
 
     def _windows(self) -> str:
         window = self._session.engine.info.n_swa

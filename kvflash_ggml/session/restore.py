@@ -41,7 +41,7 @@ def state(text: Text, length: int | None = None) -> SessionState:
         pages=text.paging.retain(length),
         state=unpooled,
         checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
-        queries=text.queries.read(),
+        queries=text.queries.read(length),
         queries_from=text.queries.valid_after(length, text.length),
         policy=None,
     )

@@ -236,7 +236,7 @@ class Scoring:
 
     def _buffer(self) -> Floats:
         """Page-locked room for the queries of all layers, so that reading them holds nobody up."""
-        size = self._ring.size * 4
+        size = self._ring.ring_size * 4
         if size == 0:
             return np.empty(0, np.float32)
         address = self._engine.alloc(size)

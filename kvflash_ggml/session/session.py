@@ -46,7 +46,8 @@ class Session(Text):
         scorer: Scorer | None = None,
         reading: Reading = POOL,
     ) -> None:
-        super().__init__(pool, config, n_ctx=n_ctx, events=Events(scorer))
+        query_rows = None if scorer is None else scorer.query_rows
+        super().__init__(pool, config, n_ctx=n_ctx, events=Events(scorer), query_rows=query_rows)
         self.n_batch = n_batch
         self.n_ubatch = pool.n_ubatch
         self.reading = reading
@@ -101,7 +102,7 @@ class Session(Text):
         """
         self._begin(len(tokens))
         if len(tokens) == 1 and not (prompt and self.reading.exact):
-            self._generate_step(tokens, EVERY if output_all else LAST, after, ahead=False)
+            self._generate_step(tokens, EVERY if output_all else LAST, after)
             self._repair(after)
             return
         self._forget_scores()
@@ -140,26 +141,33 @@ class Session(Text):
     @property
     def room_ahead(self) -> int:
         """How many tokens can be verified at once: they leave a query of the text to score by, if but one is of it."""
-        room = self.table.room(self.length)
-        return min(room, self.queries.rows) if self.scoring is not None and self.queries.rows else room
+        room = min(self.table.room(self.length), self.n_ctx - self.length)
+        return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
 
     def verify(self, tokens: Int32s, *, after: AfterStep | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
 
-        They fit the step and `room_ahead`. `accept` takes over the first of them; until then, and for those
-        that are not taken over, nothing is kept, saved or scored, and the text is what it was.
+        They fit the step and `room_ahead`. `keep` says how many of them are of the text, from then on in `length`, and
+        whatever changes the text next settles them: until then nothing of them is saved or scored, and the others
+        have never been.
         """
         self._begin(len(tokens))
-        self._generate_step(tokens, EVERY, after, ahead=True)
-
-    def accept(self, count: int) -> None:
-        """The first `count` of the tokens that were verified are of the text, the others are not."""
-        self.unfinished.settle()
-        if self.ahead == 0 and count == 0:
-            return
-        self.accept_rows(count)
-        self._generated(count)
         self._repair(None)
+        self._generate_step(tokens, EVERY, after, ahead=len(tokens))
+
+    def accept(self, count: int | None = None) -> None:
+        """The first `count` of the tokens that were verified are of the text, or those that were kept."""
+        self.unfinished.settle()
+        if self.ahead:
+            if count is not None:
+                self.keep(count)
+            self.settle()
+            self._repair(None)
+
+    def settle(self) -> None:
+        kept = 0 if self._ahead is None else self._ahead.kept
+        super().settle()
+        self._generated(kept)
 
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
@@ -222,8 +230,8 @@ class Session(Text):
 
     # --- relevance
 
-    def _generate_step(self, tokens: Int32s, output: Output, after: AfterStep | None, *, ahead: bool) -> None:
-        """One step of generation: the fast path."""
+    def _generate_step(self, tokens: Int32s, output: Output, after: AfterStep | None, *, ahead: int = 0) -> None:
+        """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
         start, scoring, repair = self.length, self.scoring, self.repair
         if repair is not None and start == repair.start:
             self.checkpoints.before_step(start, wanted=True)
@@ -234,7 +242,8 @@ class Session(Text):
             if repair is not None:
                 repair.generated(start, len(tokens))
         finally:
-            self._generated(self.length - start)
+            if not ahead:
+                self._generated(self.length - start)
 
     def _generated(self, count: int) -> None:
         """So many tokens are of the text now; fewer than none after a step that failed and took some along."""

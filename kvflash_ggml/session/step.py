@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ..arrays import Int32s
 from ..pool.plan import Plan
@@ -25,10 +26,34 @@ EVERY = Output(every=True, last=True)
 LAST = Output(every=False, last=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Of which positions logits are at hand: of `count` from `start` on, in rows of the newest step.
+
+    first: the row of the first of them; from the end, if it is negative.
+    """
+
+    start: int = 0
+    count: int = 0
+    first: int = -1
+
+    def row(self, pos: int) -> int | None:
+        """The row of a position, None if its logits are not at hand."""
+        at = pos - self.start
+        return self.first + at if 0 <= at < self.count else None
+
+    def before(self, length: int) -> Logits:
+        """Without those of positions from `length` on."""
+        return replace(self, count=max(0, min(self.count, length - self.start)))
+
+
+NO_LOGITS = Logits()
+
+
 @dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Step:
-    """start: position of the first token. ahead: its rows are not of the text before they are accepted. view: what it
-    sees in place of the pool. whole: it sees the whole text before it.
+    """start: position of the first token. ahead: its rows are not of the text yet, and room is made for so many, 0 if
+    they are. view: what it sees in place of the pool. whole: it sees the whole text before it.
 
     codes: what llama_decode has answered; empty until it has run.
     """
@@ -37,7 +62,7 @@ class Step:
     tokens: Int32s
     output: Output
     plan: Plan
-    ahead: bool = False
+    ahead: int = 0
     view: View | None = None
     whole: bool = True
     codes: list[int] = field(default_factory=list)
@@ -47,16 +72,42 @@ class Step:
         """Does the device hold its tokens?"""
         return self.codes == [0]
 
+    @property
+    def logits(self) -> Logits:
+        """What is at hand once it is computed."""
+        count = len(self.tokens)
+        if self.output.every:
+            return Logits(self.start, count, 0)
+        return Logits(self.start + count - 1, 1, -1) if self.output.last else NO_LOGITS
+
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Rows that were written ahead of the text, from position `start` on.
+    """Rows that were written ahead of the text, from position `start` on, where there is `room` for so many.
 
-    state: what is not pooled, as it was before them; None if it can go back by itself. streamed: did they see more than
-    the pool?
+    kept: so many of the first count once the rows are settled. state: what is not pooled, as it was before them; None
+    if it can go back by itself. streamed: did they see more than the pool?
     """
 
     start: int
     tokens: Int32s
+    room: int
+    kept: int
     state: bytes | bytearray | None
     streamed: bool
+
+
+class Follower(Protocol):
+    """Is told what becomes of a text. Each can be told again if it was interrupted."""
+
+    def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
+        """A step has computed these tokens; ahead: they are not of the text yet."""
+        ...
+
+    def settled(self, length: int) -> None:
+        """Of the rows ahead those before position `length` are of the text, the others have never been."""
+        ...
+
+    def truncated(self, length: int) -> None:
+        """The text has `length` tokens left."""
+        ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ConfigError, HostMemoryError, SnapshotError
 from ..pool.page_table import PageTable
-from ..pool.plan import Chunk, Moves, Plan
+from ..pool.plan import NO_MOVES, Chunk, Moves, Plan
 from ..pool.residency import Ranking
 from ..pool.view import View, choose, everything_is_resident
 from ..state.session import PolicyState
@@ -22,7 +23,7 @@ from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .step import EVERY, AfterStep, Ahead, Output, Step
+from .step import EVERY, NO_LOGITS, AfterStep, Ahead, Follower, Output, Step
 from .unfinished import Unfinished
 
 logger = logging.getLogger("kvflash_ggml")
@@ -31,12 +32,17 @@ logger = logging.getLogger("kvflash_ggml")
 class Text:
     """Between tokens and the engine: each step is computed and counts, or it has never been.
 
-    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits_at: the position
-    whose logits are at hand, None if they are not. ranking: who leaves first, of the running request. rebuild: the next
-    step brings the resident set to it. streamed_steps: those that saw more than the pool. view: of the newest step.
+    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits: of which positions
+    they are at hand. ranking: who leaves first, of the running request. rebuild: the next step brings the resident set
+    to it. streamed_steps: those that saw more than the pool. view: of the newest step. follower: who is told of what
+    becomes of the text. query_rows: newest queries that are looked at, None for all that are kept.
     """
 
-    def __init__(self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events) -> None:
+    follower: Follower | None = None
+
+    def __init__(
+        self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events, query_rows: int | None = None
+    ) -> None:
         self.pool = pool
         self.engine = engine = pool.engine
         self.config = config
@@ -46,14 +52,14 @@ class Text:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
         self.ids = np.zeros(n_ctx, np.int32)
         self.whole = np.zeros(n_ctx, np.bool_)
-        self.logits_at: int | None = None
+        self.logits = NO_LOGITS
         self.ranking: Ranking | None = None
         self.rebuild = False
         self.table = PageTable(pool.blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.mask = pool.make_mask()
         self.paging = Paging(engine, self.table, self.mask, pool.heap, self.ids, self._sealed)
         self.store = self.paging.store
-        self.queries = QueryRing(engine)
+        self.queries = QueryRing(engine, query_rows)
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.events = events
@@ -67,8 +73,8 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Tokens read so far."""
-        return self.table.length
+        """Tokens read so far, with those of the rows ahead that count."""
+        return self.table.length if self._ahead is None else self._ahead.start + self._ahead.kept
 
     @property
     def tokens(self) -> Int32s:
@@ -88,7 +94,7 @@ class Text:
 
     @property
     def ahead(self) -> int:
-        """Rows that were written ahead of the text, and wait for `accept_rows`."""
+        """Rows that were written ahead of the text, and wait to be settled."""
         return 0 if self._ahead is None else len(self._ahead.tokens)
 
     @property
@@ -102,11 +108,36 @@ class Text:
     def settle(self) -> None:
         """Complete or take back what an interrupt has left half done: so begins everything that changes the text.
 
-        Rows ahead of the text that nobody has accepted are dropped.
+        Of the rows ahead of the text those that were kept are of it then; the others have never been. Where recurrent
+        state cannot go back to them, those that were kept are read once more.
         """
         self.unfinished.settle()
-        if self._ahead is not None:
-            self.accept_rows(0)
+        ahead = self._ahead
+        if ahead is None:
+            return
+        again = 0 < ahead.kept < len(ahead.tokens) and ahead.state is not None
+        self.unfinished.begin(partial(self._accept, 0 if again else ahead.kept, ahead))
+        self.unfinished.settle()
+        if again:
+            self.evaluate(ahead.tokens[: ahead.kept], EVERY, stream=ahead.streamed)
+        elif self.bounded:
+            self.paging.save()
+
+    @property
+    def row_ahead(self) -> int:
+        """The first row ahead that was not kept."""
+        assert self._ahead is not None
+        return self._ahead.kept
+
+    def keep_one(self) -> None:
+        """One row more. See `keep`."""
+        self.keep(self.row_ahead + 1)
+
+    def keep(self, count: int) -> None:
+        """The first `count` of the rows ahead are of the text: `length` counts them, and what settles it keeps them."""
+        assert self._ahead is not None
+        assert self._ahead.kept <= count <= len(self._ahead.tokens)
+        self._ahead = replace(self._ahead, kept=count)
 
     # --- steps
 
@@ -117,21 +148,29 @@ class Text:
         after: AfterStep | None = None,
         *,
         generated: bool = False,
-        ahead: bool = False,
+        ahead: int = 0,
         stream: bool = False,
     ) -> None:
         """Read tokens that fit one step. Whatever goes wrong, the text has all of them then, or none.
 
         after is called once the text has them, and again if that was interrupted. ahead: they are not of the text
-        before `accept_rows` says which of them are. stream: they see all of the text that the stages can hold, not only
-        what is in the pool; there must be stages.
+        before `keep` says which of them are; there is room for so many rows then, and others can follow before the
+        text is settled. stream: they see all of the text that the stages can hold, not only what is in the pool; there
+        must be stages.
         """
         if self.bounded:
             self.paging.save()
-        plan = self.table.reserve(self.length, len(tokens), self.ranking, rebuild=self.rebuild)
-        step = Step(self.length, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
-        state = self.engine.get_state() if ahead and self.engine.info.recurrent else None
-        self.unfinished.begin(partial(self._end, step, state))
+        before = self._ahead
+        if before is None:
+            plan = self.table.reserve(self.length, max(ahead, len(tokens)), self.ranking, rebuild=self.rebuild)
+            start = self.length
+        else:
+            plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
+            assert start + len(tokens) <= before.start + before.room
+            assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
+        step = Step(start, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
+        state = self.engine.get_state() if ahead and before is None and self._needs_state(ahead) else None
+        self.unfinished.begin(partial(self._end, step, before, state))
         try:
             self._run(step, generated=generated)
             self._follow(step, after)
@@ -141,22 +180,27 @@ class Text:
             self._follow(step, after)
             raise
 
-    def accept_rows(self, count: int) -> None:
-        """The first `count` of the rows ahead are of the text; the others have never been.
-
-        Where recurrent state cannot go back to them, those that are accepted are read once more.
-        """
+    def drop_ahead(self) -> None:
+        """Forget the rows ahead of the text, but keep their room: others are written there. None of them was kept."""
         ahead = self._ahead
         assert ahead is not None
-        assert 0 <= count <= len(ahead.tokens)
-        whole = count == len(ahead.tokens)
-        again = count > 0 and not whole and ahead.state is not None
-        self.unfinished.begin(partial(self._accept, 0 if again else count, ahead))
+        assert ahead.kept == 0
+        self.unfinished.begin(partial(self._drop_ahead, ahead))
         self.unfinished.settle()
-        if again:
-            self.evaluate(ahead.tokens[:count], EVERY, stream=ahead.streamed)
-        elif self.bounded:
-            self.paging.save()
+
+    def _drop_ahead(self, ahead: Ahead) -> None:
+        """Can be done again wherever it was interrupted."""
+        self.mask.rewind()
+        self.logits = NO_LOGITS
+        if self._goes_back(ahead, ahead.start):
+            self._ahead = replace(ahead, tokens=ahead.tokens[:0])
+        else:
+            self._cut(ahead.start, direct=False)
+            self._ahead = None
+
+    def _needs_state(self, count: int) -> bool:
+        """Is a copy of the recurrent state needed to forget some of `count` rows ahead?"""
+        return self.engine.info.recurrent
 
     def _run(self, step: Step, *, generated: bool) -> None:
         engine, events, plan = self.engine, self.events, step.plan
@@ -215,20 +259,31 @@ class Text:
         if step.computed and self.bounded and not step.ahead:
             self.paging.save()
 
-    def _end(self, step: Step, state: bytes | bytearray | None) -> None:
-        """A step that was computed counts, also if it was interrupted then; of another one nothing stays."""
+    def _end(self, step: Step, before: Ahead | None, state: bytes | bytearray | None) -> None:
+        """A step that was computed counts, also if it was interrupted then; of another one nothing stays.
+
+        before: rows ahead of the text that it follows.
+        """
         if step.computed:
-            self.ids[step.start : step.start + len(step.tokens)] = step.tokens
-            self.whole[step.start : step.start + len(step.tokens)] = step.whole
+            n = len(step.tokens)
+            self.ids[step.start : step.start + n] = step.tokens
+            self.whole[step.start : step.start + n] = step.whole
             self.view = step.view
             self.rebuild = False
-            if step.ahead:
-                self._ahead = Ahead(step.start, step.tokens, state, step.view is not None)
+            self.logits = step.logits
+            if not step.ahead:
+                self.table.commit(step.plan)
+            elif before is None:
+                self._ahead = Ahead(step.start, step.tokens, max(step.ahead, n), 0, state, step.view is not None)
                 self.table.commit_ahead(step.plan)
             else:
-                last = step.start + len(step.tokens) - 1
-                self.logits_at = last if step.output.every or step.output.last else None
-                self.table.commit(step.plan)
+                tokens = np.concatenate([before.tokens, step.tokens])
+                self._ahead = replace(before, tokens=tokens, streamed=step.view is not None)
+            if self.follower is not None:
+                self.follower.evaluated(step.start, step.tokens, ahead=bool(step.ahead))
+            return
+        if before is not None:
+            self._accept(0, before)
             return
         self.paging.undo(step.plan.moves)
         self.mask.rewind()
@@ -245,16 +300,18 @@ class Text:
         length, written = ahead.start + count, ahead.start + len(ahead.tokens)
         if length < written:
             if not self._goes_back(ahead, length):
-                self._cut(length, direct=False)
                 self._ahead = None
+                self._cut(length, direct=False)
                 return
             self.mask.rewind()
         plan = self.table.accept(length)
         self._apply(plan.moves, length)
         self.queries.valid_from = self.queries.valid_after(length, written)
-        self.logits_at = length - 1 if length == written else None  # those kept last are of the last row
+        self.logits = self.logits.before(length)
         self.table.commit(plan)
         self._ahead = None
+        if self.follower is not None:
+            self.follower.settled(length)
 
     def _goes_back(self, ahead: Ahead, length: int) -> bool:
         """Can the memory forget the rows from `length` on? Not where a window does not reach back so far."""
@@ -291,7 +348,7 @@ class Text:
         """direct: nothing has to be restored for it. Can be done again wherever it was interrupted."""
         if not (direct and self.engine.truncate(length)):
             length = self.checkpoints.rewind_to(length)
-        self.logits_at = None
+        self.logits = NO_LOGITS
         self.queries.valid_from = self.queries.valid_after(length, self.length)
         plan = self.table.truncate(length)
         self._apply(plan.moves, length)
@@ -318,7 +375,7 @@ class Text:
 
     def clear(self) -> None:
         """What `reset` does. Can be done again wherever it was interrupted."""
-        self.logits_at = None
+        self.logits = NO_LOGITS
         self._ahead = None
         self.engine.clear()
         self.paging.clear()
@@ -349,6 +406,8 @@ class Text:
     def _truncated(self, length: int) -> None:
         """The text has been cut to `length` tokens. Can be called again."""
         self.ranking, self.rebuild = None, False
+        if self.follower is not None:
+            self.follower.truncated(length)
 
     def policy_state(self) -> PolicyState | None:
         """What a policy knows and plans, to be loaded later; None without one."""

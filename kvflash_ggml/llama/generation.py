@@ -1,0 +1,301 @@
+"""How a `Llama` reads and writes: steps of the session, prefix reuse, and the loop that yields tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from functools import partial
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_grammar import LlamaGrammar
+
+from ..arrays import common_prefix
+from ..calibration.finder import HeadFinder
+from ..config import KVFlashConfig
+from ..errors import ContextFull, SnapshotError
+from ..session.session import Progress
+from ..spec.draft import ROOT, Draft
+from ..spec.loop import Speculator
+from .state import SavingLlama
+from .turns import changing, in_turn, writing
+
+logger = logging.getLogger("kvflash_ggml")
+
+Stopping = llama_cpp.StoppingCriteriaList | None
+Tokens = Generator[int, Sequence[int] | None, list[int] | None]
+"""Yields tokens, can be sent some that follow; returns what is to be evaluated next, None where the text ends."""
+
+
+class GeneratingLlama(SavingLlama):
+    """The part of `Llama` that evaluates and generates."""
+
+    _config: KVFlashConfig | None
+    _finder: HeadFinder | None = None
+    _speculator: Speculator | None = None
+    kvflash_progress: Progress | None = None
+
+    # --- evaluation
+
+    @changing
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
+        self._evaluate(tokens)
+
+    def _evaluate(self, tokens: Sequence[int], *, checkpoint: int | None = None, prompt: bool = False) -> None:
+        if self.n_tokens + len(tokens) > self._n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
+            )
+        if self._logits_all:
+            self._grow_scores(self.n_tokens + len(tokens))
+        if self._session is None:
+            super().eval(tokens)
+            return
+        data = np.asarray(tokens, np.int32)
+        progress = self.kvflash_progress if len(data) > 1 else None
+        extend = partial(self._session.extend, output_all=self._logits_all, after=self._after_step, progress=progress)
+        known: int | None = None
+        try:
+            try:
+                self._catch_up(self._session)
+                known = self._session.length
+                extend(data, checkpoint=checkpoint, prompt=prompt)
+            except SnapshotError as err:
+                # a chunk that was restored lazily is lost, so what was read with it cannot go on
+                logger.warning("%s: the whole text is read again", err)
+                self._discard_lost()
+                text = np.concatenate([self.input_ids[: self.n_tokens if known is None else known], data])
+                self._session.reset()
+                extend(text)
+        except BaseException:
+            self._requires_eval = True  # the last step that was done may have kept no logits
+            raise
+
+    def _verify(self, tokens: Sequence[int]) -> bool:
+        """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
+        session = self._session
+        assert session is not None
+        try:
+            self._catch_up(session)
+            session.verify(np.asarray(tokens, np.int32))
+        except SnapshotError:
+            self._evaluate(tokens[:1])  # which reads again what is lost
+            return False
+        return True
+
+    def _keep(self) -> None:
+        """One more of the rows that are verified is of the text."""
+        session, pos = self._session, self.n_tokens
+        assert session is not None
+        if self._logits_all:
+            self._grow_scores(pos + 1)
+            row = self._ctx.get_logits_ith(session.row_ahead)
+            self.scores[pos] = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+        self.input_ids[pos] = session.ids[pos]
+        session.keep_one()
+        self.n_tokens = pos + 1
+        self._requires_eval = False
+
+    def _after_step(self, start: int, count: int) -> None:
+        assert self._session is not None
+        self.input_ids[start : start + count] = self._session.ids[start : start + count]
+        if self._logits_all:
+            logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=(count, self._n_vocab))
+            self.scores[start : start + count] = logits
+        self.n_tokens = start + count
+        self._requires_eval = False
+
+    @changing
+    def reset(self) -> None:
+        """Forget the text. Settings and pins stay."""
+        if self._session is None:
+            super().reset()  # type: ignore[no-untyped-call]
+            return
+        self.n_tokens = 0
+        self._requires_eval = True
+        self._session.reset()
+
+    # --- generation
+
+    sample = in_turn(SavingLlama.sample)
+    embed = changing(llama_cpp.Llama.embed)
+
+    @writing
+    def generate(
+        self,
+        tokens: Sequence[int],
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.80,
+        repeat_penalty: float = 1.0,
+        reset: bool = True,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        tfs_z: float = 1.0,
+        mirostat_mode: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        penalize_nl: bool = True,
+        logits_processor: llama_cpp.LogitsProcessorList | None = None,
+        stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
+        grammar: LlamaGrammar | None = None,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
+        self._sampler = self._init_sampler(
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            temp=temp,
+            repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            tfs_z=tfs_z,
+            mirostat_mode=mirostat_mode,
+            mirostat_eta=mirostat_eta,
+            mirostat_tau=mirostat_tau,
+            penalize_nl=penalize_nl,
+            logits_processor=logits_processor,
+            grammar=grammar,
+        )
+        if self._finder is not None and not self._deterministic:
+            self._finder.settle()
+        if self._session is not None:
+            self._session.settle()
+        if self._speculator is not None:
+            self._speculator.begin()
+        prompt = list(tokens)
+        if reset:
+            prompt = prompt[self._reuse_prefix(prompt) :]
+        newest = self.n_tokens + len(prompt) - 1
+        self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=True)
+        try:
+            self._keep_prefix()
+            pending = yield from self._sampled(newest, stopping_criteria)
+            while pending is not None:
+                pending = yield from self._step(pending, stopping_criteria)
+        finally:
+            self._keep_prefix()
+            if self._session is not None and not self._session.engine.closed:
+                self._session.settle()
+                if self._finder is not None and self._session.outgrown:
+                    self._finder.start()
+
+    def _step(self, pending: list[int], stopping: Stopping) -> Tokens:
+        """Evaluate tokens, perhaps with drafts, and go on from them."""
+        draft = self._propose(pending) if len(pending) == 1 else None
+        if draft is not None:
+            return (yield from self._verified(pending[0], draft, stopping))
+        start = self.n_tokens
+        # where logits are kept of all of them, what follows each is sampled, as upstream does
+        first = start if len(pending) == 1 or self._logits_all else start + len(pending) - 1
+        self._evaluate([*pending, *self._stock_drafts(pending)])
+        return (yield from self._sampled(first, stopping))
+
+    def _sampled(self, pos: int, stopping: Stopping) -> Tokens:
+        """What follows the token at `pos`, and those after it as long as they are in the memory already."""
+        while True:
+            token = self.sample(idx=pos)
+            pos += 1
+            if self._speculator is not None:
+                self._speculator.plain()
+            if stopping is not None and stopping(self._input_ids[:pos], self._logits_row(pos - 1)):
+                return None
+            sent = yield token
+            if pos >= self.n_tokens or sent:
+                return [token, *(sent or ())]
+            if token != self._input_ids[pos]:
+                self._forget(pos)
+                return [token]
+
+    def _verified(self, root: int, draft: Draft, stopping: Stopping) -> Tokens:
+        """The text goes on with `root`, and with what is drafted as far as that is what is sampled.
+
+        At each yield the text is what it would be without drafts: it ends before the token that is yielded.
+        """
+        session, speculator, node, accepted = self._session, self._speculator, ROOT, 0
+        assert session is not None
+        assert speculator is not None
+        ahead = self._verify([root, *draft.tokens.tolist()])
+        while True:
+            if ahead:
+                self._keep()
+            token = self.sample(idx=self.n_tokens - 1)
+            if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
+                return None
+            speculator.pause()
+            sent = yield token
+            speculator.resume()
+            child = draft.child(node, token) if session.ahead else None  # somebody may have settled them
+            if sent or child is None:
+                session.accept()
+                speculator.verified(draft, accepted)
+                return [token, *(sent or ())]
+            node, accepted = child, accepted + 1
+
+    @property
+    def _deterministic(self) -> bool:
+        return self._config is not None and self._config.deterministic
+
+    def _reuse_prefix(self, tokens: Sequence[int]) -> int:
+        """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        if self._deterministic:
+            self.reset()
+        if self._prefixes is not None:
+            self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
+        shared = common_prefix(self._input_ids, np.asarray(tokens, np.intc))
+        if shared == len(tokens) == self.n_tokens and self._logits_at_hand:
+            return shared  # the logits of the last token are at hand
+        if shared == len(tokens):
+            shared -= 1  # one token has to be evaluated for its logits
+        if self._session is not None:
+            shared = self._session.prefix_to_keep(shared, len(tokens))
+        left = self._cut(shared) if shared > 0 else 0
+        if left == 0:
+            self.reset()
+        elif self.verbose:
+            logger.info("%d tokens of the prompt are known, %d to evaluate", left, len(tokens) - left)
+        self.n_tokens = left
+        self._requires_eval = True
+        return left
+
+    def _cut(self, length: int) -> int:
+        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
+        if self._session is not None:
+            return self._session.truncate(min(length, self._session.length))
+        return length if self._ctx.kv_cache_seq_rm(-1, length, -1) else 0
+
+    def _forget(self, length: int) -> None:
+        left = self._cut(length)
+        self.n_tokens = length
+        self._requires_eval = True
+        if left < length and self._session is None:
+            again = self.input_ids[:length].tolist()
+            self.reset()
+            self.eval(again)
+
+    def _stock_drafts(self, pending: Sequence[int]) -> list[int]:
+        """Without a pool drafts are in the memory at once, and cut off again, as upstream does it."""
+        if self._session is not None or self.draft_model is None or len(pending) != 1:
+            return []
+        room = self._draft_room
+        if room <= 0:
+            return []
+        self.input_ids[self.n_tokens] = pending[0]
+        return [int(token) for token in self.draft_model(self.input_ids[: self.n_tokens + 1])[:room]]
+
+    def _propose(self, pending: Sequence[int]) -> Draft | None:
+        """What may follow the newest token, no more than one step can verify."""
+        session, speculator = self._session, self._speculator
+        if session is None or speculator is None:
+            return None
+        return speculator.propose(session.tokens, pending[0], min(self._draft_room, session.room_ahead - 1))
+
+    @property
+    def _draft_room(self) -> int:
+        """Tokens that can follow the newest one in its step."""
+        step = self.context_params.n_ubatch or self.n_batch
+        return min(self._n_ctx - self.n_tokens, step) - 1

@@ -1,0 +1,233 @@
+"""Between a text and its drafters: who is asked, how much of it is verified, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol
+
+from ..arrays import Floats, Int32s
+from ..errors import DraftError
+from .base import Drafter
+from .draft import Draft, checked
+from .tally import Tally
+
+logger = logging.getLogger("kvflash_ggml")
+
+MOST_BAD = 3
+"""Drafts in a row that cannot be verified, after which a drafter is not asked any more."""
+
+
+class Judge(Protocol):
+    """Decides what is worth its time."""
+
+    def begin(self) -> None:
+        """A request begins."""
+        ...
+
+    def asks(self, source: str) -> bool:
+        """Is a drafter worth asking now?"""
+        ...
+
+    def rows(self, draft: Draft, most: int) -> int:
+        """How many rows to verify, the newest token's among them: 1 to go on without the draft."""
+        ...
+
+    def nothing(self, source: str, seconds: float) -> None:
+        """A drafter has had nothing to propose, which took it so long."""
+        ...
+
+    def plain(self, seconds: float) -> None:
+        """A step without a draft has taken so long."""
+        ...
+
+    def verified(self, draft: Draft, accepted: int, seconds: float, draft_seconds: float) -> None:
+        """A step has verified a draft, of which the first `accepted` tokens were right."""
+        ...
+
+
+class Speculator:
+    """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
+
+    judge: what is worth it. n_vocab: of the target. ends: tokens that end a text. rows: reads what drafters want of the
+    tokens of the newest step, (first, count) -> [count, width]; None if they want nothing. total, last: what came of
+    it, in all and since `begin`. off: why nothing is drafted any more, None while something may be.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        judge: Judge,
+        *,
+        n_vocab: int,
+        ends: Collection[int],
+        rows: Callable[[int, int], Floats] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.drafters = list(drafters)
+        self.total, self.last = Tally(), Tally()
+        self.off: str | None = None
+        self._judge = judge
+        self._n_vocab = n_vocab
+        self._ends = frozenset(ends)
+        self._rows = rows
+        self._clock = clock
+        self._known = [0] * len(self.drafters)
+        self._bad = [0] * len(self.drafters)
+        self._ahead: tuple[int, Int32s, Floats] | None = None
+        self._running: float | None = None  # when the step that is timed began, or went on
+        self._spent = 0.0
+        self._draft_seconds = 0.0
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The names of those that are asked."""
+        return tuple(drafter.name for drafter in self.drafters)
+
+    def begin(self) -> None:
+        """A request begins."""
+        self.last = Tally()
+        self._running = None
+        self._judge.begin()
+
+    # --- one step
+
+    def propose(self, text: Int32s, root: int, most: int) -> Draft | None:
+        """What may follow a text and then `root`, at most `most` tokens of it; None to go on without.
+
+        From here on the step is timed, until `plain` or `verified`.
+        """
+        self._remove_failed()
+        self._spent = self._draft_seconds = 0.0
+        self._running = self._clock()
+        for at, drafter in enumerate(self.drafters):
+            if most < 1 or not self._judge.asks(drafter.name):
+                continue
+            began = self._clock()
+            draft = self._ask(at, drafter, text, root, most)
+            taken = self._clock() - began
+            self._draft_seconds += taken
+            if draft is None or len(draft) == 0:
+                self._judge.nothing(drafter.name, taken)
+                continue
+            rows = self._judge.rows(draft, most + 1)
+            if rows > 1:
+                return draft.first(rows - 1)
+        return None
+
+    def pause(self) -> None:
+        """What follows is not of the step: somebody else has the word."""
+        if self._running is not None:
+            self._spent += self._clock() - self._running
+            self._running = None
+
+    def resume(self) -> None:
+        """The step goes on."""
+        self._running = self._clock()
+
+    def plain(self) -> None:
+        """The step that `propose` has begun was done without a draft."""
+        if self._running is None:
+            return  # the first token of a request is its prompt's
+        self.pause()
+        for tally in (self.total, self.last):
+            tally.plain(self._spent - self._draft_seconds)
+            tally.seconds_draft += self._draft_seconds
+        self._judge.plain(self._spent - self._draft_seconds)
+
+    def verified(self, draft: Draft, accepted: int) -> None:
+        """The step that `propose` has begun has verified its draft: `accepted` tokens of it were right."""
+        self.pause()
+        seconds = self._spent - self._draft_seconds
+        for tally in (self.total, self.last):
+            tally.verified(draft.source, len(draft), accepted, seconds)
+            tally.seconds_draft += self._draft_seconds
+        self._judge.verified(draft, accepted, seconds, self._draft_seconds)
+
+    def _ask(self, at: int, drafter: Drafter, text: Int32s, root: int, most: int) -> Draft | None:
+        """A draft that can be verified; None if there is none, whatever the drafter does."""
+        try:
+            if not drafter.wants and self._known[at] < len(text):
+                drafter.observe(self._known[at], text[self._known[at] :], None)
+                self._known[at] = len(text)
+            proposed = drafter.propose(root, most)
+            if proposed is None:
+                return None
+            draft = checked(proposed, n_vocab=self._n_vocab, most=most, ends=self._ends)
+        except DraftError as err:
+            self._count_bad(at)
+            if self._bad[at] >= MOST_BAD:
+                self._disable(at, str(err))
+            return None
+        except Exception as err:  # it is anybody's code, and nothing depends on it
+            self._count_bad(at)
+            self._disable(at, f"{type(err).__name__}: {err}")
+            return None
+        self._bad[at] = 0
+        return draft
+
+    def _count_bad(self, at: int) -> None:
+        self._bad[at] += 1
+        self.total.bad_drafts += 1
+        self.last.bad_drafts += 1
+
+    def _disable(self, at: int, why: str) -> None:
+        self._bad[at] = MOST_BAD
+        logger.warning("nothing is drafted by %s any more: %s", self.drafters[at].name, why)
+        self.off = why
+
+    def _remove_failed(self) -> None:
+        failed = [at for at, bad in enumerate(self._bad) if bad >= MOST_BAD]
+        for at in reversed(failed):
+            self.drafters.pop(at).close()
+            del self._known[at], self._bad[at]
+        if self.drafters and failed:
+            self.off = None
+
+    # --- what becomes of the text
+
+    def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
+        """See `session.step.Follower`."""
+        if self._rows is None:
+            return
+        rows = self._rows(0, len(tokens))  # which waits for the compute
+        if ahead:
+            self._ahead = (start, tokens, rows)
+        else:
+            self._observe(start, tokens, rows)
+
+    def settled(self, length: int) -> None:
+        """See `session.step.Follower`."""
+        if self._ahead is not None:
+            start, tokens, rows = self._ahead
+            self._ahead = None
+            self._observe(start, tokens[: length - start], rows[: length - start])
+
+    def truncated(self, length: int) -> None:
+        """See `session.step.Follower`."""
+        self._ahead = None
+        for at, drafter in enumerate(self.drafters):
+            if self._known[at] > length:
+                self._known[at] = length
+                self._tell(at, partial(drafter.cut, length))
+
+    def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
+        for at, drafter in enumerate(self.drafters):
+            if drafter.wants and len(tokens):
+                self._known[at] = start + len(tokens)
+                self._tell(at, partial(drafter.observe, start, tokens, rows))
+
+    def _tell(self, at: int, what: Callable[[], None]) -> None:
+        """The text goes on, whatever a drafter makes of it."""
+        try:
+            what()
+        except Exception as err:
+            self._disable(at, f"{type(err).__name__}: {err}")
+
+    def close(self) -> None:
+        """Close the drafters."""
+        for drafter in self.drafters:
+            drafter.close()
+        self.drafters.clear()

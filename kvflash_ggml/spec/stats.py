@@ -1,0 +1,38 @@
+"""`llm.kvflash.spec`: what drafts have won."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+from .loop import Speculator
+from .tally import Tally
+
+
+class SpecStats:
+    """A read-only view. Counters are in `total`, and of the newest request in `last`: copies, as they stand."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+
+    def __repr__(self) -> str:
+        return f"<drafts by {', '.join(self.types) or 'nobody'}: {self.total}>"
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Who is asked for drafts, in this order."""
+        return self._speculator.types
+
+    @property
+    def off(self) -> str | None:
+        """Why nothing is drafted any more; None while something may be."""
+        return self._speculator.off
+
+    @property
+    def total(self) -> Tally:
+        """Since the model was loaded."""
+        return deepcopy(self._speculator.total)
+
+    @property
+    def last(self) -> Tally:
+        """Of the newest request."""
+        return deepcopy(self._speculator.last)

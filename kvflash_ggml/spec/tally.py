@@ -1,0 +1,79 @@
+"""What came of drafts, counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Source:
+    """Of one drafter: steps that verified its drafts, tokens of it that were verified, and that were accepted."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Steps of a time, and what they won.
+
+    steps: those that verified a draft; each wins one token more than it accepts. plain_steps: others that generated.
+    drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was looked at, and how often it
+    was accepted. seconds_draft, seconds_verify: taken by drafters, and by the steps that verified. bad_drafts: that
+    could not be verified.
+    """
+
+    steps: int = 0
+    plain_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: list[int] = field(default_factory=list)
+    agreed: list[int] = field(default_factory=list)
+    by_source: dict[str, Source] = field(default_factory=dict)
+    seconds_draft: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_plain: float = 0.0
+    bad_drafts: int = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Share of the drafted tokens that was accepted, 0 to 1; None if none was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_length(self) -> float | None:
+        """Tokens won by a step that verified, the last one chosen by the target included; None without such steps."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+    @property
+    def per_position(self) -> tuple[float, ...]:
+        """Share accepted of those drafts that were right before, by their position after the newest token."""
+        return tuple(b / a for a, b in zip(self.reached, self.agreed, strict=True))
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated: tokens a second against those of plain steps of the same time. None without plain steps."""
+        plain = self.seconds_plain / self.plain_steps if self.plain_steps else 0.0
+        spent = self.seconds_plain + self.seconds_draft + self.seconds_verify
+        return (self.plain_steps + self.steps + self.accepted) * plain / spent if plain and spent else None
+
+    def plain(self, seconds: float) -> None:
+        """One token was generated without a draft, in so much time."""
+        self.plain_steps += 1
+        self.seconds_plain += seconds
+
+    def verified(self, source: str, drafted: int, accepted: int, seconds: float) -> None:
+        """Of `drafted` tokens the first `accepted` were right, along the path that the text took."""
+        own = self.by_source.setdefault(source, Source())
+        for counts in (self, own):
+            counts.steps += 1
+            counts.drafted += drafted
+            counts.accepted += accepted
+        self.seconds_verify += seconds
+        looked_at = min(accepted + 1, drafted)
+        self.reached += [0] * (looked_at - len(self.reached))
+        self.agreed += [0] * (looked_at - len(self.agreed))
+        for at in range(looked_at):
+            self.reached[at] += 1
+            self.agreed[at] += at < accepted
