@@ -281,7 +281,7 @@ class GeneratingLlama(SavingLlama):
         """Without a pool drafts are in the memory at once, and cut off again, as upstream does it."""
         if self._session is not None or self.draft_model is None or len(pending) != 1:
             return []
-        room = self._draft_room
+        room = min(self._n_ctx - self.n_tokens, self.context_params.n_ubatch or self.n_batch) - 1
         if room <= 0:
             return []
         self.input_ids[self.n_tokens] = pending[0]
@@ -292,10 +292,4 @@ class GeneratingLlama(SavingLlama):
         session, speculator = self._session, self._speculator
         if session is None or speculator is None:
             return None
-        return speculator.propose(session.tokens, pending[0], min(self._draft_room, session.room_ahead - 1))
-
-    @property
-    def _draft_room(self) -> int:
-        """Tokens that can follow the newest one in its step."""
-        step = self.context_params.n_ubatch or self.n_batch
-        return min(self._n_ctx - self.n_tokens, step) - 1
+        return speculator.propose(session.tokens, pending[0], session.room_ahead - 1)

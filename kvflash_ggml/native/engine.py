@@ -96,14 +96,14 @@ class Engine:
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
 
-    def make_stages(self, slots: int) -> int:
-        """Let steps attend to the text in page images, up to `slots` tokens of it (a multiple of 256).
+    def make_stages(self, slots: int, tokens: int) -> int:
+        """Let steps of up to `tokens` attend to the text in page images, up to `slots` of it (a multiple of 256).
 
         Returns the bytes that it takes on the devices, without what computing larger steps needs. HostMemoryError if
         there is no memory, UnsupportedError if a layer attends in a way of its own.
         """
         size = ffi.new("int64_t *")
-        return int(value(lib.kvf_stage_init(self._engine, slots, len(self.token), size), size))
+        return int(value(lib.kvf_stage_init(self._engine, slots, tokens, size), size))
 
     @property
     def streamed_bytes(self) -> int:

@@ -39,7 +39,7 @@ class Pool:
         self.n_ubatch = n_ubatch
         self.blocks = BlockAllocator(info.n_slots // CHUNK, block_order)
         self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
-        self.rows = MaskRows(info.n_slots, n_ubatch, f32=info.mask_f32)
+        self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
         self.stage_slots = 0
         self.stage_bytes = 0
@@ -47,7 +47,7 @@ class Pool:
 
     def make_stages(self, slots: int) -> None:
         """Let steps see up to `slots` tokens, their own with them, whatever is resident. See `Engine.make_stages`."""
-        self.stage_bytes = self.engine.make_stages(slots)
+        self.stage_bytes = self.engine.make_stages(slots, self.n_ubatch)
         self.stage_slots = slots
 
     def make_mask(self) -> SlotMask:

@@ -141,7 +141,7 @@ class Session(Text):
     @property
     def room_ahead(self) -> int:
         """How many tokens can be verified at once: they leave a query of the text to score by, if but one is of it."""
-        room = min(self.table.room(self.length), self.n_ctx - self.length)
+        room = min(self.table.room(self.length), self.n_ctx - self.length, len(self.engine.token))
         return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
 
     def verify(self, tokens: Int32s, *, after: AfterStep | None = None) -> None:

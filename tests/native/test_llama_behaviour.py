@@ -176,7 +176,7 @@ def drafting(llama: Any, tokens: Any) -> Any:
         known = len(text)
         while True:
             text.append(next(stream))
-            if len(text) - known > 2 and llm.n_tokens > len(text):
+            if len(text) - known > 2 and llm._session.ahead:
                 return llm, stream, text[:-1]  # the last is told, and not of the text yet
 
     return make
@@ -220,26 +220,28 @@ def test_drafts_stay_ahead_while_tokens_are_pinned(drafting: Any) -> None:
     assert llm.input_ids[: llm.n_tokens].tolist() == text
 
 
-def test_logits_of_a_rejected_draft_are_not_sampled_from(drafting: Any) -> None:
+def test_logits_of_the_text_are_at_hand_where_drafts_were_dropped(drafting: Any, llama: Any) -> None:
     llm, stream, text = drafting()
     stream.close()
     assert llm.n_tokens == len(text)
+    assert llm._session.logits.row(len(text) - 1) is not None
+    assert llm._session.logits.row(len(text)) is None
+    plain = llama(n_ctx=1024, n_batch=128, n_ubatch=128, kvflash=512)
+    assert llm.sample(temp=0.0) == next(plain.generate(text, **GREEDY))
     with pytest.raises(KVFlashError, match="no logits are kept"):
-        llm.sample()
-    llm.eval([7])
-    llm.sample()
+        llm.sample(idx=len(text))
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_an_interrupt_while_drafts_are_dropped_leaves_none_of_them(kind: str, drafting: Any) -> None:
     llm, stream, text = drafting(kind)
-    accept = llm._session.accept
+    settle = llm._session.settle
 
-    def interrupted(count: int) -> None:
-        accept(count)
+    def interrupted() -> None:
+        settle()
         raise KeyboardInterrupt
 
-    with mock.patch.object(llm._session, "accept", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(llm._session, "settle", interrupted), pytest.raises(KeyboardInterrupt):
         stream.close()
     assert llm.input_ids[: llm.n_tokens].tolist() == text
     llm.eval([7])

@@ -134,7 +134,7 @@ def test_memory_for_stages_that_is_refused(llama: Any, monkeypatch: pytest.Monke
     from kvflash_ggml.errors import HostMemoryError
     from kvflash_ggml.native.engine import Engine
 
-    def refuse(self: Engine, slots: int) -> int:
+    def refuse(self: Engine, slots: int, tokens: int) -> int:
         raise HostMemoryError(f"no memory for stages of {slots} slots")
 
     monkeypatch.setattr(Engine, "make_stages", refuse)

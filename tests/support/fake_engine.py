@@ -143,8 +143,8 @@ class FakeEngine(FakeHost):
         assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
         self._mask = rows
 
-    def make_stages(self, slots: int) -> int:
-        return self.stages.make(slots, self._max_tokens)
+    def make_stages(self, slots: int, tokens: int) -> int:
+        return self.stages.make(slots, tokens)
 
     @property
     def streamed_ticket(self) -> int:
