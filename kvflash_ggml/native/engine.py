@@ -18,7 +18,7 @@ from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 from .streamed import Streamed
 
-__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "pool_request", "probe"]
+__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "plane_bytes", "pool_request", "probe"]
 
 Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
@@ -45,6 +45,14 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
         return int(value(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, size), size))
     except UnsupportedModelError as err:
         raise UnsupportedModelError(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
+
+
+def plane_bytes(model: int) -> int:
+    """Bytes of each rollback plane (`n_rs_seq` of a context's parameters) of a model, 0 if it can have none.
+
+    model: address of the llama_model.
+    """
+    return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
 def device_memory(model: int) -> tuple[int, int, bool]:
@@ -208,9 +216,18 @@ class Engine:
         check(lib.kvf_settle(self._engine, n, ffi.new("int32_t[]", source), ffi.new("int32_t[]", target)))
 
     def truncate(self, pos: int, *, seq: int = 0) -> bool:
-        """Remove positions >= pos. False: this memory cannot, and nothing has changed."""
+        """Remove positions >= pos. False: this memory cannot, and nothing has changed.
+
+        Recurrent state goes back once after a step, by at most `info.rs_planes` and less tokens than the step had (its
+        last `n_ubatch` of them, if it had more); or as a whole.
+        """
         done = ffi.new("int32_t *")
         return bool(value(lib.kvf_truncate(self._engine, seq, pos, done), done))
+
+    def can_truncate(self, pos: int, *, seq: int = 0) -> bool:
+        """Would `truncate` do it? Whether a sliding window still holds what a token there sees is not asked."""
+        can = ffi.new("int32_t *")
+        return bool(value(lib.kvf_can_truncate(self._engine, seq, pos, can), can))
 
     def clear(self, *, seq: int = 0) -> None:
         """Empty the memory of a sequence."""

@@ -51,6 +51,7 @@ class EngineInfo:
     """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
 
     n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
+    rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot. rs_bytes: size of one such state.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
     """
 
@@ -60,12 +61,14 @@ class EngineInfo:
     n_pos: int
     n_swa: int
     recurrent: bool
+    rs_planes: int
     alibi: bool
     mask_f32: bool
     v_trans: bool
     query_rows: int
     page_bytes: int
     device_bytes: int
+    rs_bytes: int
     rotated: int
     type_k: str
     type_v: str
@@ -98,12 +101,14 @@ def read_info(engine: object) -> EngineInfo:
         n_pos=raw.n_pos,
         n_swa=raw.n_swa,
         recurrent=bool(raw.recurrent),
+        rs_planes=raw.rs_planes,
         alibi=bool(raw.alibi),
         mask_f32=bool(raw.mask_f32),
         v_trans=bool(raw.v_trans),
         query_rows=raw.query_rows,
         page_bytes=raw.page_bytes,
         device_bytes=raw.device_bytes,
+        rs_bytes=raw.rs_bytes,
         rotated=raw.rotated,
         type_k=ffi.string(raw.type_k).decode(),
         type_v=ffi.string(raw.type_v).decode(),

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   5
+#define KVF_ABI   6
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -35,6 +35,7 @@ typedef struct kvf_info {
     int32_t n_pos;         // position values per token (4 with M-RoPE)
     int32_t n_swa;         // sliding window of the layers that are not pooled, 0 if there are none
     int32_t recurrent;     // 1 if the memory also holds recurrent state
+    int32_t rs_planes;     // earlier states that it keeps of a step's last tokens, 0 if it cannot go back
     int32_t alibi;         // 1 if the mask carries distances
     int32_t mask_f32;      // 1: mask rows are float, 0: half precision
     int32_t v_trans;       // 1: V is stored transposed, so pages cannot move
@@ -42,6 +43,7 @@ typedef struct kvf_info {
     int32_t rotated;       // bit 0: keys are stored rotated, bit 1: values
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
+    int64_t rs_bytes;      // one recurrent state, the current one or an earlier one; 0 if there is none
     char    type_k[16];
     char    type_v[16];
 } kvf_info;
@@ -110,6 +112,9 @@ void            kvf_set_pool(uint32_t cells, uint32_t query_rows);
 // Would a pool work for this model? The bytes that one slot takes, or REFUSED.
 enum kvf_status kvf_probe(const void * model, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes);
 
+// Bytes that each of rs_planes would take for this model, 0 if there can be none: llama_context_params.n_rs_seq asks for them.
+int64_t         kvf_plane_bytes(const void * model);
+
 // Free and total bytes of the device that would hold the pool of this model, and whether that is another than the CPU.
 void            kvf_model_device(const void * model, int64_t * free_bytes, int64_t * total_bytes, int32_t * offloads);
 
@@ -144,10 +149,14 @@ enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t
 // UNSUPPORTED so far.
 enum kvf_status kvf_settle(kvf_engine * engine, int32_t n, const int32_t * from, const int32_t * to);
 
-// Of one sequence. A memory may be unable to go back: nothing has changed then, and done is 0.
-enum kvf_status kvf_truncate (kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done);
-enum kvf_status kvf_clear    (kvf_engine * engine, int32_t seq);
-enum kvf_status kvf_swa_first(const kvf_engine * engine, int32_t seq, int32_t * pos);  // oldest position in the window, or -1
+// Of one sequence: forget positions >= pos. A memory may be unable to go back: nothing has changed then, and done is 0.
+//
+// Recurrent state goes back as a whole, or once after each step: by less than the tokens that its last ubatch had, and by
+// at most rs_planes. After a state was set, or a step failed in the midst, it cannot go back at all.
+enum kvf_status kvf_truncate    (kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done);
+enum kvf_status kvf_can_truncate(const kvf_engine * engine, int32_t seq, int32_t pos, int32_t * can);
+enum kvf_status kvf_clear       (kvf_engine * engine, int32_t seq);
+enum kvf_status kvf_swa_first   (const kvf_engine * engine, int32_t seq, int32_t * pos);  // oldest position in the window, or -1
 
 // The part of a sequence's memory that is not pooled: recurrent state, and sliding-window rings with every token in its place.
 enum kvf_status kvf_state_size(kvf_engine * engine, int32_t seq, int64_t * size);

@@ -70,20 +70,13 @@ kvf_status kvf_settle(kvf_engine *, int32_t n, const int32_t *, const int32_t *)
     return kvf_fail(KVF_STATUS_UNSUPPORTED, "%d rows to settle: rows do not move between slots", n);
 }
 
-kvf_status kvf_truncate(kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done) {
-    if (const auto status = kvf_check_seq(*engine, seq)) {
-        return status;
-    }
-    *done = engine->memory.seq_rm(seq, pos, -1);
-    return KVF_STATUS_SUCCESS;
-}
-
 kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;
     }
     kvf_synchronize(engine);
     engine->memory.clear(true);  // all there is: an engine serves one sequence
+    engine->reach = 0;
     return KVF_STATUS_SUCCESS;
 }
 

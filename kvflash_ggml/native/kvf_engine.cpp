@@ -3,8 +3,10 @@
 
 #include "kvf_error.h"
 #include "kvf_probe.h"
+#include "kvf_rollback.h"
 #include "kvf_state.h"
 
+#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -25,7 +27,7 @@ std::string context_refusal(llama_context & ctx) {
         refusal = "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max)
                 + " sequences, and an engine serves one: n_seq_max must be 1";
     }
-    return refusal;
+    return refusal.empty() ? kvf_planes_refusal(ctx) : refusal;
 }
 
 }  // namespace
@@ -41,7 +43,11 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.n_seq        = cparams.n_seq_max;
     info.n_pos        = model.hparams.n_pos_per_embd();
     info.n_swa        = kvf_find_iswa(&memory) ? model.hparams.n_swa : 0;
-    info.recurrent    = kvf_find_recurrent(&memory) != nullptr;
+    if (const auto * recurrent = kvf_find_recurrent(&memory)) {
+        info.recurrent = 1;
+        info.rs_planes = recurrent->n_rs_seq;
+        info.rs_bytes  = kvf_recurrent_bytes(*recurrent);
+    }
     info.alibi        = model.hparams.use_alibi;
     info.mask_f32     = !cparams.flash_attn;
     info.v_trans      = kvf_access::v_trans(kv);

@@ -19,6 +19,7 @@ struct kvf_engine {
     std::vector<kvf_lane>  lanes;
     kvf_info               info {};
     bool                   branches = false;  // may a sequence have siblings in one step?
+    int32_t                reach    = 0;      // tokens that recurrent state can go back, -1: it is not known what it holds
 
     uint64_t last_ticket     = 0;
     uint64_t compute_barrier = 0;  // the next compute waits for this transfer

@@ -12,7 +12,7 @@ class llm_graph_result;
 std::shared_ptr<kvf_pool> kvf_pool_create(llama_kv_cache & kv, uint32_t & kv_size);
 
 // Fills res with the planned slots of the ubatch. Returns false if no plan is set: the decode then fails cleanly.
-bool kvf_plan_slots(const kvf_pool & pool, const llama_ubatch & ubatch, llama_kv_cache::slot_info & res);
+bool kvf_plan_slots(kvf_pool & pool, const llama_ubatch & ubatch, llama_kv_cache::slot_info & res);
 
 // Copies the planned mask rows of the ubatch into dst. Returns false if no plan is set.
 bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch * ubatch);

@@ -1,5 +1,6 @@
 // One step: is the plan possible, and llama_decode.
 #include "kvf_error.h"
+#include "kvf_rollback.h"
 #include "kvf_stage.h"
 
 #include "llama-impl.h"
@@ -91,10 +92,18 @@ kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
 }
 
 kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
+    const auto reach = engine.reach;
+    engine.reach = -1;
     try {
         const int code = llama_decode(&engine.ctx, batch);
-        return code == 0 ? KVF_STATUS_SUCCESS
-                         : kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens", code, batch.n_tokens);
+        if (code == 0) {
+            engine.reach = kvf_step_reach(engine);
+            return KVF_STATUS_SUCCESS;
+        }
+        if (code == -1 || code == 1) {  // an impossible batch, or no place for it: nothing was computed
+            engine.reach = reach;
+        }
+        return kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens", code, batch.n_tokens);
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         return kvf_fail(KVF_STATUS_DECODE, "llama_decode failed for %d tokens: %s", batch.n_tokens, err.what());
@@ -118,6 +127,7 @@ kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch 
     const auto decoded = decode(engine, batch);
     const auto status  = kvf_stream_end(engine, decoded);
     if (status && !decoded) {  // computed, but wrong
+        engine.reach = -1;
         auto & cells = kvf_access::cells(engine.kv);
         for (int32_t i = 0; i < plan.n_tokens; ++i) {
             cells.rm(plan.slot[i]);

@@ -33,7 +33,7 @@ std::shared_ptr<kvf_pool> kvf_pool_create(llama_kv_cache & kv, uint32_t & kv_siz
     return std::make_shared<kvf_pool>(kv, next_pool.query_rows);
 }
 
-bool kvf_plan_slots(const kvf_pool & pool, const llama_ubatch & ubatch, llama_kv_cache::slot_info & res) {
+bool kvf_plan_slots(kvf_pool & pool, const llama_ubatch & ubatch, llama_kv_cache::slot_info & res) {
     const auto * plan = pool.plan;
     if (!plan) {
         LLAMA_LOG_ERROR("%s: this context is paged: it can only be decoded through its session\n", __func__);
@@ -45,6 +45,7 @@ bool kvf_plan_slots(const kvf_pool & pool, const llama_ubatch & ubatch, llama_kv
     res.s1      = 0;
     res.strm[0] = 0;
     res.idxs[0].resize(from.size());
+    pool.ubatch_tokens = from.size();
     for (size_t i = 0; i < from.size(); ++i) {
         res.idxs[0][i] = plan->slot[from[i]];
     }

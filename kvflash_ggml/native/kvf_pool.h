@@ -38,6 +38,7 @@ struct kvf_pool {
     const uint32_t   query_rows;
 
     const kvf_plan * plan = nullptr;  // set while llama_decode runs
+    int32_t          ubatch_tokens = 0;  // of the newest ubatch, the last one of a step that has ended
 
     std::map<int, kvf_query> queries;       // by model layer
     kvf_query_index *        query_index = nullptr;  // of the graph under construction

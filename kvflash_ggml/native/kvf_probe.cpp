@@ -2,7 +2,10 @@
 
 #include "kvf_error.h"
 #include "kvf_pool.h"
+#include "kvf_rollback.h"
+#include "kvf_state.h"
 
+#include "llama-arch.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
@@ -130,6 +133,20 @@ kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int
         return kvf_fail(KVF_STATUS_REFUSED, "%s", refusal.c_str());
     } catch (const std::exception & err) {
         return kvf_fail(KVF_STATUS_REFUSED, "%s", err.what());
+    }
+}
+
+int64_t kvf_plane_bytes(const void * model_ptr) {
+    const auto & model = *(const llama_model *) model_ptr;
+    if (!llm_arch_supports_rs_rollback(model.arch)) {
+        return 0;
+    }
+    try {
+        const auto memory = smallest_memory(model, GGML_TYPE_F16, GGML_TYPE_F16, /*.offload =*/ 0);
+        const auto * recurrent = kvf_find_recurrent(memory.get());
+        return recurrent ? kvf_recurrent_bytes(*recurrent) : 0;
+    } catch (const std::exception &) {
+        return 0;  // kvf_probe tells why
     }
 }
 

@@ -237,6 +237,7 @@ kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data,
     }
     llama_synchronize(&engine->ctx);
     clear_state(*engine);
+    engine->reach = 0;  // the planes are still those of what was there before
     try {
         reader io(data, size);
         read_state(*engine, seq, io, length);

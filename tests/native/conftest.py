@@ -131,15 +131,23 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             block_order: Sequence[int] | None = None,
             stages: int = 0,
             answers_exactly: bool = False,
+            n_batch: int | None = None,
+            planes: int = 0,
+            nodes: list[None] | None = None,
             **config: Any,
         ) -> Bare:
+            """n_batch: the longest step, n_ubatch if it is not given. nodes: takes one for each node computed."""
+            longest = n_batch or n_ubatch
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = GPU_LAYERS
             loaded = internals.LlamaModel(path_model=str(model(kind)), params=params, verbose=False)
             stack.callback(loaded.close)
             cparams = llama_cpp.llama_context_default_params()
             cparams.n_ctx = n_ctx
-            cparams.n_batch = cparams.n_ubatch = n_ubatch
+            cparams.n_batch, cparams.n_ubatch = longest, n_ubatch
+            cparams.n_rs_seq = planes
+            if nodes is not None:
+                cparams.cb_eval = _counter(nodes)
             cparams.n_seq_max = n_seq_max
             cparams.kv_unified = n_seq_max > 1
             cparams.n_threads = cparams.n_threads_batch = 1
@@ -150,15 +158,15 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             )
             with native.pool_request(pool, query_rows):
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
-            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
-            shared = Pool(engine, n_ubatch=n_ubatch, block_order=block_order)
+            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
+            shared = Pool(engine, n_ubatch=longest, block_order=block_order)
             if stages:
                 shared.make_stages(stages)
             session = Session(
                 shared,
                 KVFlashConfig(pool=pool, **config),
                 n_ctx=ctx.n_ctx(),
-                n_batch=n_ubatch,
+                n_batch=longest,
                 reading=Reading(exact=stages > 0, answers_exactly=answers_exactly),
             )
             stack.callback(session.close)
@@ -166,3 +174,14 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
 
         yield make
     gc.collect()
+
+
+def _counter(nodes: list[None]) -> Any:
+    """A callback of the scheduler that looks at nothing."""
+    import llama_cpp
+
+    def asked(_tensor: Any, _ask: bool, _data: Any) -> bool:
+        nodes.append(None)
+        return False
+
+    return llama_cpp.ggml_backend_sched_eval_callback(asked)
