@@ -124,6 +124,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             pool: int,
             n_ctx: int = 1024,
             n_ubatch: int = 256,
+            step: int | None = None,
             type_kv: int = 1,
             flash: bool = True,
             query_rows: int = 0,
@@ -139,7 +140,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             stack.callback(loaded.close)
             cparams = llama_cpp.llama_context_default_params()
             cparams.n_ctx = n_ctx
-            cparams.n_batch = cparams.n_ubatch = n_ubatch
+            cparams.n_batch, cparams.n_ubatch = step or n_ubatch, n_ubatch
             cparams.n_seq_max = n_seq_max
             cparams.kv_unified = n_seq_max > 1
             cparams.n_threads = cparams.n_threads_batch = 1
@@ -150,15 +151,15 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             )
             with native.pool_request(pool, query_rows):
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
-            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, n_ubatch)
-            shared = Pool(engine, n_ubatch=n_ubatch, block_order=block_order)
+            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, step or n_ubatch)
+            shared = Pool(engine, n_ubatch=step or n_ubatch, block_order=block_order)
             if stages:
                 shared.make_stages(stages)
             session = Session(
                 shared,
                 KVFlashConfig(pool=pool, **config),
                 n_ctx=ctx.n_ctx(),
-                n_batch=n_ubatch,
+                n_batch=step or n_ubatch,
                 reading=Reading(exact=stages > 0, answers_exactly=answers_exactly),
             )
             stack.callback(session.close)
