@@ -175,7 +175,7 @@ class Engine:
         return int(value(lib.kvf_features_open(self._engine, len(layers), names, nextn, width), width))
 
     def read_features(self, first: int, out: Floats) -> None:
-        """Fill `out` [n, width] with what is kept of the tokens of the last step from `first` on. Waits for the compute.
+        """Fill `out` [n, width] with what is kept of the last step's tokens from `first` on. Waits for the compute.
 
         EngineError if the last step had fewer tokens, or failed.
         """

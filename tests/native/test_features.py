@@ -1,4 +1,4 @@
-"""What the target's compute leaves for drafters: rows of each token, whatever the step, and refusals instead of aborts."""
+"""What the target's compute leaves for drafters: rows of each token, and refusals instead of aborts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_state_in_front_of_the_head(bare: Any, tokens: Any) -> None:
     found = read(one, tokens[:80], layers=(0,), nextn=True)
     assert found.shape == (80, 2 * 256)
     states = found[:, 256:]
-    assert np.isfinite(states).all() and len(np.unique(states[:, 0])) == 80
+    assert np.isfinite(states).all()
+    assert len(np.unique(states[:, 0])) == 80
     other = bare("hybrid", pool=512, n_ctx=512)
     assert same_bits(read(other, tokens[:80], layers=(), nextn=True), states)
 
