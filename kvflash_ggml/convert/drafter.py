@@ -88,6 +88,8 @@ def check(it: Drafter) -> None:
         raise it.refusal("mask token", it.mask, f"a token of the vocabulary, 0 to {it.vocab - 1}", damaged)
     if it.window is not None and len(it.sliding) != it.layers:
         raise it.refusal("layers that slide", len(it.sliding), f"one word for each of {it.layers} layers", damaged)
+    if it.window is not None and not any(it.sliding):  # llama.cpp would abort
+        raise it.refusal("layers that slide", "none", "one or more, as there is a sliding window", damaged)
     check_target_layers(it.where, it.target_layers)
 
 

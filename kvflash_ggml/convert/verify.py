@@ -35,6 +35,13 @@ def verify(
     """
     file = gguf_read.read(path, called=called)
     aim = None if model is None else target.describe(gguf_read.read(model))
+    words = check(file, aim, rope_differs=rope_differs)
+    check_values(file, progress)
+    return words
+
+
+def check(file: GGUF, aim: Target | None, *, rope_differs: bool = False) -> str:
+    """`verify` without the values of the weights."""
     if file.architecture == ARCHITECTURE:
         words = _verify_dflash(file, aim, rope_differs=rope_differs)
     elif file.architecture == EAGLE3:
@@ -48,7 +55,6 @@ def verify(
         raise ConversionError(
             file.name, "the hash of the tokens", found=found, wanted=f"{aim.vocabulary}, the target's", remedy=_OTHER
         )
-    check_values(file, progress)
     return words
 
 
@@ -74,6 +80,7 @@ def describe(file: GGUF) -> Drafter:
         mask=_integer(file, MASK),
         target_layers=target_layers(file),
         context=_optional(file, "context_length"),
+        causal=file.own("attention.causal") is True,
         window=_optional(file, "attention.sliding_window") or None,
         sliding=tuple(pattern) if isinstance(pattern, list) else (),
     )

@@ -170,6 +170,26 @@ class Engine:
         """Time spent inside llama_decode since the engine was made."""
         return float(lib.kvf_decode_ns(self._engine)) * 1e-9
 
+    # --- what drafters are given
+
+    def open_features(self, layers: Sequence[int], *, nextn: bool = False) -> int:
+        """Keep of every token of a step the inputs of these layers, and the state in front of the head.
+
+        Once, before the first step. Returns how many values that is for a token. UnsupportedError if llama.cpp does not
+        hand them out for this architecture, HostMemoryError if there is no memory.
+        """
+        width = ffi.new("int32_t *")
+        names = ffi.new("int32_t[]", layers)
+        return int(value(lib.kvf_features_open(self._engine, len(layers), names, nextn, width), width))
+
+    def read_features(self, first: int, out: Floats) -> None:
+        """Fill `out` [n, width] with what is kept of the last step's tokens from `first` on. Waits for the compute.
+
+        EngineError if the last step had fewer tokens, or failed.
+        """
+        data = ffi.from_buffer("float[]", out, require_writable=True)
+        check(lib.kvf_features_read(self._engine, first, len(out), data))
+
     # --- transfers
 
     def page_out(self, blocks: Sequence[int], images: Sequence[int]) -> int:

@@ -179,6 +179,24 @@ enum kvf_status kvf_query_write(kvf_engine * engine, const float * rows);  // pu
 // Make this row the logits of the last token, as if it had just been evaluated.
 enum kvf_status kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab);
 
+// For drafters: keep the inputs of these layers for every token of a step, and the state in front of the head if nextn is 1.
+// Once, before the first step. UNSUPPORTED if the architecture does not hand them out.
+enum kvf_status kvf_features_open(kvf_engine * engine, int32_t n_layers, const int32_t * layer, int32_t nextn, int32_t * width);
+// Of n tokens of the last step, [n][width]: layer by layer, then the state. Waits for the compute; there are none after a step
+// that failed, or when logits were put back.
+enum kvf_status kvf_features_read(kvf_engine * engine, int32_t first, int32_t n, float * out);
+
+// A drafter's context: stock llama.cpp, sequence 0, without a pool. Tell it once whether the state in front of its head is
+// wanted: 0 no, 1 of tokens with an output, 2 of all; and whether tokens see what follows them.
+enum kvf_status kvf_draft_open(void * ctx, int32_t nextn, int32_t causal);
+
+// Tokens, rows of `width` values, or both, at these positions. An output of some tokens only is refused: most graphs of
+// drafters compute all rows, or none.
+enum kvf_status kvf_draft_run (void * ctx, int32_t encode, int32_t n, const int32_t * token, const float * rows, int32_t width,
+                               const int32_t * pos, int32_t output);
+// The states of the first n tokens of the last run, [n][width].
+enum kvf_status kvf_draft_states(void * ctx, int32_t n, int32_t width, float * out);
+
 // Scoring of chunks on the host. Queries are floats in the basis of the cached keys. These touch no device and may run on any
 // thread beside a decode.
 

@@ -9,6 +9,14 @@
 #include <mutex>
 #include <vector>
 
+// What is kept of the compute of a step for drafters.
+struct kvf_features {
+    std::vector<int32_t> layers;         // whose inputs
+    bool                 nextn  = false;
+    int32_t              width  = 0;     // values a token, 0: nothing is kept
+    int32_t              n_rows = 0;     // tokens of the last step, 0: there is nothing to read
+};
+
 struct kvf_engine {
     llama_context &  ctx;
     llama_memory_i & memory;
@@ -32,6 +40,8 @@ struct kvf_engine {
     std::vector<uint64_t>       slot_in;   // [n_slots] the last plan that named a slot
     std::vector<uint64_t>       row_in;    // [query_rows] the last plan that named a row for a query
     uint64_t                    n_plans = 0;
+
+    kvf_features features;
 
     std::mutex                           host_mutex;  // slabs are pinned by a background thread
     std::vector<ggml_backend_buffer_ptr> host;

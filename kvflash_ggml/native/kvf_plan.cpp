@@ -168,6 +168,7 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     const auto status = plan->n_streamed == 0 ? read_pool(*engine, batch) : stream(*engine, *plan, batch);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
+    engine->features.n_rows = status == KVF_STATUS_SUCCESS ? plan->n_tokens : 0;
     return status;
 }
 

@@ -19,6 +19,7 @@ struct kvf_access {
     static int    rotated(const llama_kv_cache & kv) { return kv.attn_rot_k | kv.attn_rot_v << 1; }
     static auto & cparams(llama_context & ctx) { return ctx.cparams; }
     static void   expect_buffers(llama_context & ctx);  // of the sizes that they have
+    static void   reserve(llama_context & ctx);
     static bool   set_logits(llama_context & ctx, const float * row);
 };
 

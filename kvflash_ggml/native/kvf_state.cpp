@@ -269,6 +269,7 @@ kvf_status kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_voca
         return kvf_fail(KVF_STATUS_ARGUMENT, "logits of %d tokens, the vocabulary has %d", n_vocab, most);
     }
     kvf_synchronize(engine);
+    engine->features.n_rows = 0;  // the outputs of a step lie where these go
     return kvf_access::set_logits(engine->ctx, row) ? KVF_STATUS_SUCCESS
                                                     : kvf_fail(KVF_STATUS_MEMORY, "no memory for the logits of a token");
 }

@@ -1,0 +1,189 @@
+"""A drafter's own context: stock llama.cpp, and a window of the text in it. Only here addresses become pointers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from ..constants import round_up
+from ..errors import ConfigError, ConversionError, DraftError, HostMemoryError
+from ..native import stock
+from .target import Target
+
+WINDOW = 4096
+"""Tokens of the text that a drafter sees, if nothing else is asked for."""
+
+STEP = 512
+"""Tokens that a drafter reads at once, at most."""
+
+_SLACK = 256  # the window moves by so much: each move looks at every cell
+
+
+class DraftModel:
+    """A drafter's weights. ConversionError if llama.cpp does not load them."""
+
+    def __init__(self, path: Path, *, offload: bool) -> None:
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = -1 if offload else 0
+        address = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not address:
+            raise ConversionError(
+                path.name, "the file", found="refused by llama.cpp", wanted="a model that it loads",
+                remedy="kvflash-convert inspect tells what it is.",
+            )  # fmt: skip
+        self.address: Any = address
+
+    @property
+    def recurrent(self) -> bool:
+        """Does it keep a state that cannot go back?"""
+        return any(ask(self.address) for ask in (llama_cpp.llama_model_is_recurrent, llama_cpp.llama_model_is_hybrid))
+
+    def close(self) -> None:
+        """Every context on it must be closed before."""
+        if self.address:
+            llama_cpp.llama_model_free(self.address)
+            self.address = None
+
+
+class DraftContext:
+    """Evaluates tokens and rows at their places in the text, and keeps at least the newest `window` positions.
+
+    model: address of a llama_model; it must outlive this, as the target must. shares: the drafter uses the target's
+    embeddings or head. mtp: it is the heads for further tokens in the target's own file. states, causal: as in
+    `native.stock`. Raises HostMemoryError if there is no memory.
+
+    A call that fails leaves it empty: what was read before must be read again.
+    """
+
+    def __init__(
+        self, model: Any, target: Target, *, window: int = WINDOW, shares: bool = False, mtp: bool = False,
+        states: int = stock.NO_STATES, causal: bool = True,
+    ) -> None:  # fmt: skip
+        if window < _SLACK:
+            raise ConfigError(f"a drafter's window of {window} tokens: it must be {_SLACK} at least")
+        params = llama_cpp.llama_context_default_params()
+        self.window = min(window, round_up(target.n_ctx, _SLACK))
+        self.step = min(STEP, self.window)
+        params.n_ctx = round_up(self.window, _SLACK) + _SLACK
+        params.n_batch = params.n_ubatch = self.step
+        params.n_threads, params.n_threads_batch = target.threads, target.batch_threads
+        params.offload_kqv = target.offload
+        if mtp:
+            params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
+        if shares:
+            params.ctx_other = target.context
+        with ExitStack() as stack:
+            self._context = llama_cpp.llama_init_from_model(model, params)
+            if not self._context:
+                raise HostMemoryError(
+                    f"no context of {params.n_ctx} tokens could be made for a drafter: give it a smaller window"
+                )
+            stack.callback(llama_cpp.llama_free, self._context)
+            stock.open_draft(self._context, states=states, causal=causal)
+            self._stack = stack.pop_all()
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self._n_state = int(llama_cpp.llama_model_n_embd_out(model))
+        self.first = self.end = 0  # the positions that it holds
+
+    def run(
+        self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, output: bool = False
+    ) -> None:
+        """Evaluate tokens [n], rows [n, width], or both, from position `start` on; at most `step` of them.
+
+        What was at these positions or behind is forgotten; so is everything if `start` does not follow what is held.
+        output: keep the logits, and states if they are wanted, of each. Raises DecodeError, or EngineError for a token
+        out of its vocabulary and rows of another width.
+        """
+        count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
+        self.cut(start)
+        if start != self.end:
+            self.forget(start)
+        if start + count - self.first > self.window + _SLACK:
+            self._drop(start + count - self.window)
+        try:
+            stock.run_draft(
+                self._context, np.arange(start, start + count, dtype=np.int32), tokens, rows, output=output
+            )  # fmt: skip
+        except BaseException:
+            self.forget(start)
+            raise
+        self.end = start + count
+
+    def feed(self, start: int, tokens: Int32s | None, rows: Floats | None) -> None:
+        """`run` without outputs, of any length."""
+        count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
+        for first in range(max(0, count - self.window), count, self.step):
+            part = slice(first, first + self.step)
+            self.run(start + first, None if tokens is None else tokens[part], None if rows is None else rows[part])
+
+    def encode(self, rows: Floats) -> Floats:
+        """The states that the encoder makes of rows, [n, state]."""
+        made = []
+        for first in range(0, len(rows), self.step):
+            part = rows[first : first + self.step]
+            # an encoder knows no places, but positions that would not follow are refused
+            places = np.arange(self.end, self.end + len(part), dtype=np.int32)
+            stock.run_draft(self._context, places, rows=part, output=True, encode=True)
+            made.append(self.states(len(part)))
+        return np.concatenate(made)
+
+    def states(self, count: int) -> Floats:
+        """The states of the first `count` tokens of the last run, [count, state]."""
+        return stock.draft_states(self._context, count, self._n_state)
+
+    def logits(self, row: int) -> Floats:
+        """Of a token of the last run, [n_vocab]; valid until the next one."""
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (self.n_vocab,))
+
+    def top(self, first: int, count: int, k: int, *, limit: int) -> tuple[Int32s, Floats]:
+        """The k likeliest tokens below `limit` of `count` rows from `first` on, best first, with log-probabilities.
+
+        Both are [count, k]. DraftError if a row is not finite.
+        """
+        ids, logp = np.empty((count, k), np.int32), np.empty((count, k), np.float32)
+        for i in range(count):
+            row = self.logits(first + i)[:limit]
+            best = np.argpartition(row, -k)[-k:] if k > 1 else np.array([row.argmax()])
+            best = best[np.lexsort((best, -row[best]))]
+            most = row[best[0]]
+            logp[i] = row[best] - most - np.log(np.exp(row - most).sum())
+            ids[i] = best
+        if not np.isfinite(logp[:, 0]).all():
+            raise DraftError("a drafter's logits are no numbers")
+        return ids, logp
+
+    def cut(self, length: int) -> None:
+        """Forget the positions from `length` on."""
+        if length >= self.end:
+            return
+        done = length > self.first and llama_cpp.llama_memory_seq_rm(self._memory, 0, length, -1)
+        # layers with a window of their own may not reach back so far
+        if done and llama_cpp.llama_memory_seq_pos_max(self._memory, 0) == length - 1:
+            self.end = length
+        else:
+            self.forget(length)
+
+    def forget(self, start: int = 0) -> None:
+        """Hold nothing; the next token stands at `start`."""
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self.first = self.end = start
+
+    def _drop(self, first: int) -> None:
+        """Forget the positions before `first`."""
+        if first >= self.end:
+            self.forget(self.end)
+        else:
+            llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, first)
+            self.first = first
+
+    def close(self) -> None:
+        """Give the memory back. Can be called again."""
+        self._stack.close()
