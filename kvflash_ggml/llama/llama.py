@@ -24,14 +24,13 @@ from ..native import library
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
-from ..session.session import Session
 from . import parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import open_speculator, rows_at_most
+from .speculating import make_speculator, open_drafting, room
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns
@@ -91,7 +90,7 @@ class Llama(GeneratingLlama):
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
             logits_all = logits_all or settings.get("draft_model") is not None
-        self._rows_ahead = rows_at_most(self._config, settings.get("draft_model"))
+        self._draft_model = settings.get("draft_model")
         self._pickled_tokenizer = settings.get("tokenizer")
         with contextlib.ExitStack() as self._pool_requests:
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
@@ -119,15 +118,18 @@ class Llama(GeneratingLlama):
             tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos)
         self._tokenizer = tokenizer
         if self._config is not None:
+            self._room = room(self, self._config, self._draft_model)
+            self.context_params.n_rs_seq = self._room.planes
             self._size = self._size_pool(self._config)
             rows = self._scorer.query_rows if self._scorer is not None else 0
             rows = rows if self._size.slots < self._size.n_ctx else 0
             if rows:  # drafts that are rejected leave those alone that are looked at
-                rows += self._rows_ahead
+                rows += self._room.rows
             self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
+        reserved += self._room.plane_bytes
         return sizing.fit(config, self._model, self.context_params, reserved=reserved)
 
     def _open_session(self, size: PoolSize) -> None:
@@ -135,14 +137,14 @@ class Llama(GeneratingLlama):
         n_ubatch = min(self.context_params.n_ubatch or self.n_batch, self.n_batch)  # 0 is upstream's "as n_batch"
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
-        most = max(n_ubatch, min(self._rows_ahead, self.n_batch))
-        engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, most)
+        engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))
+        self._drafting = open_drafting(self, self._config, engine, self._room.rows, self._ctx._exit_stack)
         config = self._config
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
-        self._open_drafters(config, self._session)
+        self._speculator = self._session.follower = make_speculator(self, config, self._drafting)
         self._open_snapshots(self._session)
         self._finder = open_finder(self, self._session, self._scorer)
         if self._finder is not None:
@@ -154,13 +156,6 @@ class Llama(GeneratingLlama):
         else:
             logger.info(self.kvflash.banner())
 
-    def _open_drafters(self, config: KVFlashConfig, session: Session) -> None:
-        if self._speculator is not None:
-            self._speculator.close()
-        self._speculator = session.follower = open_speculator(self, config)
-        if self._speculator is not None:
-            self._ctx._exit_stack.callback(self._speculator.close)
-
     @property
     def draft_model(self) -> Any:
         """Upstream's: a function from a text to tokens that may follow it, or None. It can be set at any time."""
@@ -170,7 +165,7 @@ class Llama(GeneratingLlama):
     def draft_model(self, model: Any) -> None:
         self._draft_model = model
         if self._session is not None and self._config is not None:
-            self._open_drafters(self._config, self._session)
+            self._speculator = self._session.follower = make_speculator(self, self._config, self._drafting)
 
     def _replace_batch(self) -> None:
         """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import llama_cpp
+
 from ..config import KVFlashConfig, SpecConfig
+from ..native.engine import Engine
 from ..spec.base import Drafter
 from ..spec.callback import Callback
+from ..spec.dflash import DFlash
+from ..spec.features import FeatureRows
 from ..spec.fixed import Fixed
 from ..spec.loop import Judge, Speculator
 from ..spec.ngram import NGram
+from ..spec.target import Target
+from .sizing import address
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -18,36 +29,96 @@ if TYPE_CHECKING:
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
 
-
-def rows_at_most(config: KVFlashConfig | None, draft_model: object) -> int:
-    """How many rows a step can verify beside the text; 0 without drafts."""
-    if config is None or (config.spec is None and draft_model is None):
-        return 0
-    spec = config.spec or SpecConfig()
-    return max(spec.width or 0, spec.max_width or ROWS)
+HYBRID_ROWS = 8
+"""The same where recurrent state has to go back over them: each row takes a copy of it on the device."""
 
 
-def open_speculator(llm: Llama, config: KVFlashConfig) -> Speculator | None:
-    """What drafts for a model, as it is asked to; None if nothing does."""
-    if config.spec is None and llm.draft_model is None:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
+
+    planes: recurrent states to go back to, beside the current one, in so many bytes of device memory.
+    """
+
+    rows: int = 0
+    planes: int = 0
+    plane_bytes: int = 0
+
+
+def room(llm: Llama, config: KVFlashConfig, draft_model: object) -> Room:
+    """What the drafts that a model is asked for need. The model is loaded, its context is not made yet."""
+    from ..native.engine import plane_bytes
+
+    if config.spec is None and draft_model is None:
+        return Room()
+    spec, params = config.spec or SpecConfig(), llm.context_params
+    size = plane_bytes(address(llm._model))
+    rows = spec.width or spec.max_width or (HYBRID_ROWS if size else ROWS)
+    rows = min(rows, params.n_batch)
+    n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
+    planes = min(rows - 1, n_ubatch - 2) if size else 0  # llama.cpp wants that a step can fill all of them
+    return Room(rows, max(0, planes), max(0, planes) * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step."""
+
+    drafters: Sequence[Drafter] = ()
+    features: FeatureRows | None = None
+    rows: int = ROWS
+
+
+def open_drafting(llm: Llama, config: KVFlashConfig, engine: Engine, rows: int, stack: ExitStack) -> Drafting:
+    """Open the drafters that a configuration names, before the first step. They are closed by the stack.
+
+    Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target.
+    """
+    if config.spec is None:
+        return Drafting(rows=rows or ROWS)
+    drafters = _open(llm, config.spec, stack)
+    given = [drafter for drafter in drafters if drafter.wants]
+    return Drafting(drafters, FeatureRows(engine, given, llm.n_embd()) if given else None, rows)
+
+
+def make_speculator(llm: Llama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
+    """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does."""
+    given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
+    drafters: list[Drafter] = [*given, *drafting.drafters]
+    if not drafters:
         return None
     spec = config.spec or SpecConfig()
-    drafters: list[Drafter] = [*_given(llm), *(_open(llm, spec) if config.spec is not None else ())]
-    judge: Judge = Fixed(spec.width or rows_at_most(config, llm.draft_model))
-    return Speculator(drafters, judge, n_vocab=llm.n_vocab(), ends=_ends(llm))
+    judge: Judge = Fixed(spec.width or drafting.rows)
+    return Speculator(drafters, judge, n_vocab=llm.n_vocab(), ends=_ends(llm), features=drafting.features)
 
 
-def _given(llm: Llama) -> Sequence[Drafter]:
-    return [] if llm.draft_model is None else [Callback(llm.draft_model)]
+def _open(llm: Llama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:
+    drafters: list[Drafter] = [NGram()]
+    if spec.draft is not None:
+        drafters.append(DFlash(spec.draft, _target(llm, spec), window=spec.window))
+    for drafter in drafters:
+        stack.callback(drafter.close)
+    return drafters
 
 
-def _open(llm: Llama, spec: SpecConfig) -> Sequence[Drafter]:
-    return [NGram()]
+def _target(llm: Llama, spec: SpecConfig) -> Target:
+    params = llm.context_params
+    offload = llm.model_params.n_gpu_layers if spec.n_gpu_layers is None else spec.n_gpu_layers
+    return Target(
+        path=Path(llm.model_path),
+        model=address(llm._model),
+        context=ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0,
+        n_embd=llm.n_embd(),
+        n_vocab=llm.n_vocab(),
+        n_ctx=llm.n_ctx(),
+        ends=_ends(llm),
+        threads=params.n_threads,
+        batch_threads=params.n_threads_batch,
+        offload=offload != 0,
+    )
 
 
 def _ends(llm: Llama) -> frozenset[int]:
     """The tokens that end a text."""
-    import llama_cpp
-
     vocab = llm._model.vocab
     return frozenset(token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -169,7 +169,7 @@ class Text:
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
         step = Step(start, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
-        state = self.engine.get_state() if ahead and before is None and self._needs_state(ahead) else None
+        state = self.engine.get_state() if ahead and before is None and self._needs_state(ahead, len(tokens)) else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
             self._run(step, generated=generated)
@@ -198,9 +198,10 @@ class Text:
             self._cut(ahead.start, direct=False)
             self._ahead = None
 
-    def _needs_state(self, count: int) -> bool:
-        """Is a copy of the recurrent state needed to forget some of `count` rows ahead?"""
-        return self.engine.info.recurrent
+    def _needs_state(self, room: int, count: int) -> bool:
+        """Is a copy of the recurrent state needed to forget all but one of `count` rows, or what takes their room?"""
+        info = self.engine.info
+        return info.recurrent and (room > count or count - 1 > info.rs_planes)
 
     def _run(self, step: Step, *, generated: bool) -> None:
         engine, events, plan = self.engine, self.events, step.plan
@@ -359,12 +360,12 @@ class Text:
         self.events.truncated(length, self.table.resident_chunks)
 
     def can_truncate(self, length: int) -> bool:
-        """Would `truncate` leave exactly `length` tokens? Recurrent state can only stay or go as a whole."""
-        return length in (0, self.length) or (not self.engine.info.recurrent and self._window_reaches(length))
+        """Would `truncate` leave exactly `length` tokens? Recurrent state goes back within a step at most."""
+        return length in (0, self.length) or (self.engine.can_truncate(length) and self._window_reaches(length))
 
     def truncates_to(self, length: int) -> int:
         """What `truncate` would leave."""
-        if length >= self.length or (not self.engine.info.recurrent and self._window_reaches(length)):
+        if length >= self.length or self.can_truncate(length):
             return min(length, self.length)
         return self.checkpoints.nearest(length)
 

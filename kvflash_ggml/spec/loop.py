@@ -12,6 +12,7 @@ from ..arrays import Floats, Int32s
 from ..errors import DraftError
 from .base import Drafter
 from .draft import Draft, checked
+from .features import FeatureRows
 from .tally import Tally
 
 logger = logging.getLogger("kvflash_ggml")
@@ -51,9 +52,9 @@ class Judge(Protocol):
 class Speculator:
     """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
 
-    judge: what is worth it. n_vocab: of the target. ends: tokens that end a text. rows: reads what drafters want of the
-    tokens of the newest step, (first, count) -> [count, width]; None if they want nothing. total, last: what came of
-    it, in all and since `begin`. off: why nothing is drafted any more, None while something may be.
+    judge: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given of
+    the target's compute; None if they want nothing. total, last: what came of it, in all and since `begin`. off: why
+    nothing is drafted any more, None while something may be.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Speculator:
         *,
         n_vocab: int,
         ends: Collection[int],
-        rows: Callable[[int, int], Floats] | None = None,
+        features: FeatureRows | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafters = list(drafters)
@@ -72,7 +73,7 @@ class Speculator:
         self._judge = judge
         self._n_vocab = n_vocab
         self._ends = frozenset(ends)
-        self._rows = rows
+        self._features = features
         self._clock = clock
         self._known = [0] * len(self.drafters)
         self._bad = [0] * len(self.drafters)
@@ -190,9 +191,9 @@ class Speculator:
 
     def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
         """See `session.step.Follower`."""
-        if self._rows is None:
+        if self._features is None:
             return
-        rows = self._rows(0, len(tokens))  # which waits for the compute
+        rows = self._features.read(len(tokens))  # which waits for the compute
         if ahead:
             self._ahead = (start, tokens, rows)
         else:
@@ -214,10 +215,11 @@ class Speculator:
                 self._tell(at, partial(drafter.cut, length))
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
+        assert self._features is not None
         for at, drafter in enumerate(self.drafters):
             if drafter.wants and len(tokens):
                 self._known[at] = start + len(tokens)
-                self._tell(at, partial(drafter.observe, start, tokens, rows))
+                self._tell(at, partial(drafter.observe, start, tokens, self._features.of(drafter.wants, rows)))
 
     def _tell(self, at: int, what: Callable[[], None]) -> None:
         """The text goes on, whatever a drafter makes of it."""
@@ -225,9 +227,3 @@ class Speculator:
             what()
         except Exception as err:
             self._disable(at, f"{type(err).__name__}: {err}")
-
-    def close(self) -> None:
-        """Close the drafters."""
-        for drafter in self.drafters:
-            drafter.close()
-        self.drafters.clear()

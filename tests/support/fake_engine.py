@@ -62,6 +62,7 @@ class FakeInfo:
     mask_f32: bool = False
     v_trans: bool = False
     query_rows: int = 0
+    rs_planes: int = 0
     asynchronous: bool = False
     rotated: int = 0
     page_bytes: int = PAGE_BYTES
@@ -348,6 +349,9 @@ class FakeEngine(FakeHost):
         self.clear_cells(slot, len(tokens))
         self.cell_pos[slot : slot + len(tokens)] = np.arange(pos, pos + len(tokens))
         self.cell_token[slot : slot + len(tokens)] = tokens
+
+    def can_truncate(self, pos: int) -> bool:
+        return not self.info.recurrent or pos == 0
 
     def truncate(self, pos: int, *, seq: int = 0) -> bool:
         assert seq == 0
