@@ -268,6 +268,10 @@ class GeneratingLlama(SavingLlama):
             return self._session.truncate(min(length, self._session.length))
         return length if self._ctx.kv_cache_seq_rm(-1, length, -1) else 0
 
+    def _likeliest(self) -> int:
+        """The likeliest token after the last row of the newest step."""
+        return int(np.ctypeslib.as_array(self._ctx.get_logits_ith(-1), shape=(self._n_vocab,)).argmax())
+
     def _forget(self, length: int) -> None:
         left = self._cut(length)
         self.n_tokens = length

@@ -73,7 +73,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: i
     info = pool.engine.info
     if config.repair is not None and config.checkpoints == 0 and (info.recurrent or info.n_swa > 0):
         raise ConfigError(f"repair={config.repair} goes back in the text, for which this model needs checkpoints >= 1")
-    required = config.reading == "exact" or config.answer == "exact" or config.repair is not None
+    required = config.reading == "exact" or config.answer != "pool" or config.repair is not None
     slots, why = stage_slots(
         config.stage,
         n_ctx=n_ctx,
@@ -92,7 +92,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: i
             raise
         logger.warning("prompts are read with what is in the pool in view: %s", err)
         return Reading(why=str(err))
-    return Reading(exact=True, answers_exactly=config.answer == "exact", why=why)
+    return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
 def stage_slots(asked: int | None, *, n_ctx: int, free_bytes: int, slot_bytes: int) -> tuple[int, str]:

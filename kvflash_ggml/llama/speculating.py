@@ -22,9 +22,10 @@ from ..spec.loop import Judge, Speculator
 from ..spec.ngram import NGram
 from ..spec.target import Target
 from .sizing import address
+from .sketch import PoolDrafter
 
 if TYPE_CHECKING:
-    from llama_cpp import Llama
+    from .generation import GeneratingLlama
 
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
@@ -45,11 +46,11 @@ class Room:
     plane_bytes: int = 0
 
 
-def room(llm: Llama, config: KVFlashConfig, draft_model: object) -> Room:
+def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object) -> Room:
     """What the drafts that a model is asked for need. The model is loaded, its context is not made yet."""
     from ..native.engine import plane_bytes
 
-    if config.spec is None and draft_model is None:
+    if config.spec is None and draft_model is None and config.answer != "lossless":
         return Room()
     spec, params = config.spec or SpecConfig(), llm.context_params
     size = plane_bytes(address(llm._model))
@@ -69,7 +70,7 @@ class Drafting:
     rows: int = ROWS
 
 
-def open_drafting(llm: Llama, config: KVFlashConfig, engine: Engine, rows: int, stack: ExitStack) -> Drafting:
+def open_drafting(llm: GeneratingLlama, config: KVFlashConfig, engine: Engine, rows: int, stack: ExitStack) -> Drafting:
     """Open the drafters that a configuration names, before the first step. They are closed by the stack.
 
     Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target.
@@ -81,10 +82,11 @@ def open_drafting(llm: Llama, config: KVFlashConfig, engine: Engine, rows: int, 
     return Drafting(drafters, FeatureRows(engine, given, llm.n_embd()) if given else None, rows)
 
 
-def make_speculator(llm: Llama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
+def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
     """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does."""
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
-    drafters: list[Drafter] = [*given, *drafting.drafters]
+    pool = [PoolDrafter(llm)] if config.answer == "lossless" else []
+    drafters: list[Drafter] = [*given, *drafting.drafters, *pool]
     if not drafters:
         return None
     spec = config.spec or SpecConfig()
@@ -92,7 +94,7 @@ def make_speculator(llm: Llama, config: KVFlashConfig, drafting: Drafting) -> Sp
     return Speculator(drafters, judge, n_vocab=llm.n_vocab(), ends=_ends(llm), features=drafting.features)
 
 
-def _open(llm: Llama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:
+def _open(llm: GeneratingLlama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:
     drafters: list[Drafter] = [NGram()]
     if spec.draft is not None:
         drafters.append(DFlash(spec.draft, _target(llm, spec), window=spec.window))
@@ -101,7 +103,7 @@ def _open(llm: Llama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:
     return drafters
 
 
-def _target(llm: Llama, spec: SpecConfig) -> Target:
+def _target(llm: GeneratingLlama, spec: SpecConfig) -> Target:
     params = llm.context_params
     offload = llm.model_params.n_gpu_layers if spec.n_gpu_layers is None else spec.n_gpu_layers
     return Target(
@@ -118,7 +120,7 @@ def _target(llm: Llama, spec: SpecConfig) -> Target:
     )
 
 
-def _ends(llm: Llama) -> frozenset[int]:
+def _ends(llm: GeneratingLlama) -> frozenset[int]:
     """The tokens that end a text."""
     vocab = llm._model.vocab
     return frozenset(token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token))

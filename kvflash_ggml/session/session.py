@@ -155,6 +155,16 @@ class Session(Text):
         self._repair(None)
         self._generate_step(tokens, EVERY, after, ahead=len(tokens))
 
+    def sketch(self, tokens: Int32s, *, room: int) -> None:
+        """Evaluate tokens ahead of the text by what is in the pool alone; the logits of the last are at hand.
+
+        Several calls follow each other, up to `room` tokens. `verify` or whatever else changes the text drops them.
+        """
+        if self.ahead == 0:
+            self._begin(room)
+            self._take_ready()
+        self.evaluate(tokens, LAST, generated=True, ahead=room)
+
     def accept(self, count: int | None = None) -> None:
         """The first `count` of the tokens that were verified are of the text, or those that were kept."""
         self.unfinished.settle()
@@ -232,11 +242,10 @@ class Session(Text):
 
     def _generate_step(self, tokens: Int32s, output: Output, after: AfterStep | None, *, ahead: int = 0) -> None:
         """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
-        start, scoring, repair = self.length, self.scoring, self.repair
+        start, repair = self.length, self.repair
         if repair is not None and start == repair.start:
             self.checkpoints.before_step(start, wanted=True)
-        if scoring is not None and scoring.is_ready:
-            self._take(scoring.take(), sparingly=True)
+        self._take_ready()
         try:
             self.evaluate(tokens, output, after, generated=True, ahead=ahead, stream=self.reading.answers_exactly)
             if repair is not None:
@@ -244,6 +253,11 @@ class Session(Text):
         finally:
             if not ahead:
                 self._generated(self.length - start)
+
+    def _take_ready(self) -> None:
+        """Go by the scores that are due, if there are any."""
+        if self.scoring is not None and self.scoring.is_ready:
+            self._take(self.scoring.take(), sparingly=True)
 
     def _generated(self, count: int) -> None:
         """So many tokens are of the text now; fewer than none after a step that failed and took some along."""

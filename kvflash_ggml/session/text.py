@@ -98,6 +98,11 @@ class Text:
         return 0 if self._ahead is None else len(self._ahead.tokens)
 
     @property
+    def sees_everything(self) -> bool:
+        """Is all of the text in the pool?"""
+        return not self.bounded or everything_is_resident(self.table.layout, self.length)
+
+    @property
     def page_ins(self) -> int:
         return self.paging.page_ins
 
@@ -179,24 +184,6 @@ class Text:
                 self.rebuild = False  # or what cannot be recalled would be asked for at every step
             self._follow(step, after)
             raise
-
-    def drop_ahead(self) -> None:
-        """Forget the rows ahead of the text, but keep their room: others are written there. None of them was kept."""
-        ahead = self._ahead
-        assert ahead is not None
-        assert ahead.kept == 0
-        self.unfinished.begin(partial(self._drop_ahead, ahead))
-        self.unfinished.settle()
-
-    def _drop_ahead(self, ahead: Ahead) -> None:
-        """Can be done again wherever it was interrupted."""
-        self.mask.rewind()
-        self.logits = NO_LOGITS
-        if self._goes_back(ahead, ahead.start):
-            self._ahead = replace(ahead, tokens=ahead.tokens[:0])
-        else:
-            self._cut(ahead.start, direct=False)
-            self._ahead = None
 
     def _needs_state(self, room: int, count: int) -> bool:
         """Is a copy of the recurrent state needed to forget all but one of `count` rows, or what takes their room?"""

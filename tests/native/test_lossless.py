@@ -1,0 +1,77 @@
+"""Lossless answers: what is resident drafts, all of the text verifies."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflash_ggml.config import SpecConfig
+from kvflash_ggml.errors import ConfigError
+
+SIZE = {"n_ctx": 1280, "n_batch": 128, "n_ubatch": 128}
+LOSSLESS = {"kvflash": 512, "kvflash_reading": "exact", "kvflash_answer": "lossless", "kvflash_policy": "qk"}
+
+
+def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[int], list[Any]]:
+    tokens, logits = [], []
+    for token in islice(llm.generate(prompt, **sampler), count):
+        tokens.append(token)
+        logits.append(llm.newest_logits())
+    return tokens, logits
+
+
+@pytest.mark.parametrize("width", [2, 5, 9])
+@pytest.mark.parametrize("temp", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
+def test_the_text_is_that_of_the_full_cache(kind: str, temp: float, width: int, llama: Any, tokens: Any) -> None:
+    """Tokens and logits, which the CPU computes alike in steps of any width but for rounding."""
+    prompt = tokens[:1100].tolist()
+    full, theirs = told(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
+    llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=width, types=("ngram",)))
+    tokens_out, logits = told(llm, prompt, 50, temp=temp)
+    same = next((i for i, (a, b) in enumerate(zip(full, tokens_out, strict=True)) if a != b), len(full))
+    for a, b in zip(theirs[: same + 1], logits[: same + 1], strict=True):
+        assert np.abs(a - b).max() <= 0.02 * np.abs(a).max()
+    assert same >= 40
+    counted, stats = llm.kvflash.spec.last, llm.kvflash
+    assert counted.by_source["pool"].steps > 0
+    assert stats.streamed_steps > 0
+    assert stats.page_outs > 0
+    assert stats.last.generated_whole == stats.last.generated > 0
+
+
+def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
+    """What the pool has drafted is never of the text."""
+    prompt = tokens[:1100].tolist()
+    full = told(llama(**SIZE, kvflash=1280), prompt, 40, temp=0.0)[0]
+    for stop in (1, 2, 5, 8):
+        llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
+        stream = llm.generate(prompt, temp=0.0)
+        assert [*islice(stream, stop)] == full[:stop]
+        stream.close()
+        assert llm._session.tokens.tolist() == [*prompt, *full[: stop - 1]]
+        assert [*islice(llm.generate([*prompt, *full[:stop]], temp=0.0), 16)] == full[stop : stop + 16]
+        llm._session.table.check_integrity()
+
+
+def test_it_needs_exact_reading(llama: Any) -> None:
+    with pytest.raises(ConfigError, match="reading='pool'"):
+        llama(**SIZE, kvflash=512, kvflash_answer="lossless", kvflash_reading="pool")
+
+
+def test_a_sampler_that_calls_python_is_drafted_for_too(llama: Any, tokens: Any) -> None:
+    import llama_cpp
+
+    def higher(ids: Any, scores: Any) -> Any:
+        scores[5] += 1
+        return scores
+
+    prompt = tokens[:1100].tolist()
+    settings = {"temp": 0.0, "logits_processor": llama_cpp.LogitsProcessorList([higher])}
+    full = told(llama(**SIZE, kvflash=1280), prompt, 30, **settings)[0]
+    llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
+    assert told(llm, prompt, 30, **settings)[0] == full
+    assert llm.kvflash.spec.last.accepted > 0
