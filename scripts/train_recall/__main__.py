@@ -6,7 +6,11 @@ Two architectures that llama.cpp knows:
   qwen35  hybrid decoder: gated delta net on most layers, gated full attention
           (partial rotary) on every `full_interval`-th layer
 
-and a DFlash block-diffusion draft model trained against the frozen qwen3.
+and drafters for speculative decoding, trained against a frozen one of these:
+
+  dflash  block diffusion over layer inputs of qwen3
+  eagle3  one layer over fused layer inputs of qwen3, a token at a time
+  mtp     the "nextn" layer of qwen35, a token at a time
 
 Design notes
   * Parameters live in a plain dict whose keys are the GGUF tensor names, so
@@ -38,12 +42,13 @@ from pathlib import Path
 
 import torch
 
-from .config import Settings
+from .chain import train_chain
+from .config import TARGETS, Config, Settings
 from .corpus import build_corpus
 from .dflash import train_dflash
 from .evaluation import evaluate
 from .loader import Loader
-from .params import load, save
+from .params import Params, load, save
 from .regions import compile_regions
 from .synth import Synth
 from .training import train
@@ -59,7 +64,7 @@ SMOKE = dict(
     device="cpu",
     compile=0,
     workers=1,
-    plan="qwen3:3,scorer:3,qwen35:3,dflash:3",
+    plan="qwen3:3,scorer:3,qwen35:3,dflash:3,eagle3:3,mtp:3",
     roots=sysconfig.get_path("stdlib"),
     max_bytes=3_000_000,
     stages=[(1.0, (256, 512))],
@@ -67,6 +72,7 @@ SMOKE = dict(
     tokens=1024,
     dflash_seq=512,
     dflash_anchors=4,
+    chain_anchors=4,
     trials=2,
 )
 
@@ -88,23 +94,33 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("--lr", type=float, default=DEFAULT.lr)
     ap.add_argument("--warm", type=int, default=DEFAULT.warm)
     ap.add_argument("--hold", type=float, default=DEFAULT.hold)
+    ap.add_argument("--tokens", type=int, default=DEFAULT.tokens, help="tokens of the target per step")
     ap.add_argument("--seed", type=int, default=DEFAULT.seed)
     ap.add_argument("--device", default=DEFAULT.device, choices=("cuda", "cpu"))
     ap.add_argument("--compile", type=int, default=1)
     ap.add_argument("--cache", default="", help="torch.compile cache artifact to load")
     ap.add_argument("--stages", type=json.loads, default=None, help="[[until, [lengths]], ...]")
     ap.add_argument("--niah", default="2048,8192,32768,65536,131072", help="lengths to evaluate")
-    ap.add_argument("--target", default="", help="qwen3 checkpoint for a dflash-only plan")
+    ap.add_argument("--target", default="", help="checkpoint or GGUF file for a plan of drafters alone")
     ap.add_argument("--smoke", action="store_true", help="a few tiny steps of everything on a CPU")
     ap.set_defaults(
-        tokens=DEFAULT.tokens,
         dflash_seq=DEFAULT.dflash_seq,
         dflash_anchors=DEFAULT.dflash_anchors,
+        chain_anchors=DEFAULT.chain_anchors,
         trials=DEFAULT.trials,
     )
     if ap.parse_known_args()[0].smoke:
         ap.set_defaults(**SMOKE)
     return ap.parse_args()
+
+
+def load_target(path: str, device: str) -> tuple[Config, Params]:
+    """A model to train a drafter against, from a checkpoint or a GGUF file."""
+    if path.endswith(".gguf"):
+        from .import_gguf import load_gguf
+
+        return load_gguf(path, device)[:2]
+    return load(path, device)[:2]
 
 
 def save_cache(path: str) -> None:
@@ -144,9 +160,12 @@ def main() -> None:
     done = {}
     for item in args.plan.split(","):
         name, seconds, *init = item.split(":")
-        if name == "dflash":
-            tcfg, target = done["qwen3"] if "qwen3" in done else load(args.target, run.device)[:2]
-            train_dflash(float(seconds), target, tcfg=tcfg, loader=loader, run=run)
+        if name in TARGETS:
+            tcfg, target = done.get(TARGETS[name]) or load_target(args.target, run.device)
+            if name == "dflash":
+                train_dflash(float(seconds), target, tcfg=tcfg, loader=loader, run=run)
+            else:
+                train_chain(name, float(seconds), target, tcfg=tcfg, loader=loader, run=run)
             continue
         start = load(init[0], run.device)[1] if init else None
         cfg, p, info = train(name, float(seconds), loader=loader, run=run, init=start)

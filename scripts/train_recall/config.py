@@ -1,4 +1,4 @@
-"""Constants, the four model shapes and their training schedules."""
+"""Constants, the model shapes and their training schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,18 @@ class Config:
     lin_dim: int = 64
     conv: int = 4
     block: int = 16  # dflash
-    target_layers: tuple[int, ...] = ()  # dflash: layer inputs of the target
+    chain: int = 0  # mtp, eagle3: tokens drafted one after another in training
+    target_layers: tuple[int, ...] = ()  # dflash, eagle3: layer inputs of the target
+
+    @property
+    def blocks(self) -> range:
+        """The numbers of its layers; an MTP head is the one after those of its target."""
+        return range(self.n_layer, self.n_layer + 1) if self.arch == "mtp" else range(self.n_layer)
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention has an output gate, and the second norm qwen35's name."""
+        return self.arch in ("qwen35", "mtp")
 
     def is_attn(self, i: int) -> bool:
         return self.arch != "qwen35" or (i + 1) % self.full_interval == 0
@@ -56,6 +67,7 @@ class Settings:
     stages: Stages | None = None  # None: STAGES of the model
     dflash_seq: int = 4096
     dflash_anchors: int = 32  # drafted blocks per sequence
+    chain_anchors: int = 256  # drafted chains per sequence
     trials: int = 16  # needles per length and depth
 
 
@@ -64,7 +76,10 @@ CONFIGS = {
     "scorer": Config(n_layer=3, d=192, n_head=3, n_kv=1, ffn=576, tied=True),
     "qwen35": Config(arch="qwen35", n_layer=8, ffn=640, tied=True, n_rot=16),
     "dflash": Config(arch="dflash", n_layer=2, target_layers=(2, 4, 5)),
+    "eagle3": Config(arch="eagle3", n_layer=1, ffn=512, chain=5, target_layers=(2, 4, 5)),
+    "mtp": Config(arch="mtp", n_layer=8, ffn=640, n_rot=16, chain=4),
 }
+TARGETS = {"dflash": "qwen3", "eagle3": "qwen3", "mtp": "qwen35"}
 
 
 #            until   lengths drawn with equal probability

@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import CONFIGS, MASK, Config, Settings
 from .forward import forward, rope_tables
 from .loader import Loader
-from .params import Params, init_params, out_weight, save
+from .params import Params, init_params, layer, out_weight, save
 from .regions import lin, mix_out, rms, rope
 from .training import LOOKAHEAD, lr_at, make_optimizer, optimize, to_device
 
@@ -64,7 +64,7 @@ def dflash_forward(
         return [t.to(dt).view(rows, -1, cfg.n_kv, cfg.d_head).transpose(1, 2).repeat_interleave(rep, 1) for t in (k, v)]
 
     for i in range(cfg.n_layer):
-        b = {k.split(".", 2)[2]: t for k, t in p.items() if k.startswith(f"blk.{i}.")}
+        b = layer(p, i)
         h = rms(x, b["attn_norm.weight"], cfg.eps)
         q = (
             rope(

@@ -2,7 +2,8 @@
 
   python -m scripts.train_recall.export_gguf CKPT.pt TOKENIZER.json OUT.gguf
       [--type f16|q8_0|f32] [--name NAME]
-      [--target TARGET.pt]   dflash: also ship the target's embeddings and head
+      [--target TARGET]      also ship the target's embeddings and head (dflash, eagle3: optional;
+                             mtp: required, and the norm before the head too); .pt or .gguf
       [--gguf-py DIR]        llama.cpp's gguf-py instead of the installed gguf
 
 Needs torch (to read the checkpoint), numpy and gguf. Parameter names in the checkpoint are already
@@ -62,14 +63,14 @@ def add_tokenizer(w: Any, path: str, *, gguf: Any, mask: bool) -> None:
 
 def add_metadata(w: Any, c: dict[str, Any], *, name: str, ftype: int, info: dict[str, Any], quant_version: int) -> None:
     """The hyperparameters of checkpoint config ``c`` under llama.cpp's keys."""
-    a = c["arch"]
+    a = gguf_arch(c)
     w.add_name(name)
     w.add_description("Tiny model trained from scratch for long-context recall tests; " + json.dumps(info)[:400])
     w.add_file_type(ftype)
     w.add_quantization_version(quant_version)
     w.add_uint32(f"{a}.context_length", MAX_POS)
     w.add_uint32(f"{a}.embedding_length", c["d"])
-    w.add_uint32(f"{a}.block_count", c["n_layer"])
+    w.add_uint32(f"{a}.block_count", c["n_layer"] + (c["arch"] == "mtp"))
     w.add_uint32(f"{a}.feed_forward_length", c["ffn"])
     w.add_uint32(f"{a}.attention.head_count", c["n_head"])
     w.add_uint32(f"{a}.attention.head_count_kv", c["n_kv"])
@@ -88,9 +89,36 @@ def add_metadata(w: Any, c: dict[str, Any], *, name: str, ftype: int, info: dict
         w.add_uint32(f"{a}.ssm.time_step_rank", c["lin_heads"])
         w.add_uint32(f"{a}.ssm.inner_size", c["lin_heads"] * c["lin_dim"])
         w.add_uint32(f"{a}.full_attention_interval", c["full_interval"])
+    if c["arch"] == "mtp":
+        w.add_uint32(f"{a}.nextn_predict_layers", 1)
     if a == "dflash":
         w.add_uint32(f"{a}.block_size", c["block"])
+    if a == "eagle3":
+        w.add_uint32(f"{a}.target_hidden_size", c["d"])
+    if c["target_layers"]:
         w.add_array(f"{a}.target_layers", [int(x) for x in c["target_layers"]])
+
+
+def gguf_arch(c: dict[str, Any]) -> str:
+    """llama.cpp's name of a config's architecture: an MTP head is part of a qwen35."""
+    return "qwen35" if c["arch"] == "mtp" else str(c["arch"])
+
+
+def interleaved(x: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a projection ``[heads * dim, ...]`` for rotary pairs side by side, not halves apart."""
+    return np.ascontiguousarray(x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2)).reshape(x.shape)
+
+
+def shared_tensors(target: str, c: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of ``target`` that a drafter ships copies of."""
+    if target.endswith(".gguf"):
+        from .import_gguf import load_gguf
+
+        state = load_gguf(target)[1]
+    else:
+        state = torch.load(target, map_location="cpu", weights_only=True)["state"]
+    names = ["token_embd.weight", "output.weight"] + ["output_norm.weight"] * (c["arch"] == "mtp")
+    return {k: state[k] for k in names if k in state}
 
 
 def export(ckpt: str, tokenizer: str, *, out: str, kind: str, name: str, target: str, gguf: Any) -> int:
@@ -98,13 +126,12 @@ def export(ckpt: str, tokenizer: str, *, out: str, kind: str, name: str, target:
     ck = torch.load(ckpt, map_location="cpu", weights_only=True)
     c, state = ck["config"], dict(ck["state"])
     if target:
-        shared = torch.load(target, map_location="cpu", weights_only=True)["state"]
-        for k in ("token_embd.weight", "output.weight"):
-            if k in shared:
-                state[k] = shared[k]
+        state.update(shared_tensors(target, c))
+    elif c["arch"] == "mtp":
+        raise SystemExit("an MTP head cannot borrow its target's embeddings: name the target with --target")
     qtype = gguf.GGMLQuantizationType[TYPES[kind][0]]
     ftype = gguf.LlamaFileType[TYPES[kind][1]]
-    w = gguf.GGUFWriter(out, c["arch"])
+    w = gguf.GGUFWriter(out, gguf_arch(c))
     add_metadata(
         w,
         c,
@@ -119,6 +146,8 @@ def export(ckpt: str, tokenizer: str, *, out: str, kind: str, name: str, target:
         x = t.float().numpy()
         if key.endswith(".A_log"):
             key, x = key.replace("A_log", "ssm_a"), -np.exp(x)
+        if c["arch"] == "eagle3" and key.endswith(("attn_q.weight", "attn_k.weight")):
+            x = interleaved(x, len(x) // c["d_head"])
         n += x.size
         if x.ndim == 1 or "conv1d" in key:
             w.add_tensor(key, np.ascontiguousarray(x, np.float32))

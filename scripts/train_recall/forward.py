@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import CHUNK, Config
 from .kernels import ChunkScan, TriInv
-from .params import Params, out_weight
+from .params import Params, layer, out_weight
 from .regions import PLAIN_REGIONS, REGIONS, rms
 
 
@@ -65,8 +65,8 @@ def forward(
     for i in range(cfg.n_layer):
         if i in keep:
             kept.append(x)
-        b = {k.split(".", 2)[2]: t for k, t in p.items() if k.startswith(f"blk.{i}.")}
-        ffn_norm = b["post_attention_norm.weight" if cfg.arch == "qwen35" else "ffn_norm.weight"]
+        b = layer(p, i)
+        ffn_norm = b["post_attention_norm.weight" if cfg.gated else "ffn_norm.weight"]
         ffn = (
             ffn_norm,
             b["ffn_gate.weight"],
@@ -88,7 +88,7 @@ def forward(
                 sin,
                 cfg.n_head,
                 cfg.n_kv,
-                cfg.arch == "qwen35",
+                cfg.gated,
                 cfg.eps,
                 dt,
             )

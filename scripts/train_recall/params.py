@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import Config
+from .config import TARGETS, Config
 
 Params = dict[str, Tensor]
 
@@ -29,24 +29,30 @@ def init_params(cfg: Config, device: str, *, seed: int = 0) -> Params:
 
     d, q_dim, kv_dim = cfg.d, cfg.n_head * cfg.d_head, cfg.n_kv * cfg.d_head
     res = 0.6 / math.sqrt(2 * cfg.n_layer)
-    if cfg.arch == "dflash":
+    if cfg.target_layers:
         mat("fc.weight", d, len(cfg.target_layers) * d)
+    if cfg.arch == "dflash":
         ones("enc.output_norm.weight", d)
-    else:
+    elif cfg.arch not in TARGETS:
         mat("token_embd.weight", cfg.vocab, d, 0.02 if cfg.tied else 0.05)
         if not cfg.tied:
             mat("output.weight", cfg.vocab, d, 0.02)
-    ones("output_norm.weight", d)
-    for i in range(cfg.n_layer):
+    if cfg.arch != "mtp":
+        ones("output_norm.weight", d)
+    for i in cfg.blocks:
         b = f"blk.{i}."
         ones(b + "attn_norm.weight", d)
         if cfg.is_attn(i):
-            mat(b + "attn_q.weight", q_dim * (2 if cfg.arch == "qwen35" else 1), d)
-            mat(b + "attn_k.weight", kv_dim, d)
-            mat(b + "attn_v.weight", kv_dim, d)
+            wide = 2 * d if cfg.arch == "eagle3" else d
+            mat(b + "attn_q.weight", q_dim * (2 if cfg.gated else 1), wide)
+            mat(b + "attn_k.weight", kv_dim, wide)
+            mat(b + "attn_v.weight", kv_dim, wide)
             mat(b + "attn_output.weight", d, q_dim, res / math.sqrt(q_dim))
-            ones(b + "attn_q_norm.weight", cfg.d_head, 1.2)
-            ones(b + "attn_k_norm.weight", cfg.d_head, 1.2)
+            if cfg.arch == "eagle3":
+                ones(b + "attn_norm_2.weight", d)
+            else:
+                ones(b + "attn_q_norm.weight", cfg.d_head, 1.2)
+                ones(b + "attn_k_norm.weight", cfg.d_head, 1.2)
         else:
             inner = cfg.lin_heads * cfg.lin_dim
             mat(b + "attn_qkv.weight", 3 * inner, d)
@@ -60,10 +66,14 @@ def init_params(cfg: Config, device: str, *, seed: int = 0) -> Params:
             p[b + "ssm_dt.bias"] = dt + torch.log(-torch.expm1(-dt))
             ones(b + "ssm_norm.weight", cfg.lin_dim)
             mat(b + "ssm_out.weight", d, inner, res / math.sqrt(inner))
-        ones(b + ("post_attention_norm.weight" if cfg.arch == "qwen35" else "ffn_norm.weight"), d)
+        ones(b + ("post_attention_norm.weight" if cfg.gated else "ffn_norm.weight"), d)
         mat(b + "ffn_gate.weight", cfg.ffn, d)
         mat(b + "ffn_up.weight", cfg.ffn, d)
         mat(b + "ffn_down.weight", d, cfg.ffn, res / math.sqrt(cfg.ffn))
+        if cfg.arch == "mtp":
+            mat(b + "nextn.eh_proj.weight", d, 2 * d)
+            for name in ("enorm", "hnorm", "shared_head_norm"):
+                ones(f"{b}nextn.{name}.weight", d)
     return {k: v.to(device).requires_grad_(True) for k, v in p.items()}
 
 
@@ -74,6 +84,11 @@ def save(p: Params, cfg: Config, *, path: str, info: dict[str, Any]) -> None:
     }
     torch.save({"config": asdict(cfg), "state": state, "info": info}, path + ".tmp")
     Path(path + ".tmp").replace(path)
+
+
+def layer(p: Params, i: int) -> Params:
+    """The parameters of layer ``i``, without their prefix."""
+    return {k.split(".", 2)[2]: t for k, t in p.items() if k.startswith(f"blk.{i}.")}
 
 
 def load(path: str, device: str = "cpu") -> tuple[Config, Params, dict[str, Any]]:

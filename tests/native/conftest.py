@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.archs import write_latent
+from support.drafter_models import with_head
 from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
 
 from kvflash_ggml import KVFlashConfig
@@ -31,11 +32,13 @@ def loaded() -> None:
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Path]:
-    """The trained models: dense, hybrid (recurrent state beside attention), small and dense."""
+    """The trained models: dense, hybrid (recurrent state beside attention), small and dense; and drafters."""
     return {
         "dense": MODELS / "recall-qwen3-q8_0.gguf",
         "hybrid": MODELS / "recall-qwen35-q8_0.gguf",
         "small": MODELS / "scorer-qwen3-q8_0.gguf",
+        "eagle3": MODELS / "recall-eagle3-q8_0.gguf",  # for the dense one
+        "mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf",  # for the hybrid one
     }
 
 
@@ -43,15 +46,19 @@ def models() -> dict[str, Path]:
 def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
-    "iswa", "uneven" and "latent" (random weights) and "f32" (the dense one, dequantised) are made when asked for.
+    "iswa", "uneven" and "latent" (random weights), "f32" (the dense one, dequantised) and "headed" (the hybrid one
+    with its MTP head) are made when asked for.
     """
     made = dict(models)
 
     def find(kind: str) -> Path:
         if kind not in made:
             path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
-            makers = {"iswa": write_iswa, "uneven": write_uneven, "latent": write_latent, "f32": dequantise}
-            makers[kind](models["dense"], path)
+            if kind == "headed":
+                with_head(models["hybrid"], models["mtp"], path)
+            else:
+                makers = {"iswa": write_iswa, "uneven": write_uneven, "latent": write_latent, "f32": dequantise}
+                makers[kind](models["dense"], path)
             made[kind] = path
         return made[kind]
 

@@ -1,4 +1,4 @@
-"""Drafters made from the small model: with another tokenizer, or with a short context."""
+"""Drafters made from the trained models: with another tokenizer, a short context, or joined to the target."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def with_other_tokens(source: Path, target: Path) -> Path:
 def with_context(source: Path, target: Path, n_ctx: int) -> Path:
     """The same model, said to be trained for so many tokens."""
     return _write(gguf.GGUFReader(source), target, {"qwen3.context_length": n_ctx}, lambda t: t.data)
+
+
+def with_head(source: Path, head: Path, target: Path) -> Path:
+    """The model of `source` with the MTP head of `head` as its last layer: one file that drafts for itself."""
+    model, last = gguf.GGUFReader(source), gguf.GGUFReader(head)
+    arch = model.fields["general.architecture"].contents()
+    counts = [f"{arch}.block_count", f"{arch}.nextn_predict_layers"]
+    writer = gguf.GGUFWriter(target, arch)
+    _copy_fields(model, writer, lambda key: key not in counts)
+    _copy_fields(last, writer, lambda key: key in counts)
+    own = {tensor.name for tensor in model.tensors}
+    for tensor in [*model.tensors, *(t for t in last.tensors if t.name not in own)]:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    _finish(writer)
+    return target
 
 
 def _write(reader: Any, target: Path, changed: dict[str, Any], data: Any) -> Path:
