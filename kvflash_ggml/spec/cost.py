@@ -1,0 +1,270 @@
+"""Whether to draft, and how many rows to verify: what pays, within a budget of what it may cost.
+
+Nothing here looks at a clock: who runs the steps tells how long they took.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from math import inf
+from statistics import median
+
+import numpy as np
+
+from .draft import Draft
+from .survival import Shares, Survival, expected
+from .times import SAMPLES, Times
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Rows of a step, the root's included: few of them, since other rows than before cost a graph."""
+
+EPS = 0.02
+"""Drafts may cost this share of the time of plain decoding."""
+
+CREDIT = 4.0
+"""And so many plain steps beyond that."""
+
+EARNED = 8.0
+"""What was won before counts up to so many times that credit."""
+
+MARGIN = 1.05
+"""A change must promise to be this much faster."""
+
+HOLD = 8
+"""Steps between two changes of the rows that are verified."""
+
+STAY = 16.0
+"""Steps that the same rows are expected to stay, before it is known."""
+
+FRESH = 128
+"""Plain steps are timed again after the time of so many, and for an answer in a text that has grown by half."""
+
+CHEAP = 0.1
+"""A proposal that takes less than this share of a plain step is asked for on the chance."""
+
+
+class _Source:
+    """What is known of a drafter. serial: its tokens cost one after the other."""
+
+    def __init__(self, serial: bool) -> None:
+        self.survival = Survival()
+        self.failed = 0  # proposals in a row that came to nothing
+        self.resting = 0  # steps until it is asked again
+        self.serial = serial
+        self._times: deque[float] = deque(maxlen=SAMPLES)
+        self._counts: deque[int] = deque(maxlen=SAMPLES)
+        self._each = 0.0  # seconds, of a token or of a proposal
+
+    def proposed(self, count: int, seconds: float) -> None:
+        if count:
+            self._counts.append(count)
+        if count or not self.serial:
+            self._times.append(seconds / count if self.serial else seconds)
+            self._each = median(self._times)
+
+    def length(self, most: int) -> int:
+        """Tokens that it proposes if it is asked for `most`."""
+        return most if self.serial or not self._counts else min(most, round(median(self._counts)))
+
+    def drafting(self, count: int) -> float:
+        """Seconds that a proposal of so many tokens takes; 0 before it is known."""
+        return self._each * (count if self.serial else 1)
+
+
+class Controller:
+    """Chooses what wins most tokens a second, as steps and drafts have been lately.
+
+    With P the time that plain decoding would have taken for the same tokens, T[1] that of one of its steps, an answer
+    takes no more than (1 + eps) P + 4 T[1] and what one step takes longer than it was thought to, whatever drafters
+    return: a step that could break this is not taken. What is known of times and sources outlives the answer.
+
+    widths: rows that may be verified. serial: names of the sources that compute their tokens one after the other.
+    """
+
+    def __init__(
+        self, widths: Sequence[int] = WIDTHS, *, serial: Collection[str] = (), eps: float = EPS, credit: float = CREDIT
+    ) -> None:
+        self._widths = tuple(sorted(width for width in widths if width > 1))
+        self._serial = frozenset(serial)
+        self._eps, self._credit = eps, credit
+        self._times = Times()
+        self._sources: dict[str, _Source] = {}
+        self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
+        self._stay, self._run = STAY, 0  # steps that rows stay the same: on average, and now
+        self._timed_at = 0  # length of the text when a plain step was last timed
+        self._since_timed = 0.0  # seconds since
+        self.begin(0)
+
+    def begin(self, length: int) -> None:
+        """See `control.Controls`."""
+        self.excess = 0.0
+        self.off: str | None = None
+        self._length = length
+        self._plain = 0.0  # seconds plain decoding would have taken
+        self._took = 0.0
+        self._pending = 0.0  # seconds of proposals of this step
+        self._rows = 0  # of the last step
+        self._due = 0  # plain steps to take, to time them
+        if 2 * length > 3 * self._timed_at:
+            self._since_timed = inf
+        self._want_times(3)
+
+    @property
+    def speedup(self) -> float | None:
+        """See `control.Controls`."""
+        return self._plain / self._took if self._took else None
+
+    def ask(self, source: str) -> int:
+        """See `control.Controls`."""
+        known = self._source(source)
+        most = self._widths[-1] - 1
+        if self._due or not self._times.known:
+            self.off = "plain steps are being timed"
+        elif known.resting:
+            self.off = f"{source} rests: its last {known.failed} proposals came to nothing"
+        elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
+            return most if self._affordable(self._widths[0], known.drafting(most)) else 0
+        else:
+            rows, _ = self._best(self._average(known), self._widths, known.drafting)
+            if rows == 1:
+                self.off = f"{source} costs more than it wins"
+            elif self._affordable(rows, known.drafting(rows - 1)):
+                return rows - 1 if known.serial else most
+        return 0
+
+    def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
+        """See `control.Controls`."""
+        known = self._source(source)
+        count = len(draft) if draft is not None else 0
+        known.proposed(count, seconds)
+        self._pending += seconds
+        if not count:
+            self.off = f"{source} had nothing to propose"
+            self._fail(source)
+
+    def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
+        """See `control.Controls`."""
+        if not len(draft) or self._due or not self._times.known:
+            return 1
+        tokens = expected(draft, self._source(draft.source).survival.of(draft))
+        enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
+        fit = [width for width in self._widths if width <= enough or width == self._rows]
+        rows, rate = self._best(tokens, fit)
+        if rows > 1 and any(self._promise(source) > rate for source in instead):
+            self.off = f"{draft.source}'s draft promises less than another source"
+            return 1
+        if rows == 1:
+            self.off = f"{draft.source}'s draft is not worth its rows"
+            self._fail(draft.source)
+        return rows if rows > 1 and self._affordable(rows) else 1
+
+    def told(
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
+    ) -> None:
+        """See `control.Controls`."""
+        first, changed = rows != self._rows, self._rows not in (0, rows)
+        won = 1 + len(path)
+        self._times.told(rows, seconds, first=first)
+        if self._times.known:
+            self._reckon(won, seconds, plain=rows == 1 and not changed)
+        self._pending = 0.0
+        self._follow(rows, first, won)
+        if rows > 1:
+            self.off = None
+        for name, source in self._sources.items():
+            source.resting = max(0, source.resting - 1)
+            if draft is not None and name == draft.source:
+                source.failed = 0
+                source.survival.told(draft, path, stopped=stopped)
+            else:
+                source.survival.rest()
+
+    def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
+        """Enter a step into the books. A plain one after a plain one costs what plain decoding costs."""
+        step = self._times(1)
+        self._plain += won * step
+        self._took += seconds + self._pending
+        self._since_timed += seconds
+        self.excess += self._pending if plain else seconds + self._pending - won * step
+        self.excess = max(self.excess, -EARNED * self._credit * step)
+
+    def _follow(self, rows: int, first: bool, won: int) -> None:
+        """Keep up with how long rows stay the same, and with when a plain step was timed."""
+        if first and self._rows:
+            self._stay += (self._run - self._stay) / 4
+            self._run = 0
+        self._run += 1
+        self._rows = rows
+        self._since += 1
+        if rows > 1 and rows != self._held:
+            self._held, self._since = rows, 1
+        self._length += won
+        if rows == 1:
+            self._due = max(0, self._due - 1)
+            if not first:
+                self._timed_at, self._since_timed = self._length, 0.0
+        if not self._due:
+            self._want_times(2)
+
+    def _want_times(self, steps: int) -> None:
+        """Have plain steps timed if the last one was long ago."""
+        if not self._times.known or self._since_timed >= FRESH * self._times(1):
+            self._due = steps
+
+    def _affordable(self, rows: int, drafting: float = 0.0) -> bool:
+        """Would the books be in order after a step of so many rows that accepts nothing?"""
+        step = self._times(1)
+        cost = self._pending + drafting + self._times(rows) - step
+        if rows != self._rows:
+            cost += 2 * self._times.switch  # there, and back
+        within = self.excess + cost <= self._credit * step + self._eps * self._plain
+        if not within:
+            self.off = "the budget for drafts is spent"
+        return within
+
+    def _best(
+        self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
+    ) -> tuple[int, float]:
+        """The rows that win most tokens a second, 1 for a plain step, and how many.
+
+        tokens: what a step of 1, 2 ... rows wins. drafting: what it takes to have so many tokens drafted.
+        """
+        change = self._times.switch / max(1.0, self._stay)
+        tried = max(self._widths[0], 4 * self._times.most)  # what is unknown is come near to by and by
+        rates = {1: 1 / (self._times(1) + (change if self._rows > 1 else 0.0))}
+        for rows in widths:
+            held = self._held and self._since < HOLD and rows != self._held
+            if rows <= tried and not held:
+                took = self._times(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
+                rates[rows] = tokens[min(rows, len(tokens)) - 1] / took
+        best = max(rates, key=rates.__getitem__)
+        now = self._rows if self._rows in rates else 1
+        if rates[best] < MARGIN * rates[now]:
+            best = now
+        return best, float(rates[best])
+
+    def _average(self, source: _Source) -> Shares:
+        """Tokens that steps of 1, 2 ... rows win with drafts as this source makes them."""
+        survival = source.survival.by_position(source.length(self._widths[-1] - 1))
+        return np.concatenate([[1.0], 1 + np.cumsum(np.cumprod(survival))])
+
+    def _promise(self, name: str) -> float:
+        """Tokens a second with this source instead, 0 if it would not be asked."""
+        source = self._source(name)
+        if source.resting:
+            return 0.0
+        rows, rate = self._best(self._average(source), self._widths, source.drafting)
+        return rate if rows > 1 else 0.0
+
+    def _fail(self, name: str) -> None:
+        """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""
+        source = self._source(name)
+        source.failed += 1
+        repaid = source.drafting(1) / (self._eps / 2 * self._times(1)) if self._times.known else 0.0
+        source.resting = min(1 << min(source.failed, 16), round(repaid))
+
+    def _source(self, name: str) -> _Source:
+        if name not in self._sources:
+            self._sources[name] = _Source(name in self._serial)
+        return self._sources[name]

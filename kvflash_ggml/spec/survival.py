@@ -1,0 +1,127 @@
+"""How often what a source drafts is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .draft import ROOT, Draft
+
+Shares = npt.NDArray[np.float64]
+
+BINS = 8
+"""A drafter's own probability of a token, where it gives one, is told apart so finely."""
+
+POSITIONS = 32
+"""Tokens further from the root count as the last of these."""
+
+FORGET = 0.99
+"""What is left of the evidence after each step that adds to it."""
+
+FADE = 0.98
+"""The same for a step without evidence: what was bad is tried again some day."""
+
+HOPE, WEIGHT = 0.8, 4.0
+"""What is expected of a source that nothing is known of, and how many drafts it takes to think otherwise."""
+
+TRUST = 4.0
+"""How many drafts it takes until a position or a bin is thought to differ from the others."""
+
+SURPRISE = 1e-3
+"""Steps in a row that accept nothing are a change of the text if they were less likely than this."""
+
+_UNSURE = BINS  # the row of drafts without a probability
+
+
+class Survival:
+    """P(a drafted token is accepted | the one before it was), by how far off it is and how sure the drafter is.
+
+    Only tokens that were reached count. A cell that has seen little is taken to be like its row, a row like all.
+    """
+
+    def __init__(self) -> None:
+        self._reached = np.zeros((BINS + 1, POSITIONS))
+        self._accepted = np.zeros((BINS + 1, POSITIONS))
+        self._misses = 0
+        self._likelihood = 1.0  # of these misses, as things were thought to be
+
+    def of(self, draft: Draft) -> Shares:
+        """The probability of each node, given its parent; [n]."""
+        rows, columns = _cells(draft)
+        chances: Shares = self._estimate()[rows, columns]
+        return chances
+
+    def by_position(self, count: int) -> Shares:
+        """The probability of a token of each position, whatever the drafter thinks of it; [count]."""
+        reached, accepted = self._reached.sum(axis=0), self._accepted.sum(axis=0)
+        shares = (accepted + TRUST * self._overall()) / (reached + TRUST)
+        by_position: Shares = shares[np.minimum(np.arange(count), POSITIONS - 1)]
+        return by_position
+
+    def told(self, draft: Draft, path: Sequence[int], *, stopped: bool = False) -> None:
+        """This draft was verified, and these nodes were accepted, in order.
+
+        stopped: the text ended after them, so that none of their children was put to the test.
+        """
+        tested = set([ROOT, *path][: len(path) if stopped else None])
+        if not tested or not len(draft):
+            return
+        rows, columns = _cells(draft)
+        chance = self.of(draft)[draft.parent == ROOT].sum()
+        self._fade(FORGET)
+        reached = [parent in tested for parent in draft.parent.tolist()]
+        np.add.at(self._reached, (rows[reached], columns[reached]), 1)
+        accepted = list(path)
+        np.add.at(self._accepted, (rows[accepted], columns[accepted]), 1)
+        self._doubt(bool(path), float(chance), rows)
+
+    def rest(self) -> None:
+        """A step went by without a draft of this source."""
+        self._fade(FADE)
+
+    def _doubt(self, accepted: bool, chance: float, rows: npt.NDArray[np.intp]) -> None:
+        """Forget what was known of these rows if nothing is accepted any more."""
+        if accepted:
+            self._misses, self._likelihood = 0, 1.0
+            return
+        self._misses += 1
+        self._likelihood *= max(0.0, 1 - chance)
+        if self._likelihood < SURPRISE:
+            self._reached[rows] = self._accepted[rows] = 0
+            self._reached[rows[0], 0] = self._misses
+            self._misses, self._likelihood = 0, 1.0
+
+    def _fade(self, share: float) -> None:
+        self._reached *= share
+        self._accepted *= share
+
+    def _overall(self) -> float:
+        return float((self._accepted.sum() + WEIGHT * HOPE) / (self._reached.sum() + WEIGHT))
+
+    def _estimate(self) -> Shares:
+        rows = (self._accepted.sum(axis=1) + TRUST * self._overall()) / (self._reached.sum(axis=1) + TRUST)
+        cells: Shares = (self._accepted + TRUST * rows[:, None]) / (self._reached + TRUST)
+        return cells
+
+
+def expected(draft: Draft, survival: Shares) -> Shares:
+    """Tokens that a step wins if it verifies the first 0, 1 ... n nodes of a draft; [n + 1].
+
+    survival: of each node, given its parent.
+    """
+    reached = survival.tolist()
+    for node, parent in enumerate(draft.parent.tolist()):
+        if parent != ROOT:
+            reached[node] *= reached[parent]
+    return np.cumsum([1.0, *reached])
+
+
+def _cells(draft: Draft) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Row and column of each node in the tables."""
+    columns = np.minimum(draft.depths() - 1, POSITIONS - 1).astype(np.intp)
+    if draft.logp is None:
+        return np.full(len(draft), _UNSURE, np.intp), columns
+    sure = np.exp(np.minimum(draft.logp.astype(np.float64), 0))
+    return np.minimum(sure * BINS, BINS - 1).astype(np.intp), columns

@@ -1,0 +1,153 @@
+"""Trees of drafts, and what a step needs to verify one."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Floats, Int32s
+from .draft import ROOT, Draft
+
+SIBLINGS = 8
+"""No token is followed by more than so many, the likeliest."""
+
+Choices = Iterable[tuple[int, float, int]]
+"""What may follow: token, logarithm of its probability, and the state it leads to."""
+
+
+def from_positions(tokens: Int32s, logp: Floats, most: int, source: str, *, temperature: float = 1.0) -> Draft:
+    """The tree of `most` nodes that wins most tokens if each position is drawn apart from the others.
+
+    tokens, logp: [positions, k], the likeliest tokens of each position and the logarithms of their probabilities; not a
+    number or minus infinity for none. temperature: of these distributions, for a drafter that is too sure (above 1) or
+    not sure enough; what all k have together stays. The nodes are in the order of their worth: the first n are the
+    best tree of n.
+    """
+    rows = [_ranked(*row) for row in zip(tokens.tolist(), _tempered(logp, temperature).tolist(), strict=True)]
+
+    def after(position: int) -> Choices:
+        return ((token, chance, position + 1) for token, chance, _ in rows[position]) if position < len(rows) else ()
+
+    return _best_first(0, after, most, source)
+
+
+def from_lattice(
+    tokens: Int32s, first: Floats, steps: Floats, most: int, source: str, *, temperature: float = 1.0
+) -> Draft:
+    """The same where the probability of a token depends on the one before it.
+
+    tokens: [positions, k]. first: [k], logarithms of the probabilities of the first position. steps: [positions - 1, k,
+    k], those of each token of the next position, given each of this one.
+    """
+    k = tokens.shape[1] if len(tokens) else 0
+    first, steps = _tempered(first, temperature), _tempered(steps, temperature)
+
+    def after(state: int) -> Choices:
+        position, before = divmod(state, k) if state != ROOT else (-1, 0)
+        if position + 1 >= len(tokens):
+            return
+        logp = first if position < 0 else steps[position, before]
+        for token, chance, at in _ranked(tokens[position + 1].tolist(), logp.tolist()):
+            yield token, chance, (position + 1) * k + at
+
+    return _best_first(ROOT, after, most, source)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What a step evaluates, in the order of depth; row 0 is the root.
+
+    tokens: [n + 1]. depth: [n + 1], position after the root's. parent: [n + 1], the row before each, ROOT for the
+    root. main: [n + 1], is it on the main chain, the best child of the best child? node: [n + 1], of the draft, ROOT
+    for the root.
+    """
+
+    tokens: Int32s
+    depth: Int32s
+    parent: Int32s
+    main: npt.NDArray[np.bool_]
+    node: Int32s
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def rows(root: int, draft: Draft) -> Rows:
+    """The rows of a step that verifies a draft after this root."""
+    depths = draft.depths()
+    order = np.argsort(depths, kind="stable")
+    row_of = np.zeros(len(draft) + 1, np.int32)  # by node, the last entry for ROOT
+    row_of[order] = np.arange(1, len(draft) + 1)
+    main = np.zeros(len(draft) + 1, np.bool_)
+    main[0] = True
+    main[row_of[main_chain(draft)]] = True
+    return Rows(
+        tokens=np.concatenate([[root], draft.tokens[order]]).astype(np.int32),
+        depth=np.concatenate([[0], depths[order]]).astype(np.int32),
+        parent=np.concatenate([[ROOT], row_of[draft.parent[order]]]).astype(np.int32),
+        main=main,
+        node=np.concatenate([[ROOT], order]).astype(np.int32),
+    )
+
+
+def main_chain(draft: Draft) -> list[int]:
+    """The nodes of the best child of the best child: the likeliest where that is known, else the first."""
+    best: dict[int, int] = {}
+    logp = [0.0] * len(draft) if draft.logp is None else draft.logp.tolist()
+    for node, parent in enumerate(draft.parent.tolist()):
+        if parent not in best or logp[node] > logp[best[parent]]:
+            best[parent] = node
+    chain: list[int] = []
+    node = ROOT
+    while node in best:
+        node = best[node]
+        chain.append(node)
+    return chain
+
+
+def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]]:
+    """The likeliest tokens, each once, with where they stand."""
+    found: dict[int, tuple[int, float, int]] = {}
+    for at in sorted(range(len(tokens)), key=lambda at: -logp[at] if logp[at] == logp[at] else np.inf):
+        if logp[at] > -np.inf and tokens[at] not in found and len(found) < SIBLINGS:
+            found[tokens[at]] = (tokens[at], min(0.0, logp[at]), at)
+    return list(found.values())
+
+
+def _tempered(logp: Floats, temperature: float) -> Floats:
+    """Logarithms of probabilities at another temperature, those of each last axis with the sum they had."""
+    if temperature == 1 or not logp.size:
+        return logp
+    shares = np.nan_to_num(np.exp(logp.astype(np.float64)))
+    changed = shares ** (1 / temperature)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changed *= shares.sum(axis=-1, keepdims=True) / changed.sum(axis=-1, keepdims=True)
+        return np.log(changed).astype(np.float32)
+
+
+def _best_first(state: int, after: Callable[[int], Choices], most: int, source: str) -> Draft:
+    """The `most` likeliest paths: a path is never likelier than its beginning, so they make a tree."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    logp: list[float] = []
+    heap: list[tuple[float, int, int, int, float, int]] = []  # the entry's number decides between equals
+    pushed = 0
+
+    def push(parent: int, path: float, state: int) -> None:
+        nonlocal pushed
+        for token, chance, then in after(state):
+            heapq.heappush(heap, (path - chance, pushed, parent, token, chance, then))
+            pushed += 1
+
+    push(ROOT, 0.0, state)
+    while heap and len(tokens) < most:
+        path, _, parent, token, chance, then = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        logp.append(chance)
+        push(len(tokens) - 1, path, then)
+    return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), source, np.array(logp, np.float32))

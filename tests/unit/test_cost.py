@@ -1,0 +1,318 @@
+"""What the controller decides, on devices and with drafters that are made up. Nothing here looks at a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvflash_ggml.spec.control import Controls, Fixed
+from kvflash_ggml.spec.cost import CREDIT, EARNED, EPS, HOLD, WIDTHS, Controller
+from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.spec.times import Times
+
+Device = Callable[[int], float]
+"""Seconds of a step by its rows; a plain one takes 1."""
+
+Accept = Callable[["Run"], Callable[[int], float]]
+"""The probability of each position of the draft that is verified now, given the one before it."""
+
+CLIFF = {1: 1.0, 2: 1.11, 3: 1.29, 4: 1.54, 6: 1.9, 8: 2.3, 9: 2.03, 12: 2.11, 16: 2.17, 24: 2.5, 32: 2.78}
+DEVICES: dict[str, Device] = {
+    "flat": lambda rows: 1 + 0.02 * (rows - 1),
+    "linear": lambda rows: 1 + 0.25 * (rows - 1),
+    "cliff": lambda rows: float(np.interp(rows, list(CLIFF), list(CLIFF.values()))),
+}
+SWITCH = 0.25
+
+
+@dataclass
+class Run:
+    """An answer that is made with one drafter."""
+
+    device: Device
+    accept: Accept
+    seed: int
+    drafting: float = 0.2
+    serial: bool = False
+    noise: float = 0.0
+    controller: Controls | None = None
+    time: float = 0.0
+    tokens: int = 0
+    rows: int = 1
+    steps: list[tuple[int, int, float]] = field(default_factory=list)  # rows, accepted, seconds
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.control: Controls = self.controller or Controller(serial=["made up"] if self.serial else ())
+        self.control.begin(0)
+
+    def until(self, tokens: int) -> Run:
+        while self.tokens < tokens:
+            self.step()
+        return self
+
+    def step(self) -> None:
+        draft, rows, drafting = None, 1, 0.0
+        most = self.control.ask("made up")
+        if most:
+            draft = chain([0] * most, "made up")
+            drafting = self.drafting * (most if self.serial else 1)
+            self.control.proposed("made up", draft, drafting)
+            rows = self.control.choose(draft)
+        took = self.device(rows) + (SWITCH if rows != self.rows else 0)
+        took *= self.rng.uniform(1 - self.noise, 1 + self.noise)
+        path: list[int] = []
+        if draft is not None and rows > 1:
+            chance = self.accept(self)
+            draft = draft.first(rows - 1)
+            while len(path) < len(draft) and self.rng.random() < chance(len(path)):
+                path.append(len(path))
+            self.control.told(rows, took, draft, path)
+        else:
+            self.control.told(1, took)
+        self.rows = rows
+        self.time += took + drafting
+        self.tokens += 1 + len(path)
+        self.steps.append((rows, len(path), took + drafting))
+
+
+def steady(share: float) -> Accept:
+    return lambda run: lambda position: share
+
+
+def bursts(run: Run) -> Callable[[int], float]:
+    good = len(run.steps) // 40 % 2
+    return lambda position: 0.95 if good else 0.0
+
+
+def trap(run: Run) -> Callable[[int], float]:
+    """Good while it is tried, bad when it is trusted."""
+    trusted = next((back for back, step in enumerate(reversed(run.steps)) if step[0] == 1), 0)
+    return lambda position: 1.0 if trusted < 2 else 0.0
+
+
+DRAFTERS: dict[str, Accept] = {str(share): steady(share) for share in (0.0, 0.3, 0.6, 0.9)} | {
+    "bursts": bursts,
+    "trap": trap,
+}
+CASES = [(device, drafter, noise) for device in DEVICES for drafter in DRAFTERS for noise in (0.0, 0.2)]
+
+
+def check_bound(seeds: range) -> None:
+    for seed in seeds:
+        device, drafter, noise = CASES[seed % len(CASES)]
+        drafting, serial = [(0.2, False), (1.5, False), (0.08, True)][seed // len(CASES) % 3]
+        run = Run(DEVICES[device], DRAFTERS[drafter], seed, drafting, serial, noise).until(250)
+        overshoot = max(seconds for _, _, seconds in run.steps)
+        # A plain step is only known as well as the median of nine noisy ones.
+        eps = EPS + noise / 4
+        assert run.time <= (1 + eps) * run.tokens + CREDIT + overshoot, (device, drafter, noise, seed)
+
+
+def test_costs_no_more_than_its_budget_whatever_is_drafted() -> None:
+    check_bound(range(3 * len(CASES)))
+
+
+@pytest.mark.slow
+def test_costs_no_more_than_its_budget_with_a_thousand_seeds() -> None:
+    check_bound(range(1000))
+
+
+def best_rate(device: Device, share: float, drafting: float, serial: bool) -> float:
+    """Seconds a token with the best fixed rows."""
+    return min(
+        (device(rows) + drafting * ((rows - 1 if serial else 1) if rows > 1 else 0))
+        / sum(share**i for i in range(rows))
+        for rows in WIDTHS
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("device", DEVICES)
+def test_comes_close_to_the_best_fixed_rows(device: str, share: float) -> None:
+    rates = []
+    for seed in range(8):
+        run = Run(DEVICES[device], steady(share), seed).until(200)
+        begun = len(run.steps)
+        run.until(1000)
+        later = run.steps[begun:]
+        # What such steps win on average, so that luck is not counted.
+        won = sum(sum(share**i for i in range(rows)) for rows, _, _ in later)
+        rates.append(sum(seconds for _, _, seconds in later) / won)
+    assert np.mean(rates) < 1.05 * best_rate(DEVICES[device], share, 0.2, False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_drafter_that_goes_bad_is_paid_from_what_it_won(device: str) -> None:
+    for seed in range(10):
+        run = Run(DEVICES[device], steady(0.9), seed).until(500)
+        run.accept = steady(0.0)
+        begun, tokens = run.time, run.tokens
+        dearest = max(seconds for _, _, seconds in run.steps)
+        for _ in range(20):
+            run.step()
+        assert run.time - begun - (run.tokens - tokens) <= 6 * dearest, "a few steps are enough to see it"
+        run.until(1000)
+        cost = run.time - begun - (run.tokens - tokens)
+        assert cost <= (1 + EARNED) * CREDIT + EPS * (run.tokens - tokens) + dearest
+
+
+def test_a_drafter_that_gets_better_is_found_out() -> None:
+    for device in DEVICES.values():
+        run = Run(device, steady(0.0), 1).until(300)
+        run.accept = steady(0.9)
+        begun, tokens = run.time, run.until(600).tokens
+        run.until(1200)
+        assert run.time - begun < 0.8 * (run.tokens - tokens + 300)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_held(device: str, noise: float) -> None:
+    for drafter in DRAFTERS.values():
+        run = Run(DEVICES[device], drafter, 3, noise=noise).until(600)
+        rows = [rows for rows, _, _ in run.steps]
+        changed, held = [], 0
+        for step, now in enumerate(rows):
+            if now > 1 and now != held:
+                held = now
+                changed.append(step)
+        assert all(np.diff(changed) >= HOLD)
+
+
+def test_fixed_rows_depend_on_nothing_but_tokens() -> None:
+    def plans(noise: float) -> list[tuple[int, int]]:
+        run = Run(DEVICES["cliff"], lambda run: lambda at: float((len(run.steps) * 7 + at) % 5 > 1), 1, noise=noise)
+        run.control = Fixed(6)
+        return [(rows, accepted) for rows, accepted, _ in run.until(300).steps]
+
+    assert plans(0.0) == plans(0.9)
+    assert {rows for rows, _ in plans(0.0)} == {6}
+    assert Fixed(6).choose(chain([], "made up")) == 1
+
+
+def warm(**settings: object) -> Controller:
+    """A controller that knows what steps take."""
+    controller = Controller(**settings)  # type: ignore[arg-type]
+    controller.begin(0)
+    for _ in range(3):
+        controller.told(1, 1.0)
+    return controller
+
+
+def test_plain_steps_are_timed_first_and_now_and_then() -> None:
+    controller = Controller()
+    for _ in range(3):
+        assert controller.ask("made up") == 0
+        assert controller.choose(chain([1], "made up")) == 1
+        assert "timed" in str(controller.off)
+        controller.told(1, 1.0)
+    assert controller.ask("made up") > 0
+    run = Run(DEVICES["flat"], steady(0.95), 1).until(3000)
+    plain = [step for step, (rows, _, _) in enumerate(run.steps) if rows == 1]
+    gaps = np.diff(plain)
+    assert len(plain) > 5
+    assert set(gaps[gaps < 50]) == {1}, "in pairs"
+    assert sum(seconds for rows, _, seconds in run.steps if rows == 1) < 0.03 * run.time
+
+
+def test_where_a_lookup_finds_nothing_it_is_asked_less_often() -> None:
+    asked = {}
+    for cost in (0.0005, 0.02, 0.08):
+        controller, asked[cost] = warm(), 0
+        for _ in range(400):
+            if controller.ask("lookup"):
+                asked[cost] += 1
+                controller.proposed("lookup", None, cost)
+            controller.told(1, 1.0)
+        assert asked[cost] * cost < 0.02 * 400
+        assert controller.excess == pytest.approx(asked[cost] * cost)
+    assert asked[0.0005] == 400, "it costs nothing to speak of"
+    assert "nothing" in str(controller.off)
+
+
+def settle(controller: Controller, draft: Draft, accepted: int, steps: int = 30) -> None:
+    for _ in range(steps):
+        if controller.ask(draft.source):
+            controller.proposed(draft.source, draft, 0.001)
+        rows = controller.choose(draft)
+        verified = draft.first(rows - 1) if rows > 1 else None
+        controller.told(rows, DEVICES["cliff"](rows), verified, range(min(accepted, rows - 1)))
+    controller.told(1, 1.0)
+    controller.told(1, 1.0)
+
+
+def test_a_draft_is_judged_by_how_sure_its_drafter_is() -> None:
+    controller = warm()
+    tokens = list(range(15))
+    sure = chain(tokens, "made up", np.full(15, np.log(0.95), np.float32))
+    unsure = chain(tokens, "made up", np.full(15, np.log(0.2), np.float32))
+    settle(controller, sure, 15)
+    settle(controller, unsure, 0)
+    assert controller.choose(unsure) == 1
+    assert controller.choose(sure) > 8
+
+
+def test_short_drafts_are_padded_to_rows_that_are_held() -> None:
+    controller = warm(widths=(1, 16))
+    draft = chain(list(range(15)), "made up")
+    settle(controller, draft, 15)
+    settle(controller, draft, 15)
+    assert controller.choose(draft.first(9)) == 16
+    assert warm().choose(draft.first(3)) in (2, 3, 4)
+
+
+def test_a_better_source_is_waited_for() -> None:
+    controller = warm()
+    long, short = chain(list(range(15)), "head"), chain([1], "lookup")
+    settle(controller, long, 15)
+    settle(controller, short, 1)
+    assert controller.choose(short) == 2
+    assert controller.choose(short, instead=["head"]) == 1
+    assert controller.choose(long, instead=["lookup"]) > 1
+
+
+@pytest.mark.parametrize(("share", "plain"), [(0.88, 8.0), (0.95, 8.0), (0.98, 16.0)])
+def test_chooses_how_much_to_draft_where_that_is_what_costs(share: float, plain: float) -> None:
+    """A plain step reads everything, whatever its rows; drafts are made one after the other, much faster."""
+    device: Device = lambda rows: 1 + 0.002 * rows  # noqa: E731
+    run = Run(device, steady(share), 1, drafting=1 / plain, serial=True).until(400)
+    begun, tokens = run.time, run.tokens
+    run.until(2000)
+    rate = (run.time - begun) / (run.tokens - tokens)
+    assert rate < 1.06 * best_rate(device, share, 1 / plain, True)
+    assert rate < 0.5
+
+
+def test_says_what_it_won() -> None:
+    controller = Controller()
+    assert controller.speedup is None
+    run = Run(DEVICES["flat"], steady(0.9), 1, controller=controller).until(1000)
+    assert controller.speedup == pytest.approx(run.tokens / run.time, rel=0.02)
+    assert controller.excess == -EARNED * CREDIT
+    controller.begin(1000)
+    assert controller.excess == 0
+
+
+def test_nothing_is_concluded_across_kernels() -> None:
+    times = Times()
+    for rows, seconds in ((1, 1.0), (4, 2.5), (16, 2.0), (32, 2.8)):
+        times.told(rows, seconds, first=False)
+    assert times(2) == pytest.approx(1.5)
+    assert times(8) == pytest.approx(4.5), "as steep as before"
+    assert times(12) == 2.0, "level in front of what is known"
+    assert times(24) == pytest.approx(2.4)
+
+
+def test_the_first_step_of_other_rows_is_kept_apart() -> None:
+    times = Times()
+    times.told(1, 9.0, first=True)
+    times.told(1, 1.0, first=False)
+    times.told(4, 7.0, first=True)
+    assert times(4) == 7.0
+    times.told(4, 2.0, first=False)
+    assert times(4) == 2.0
+    assert times.switch == pytest.approx(6.5)
