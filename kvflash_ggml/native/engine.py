@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import EngineError, UnsupportedModelError
+from . import logits
 from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
@@ -75,6 +76,7 @@ class Engine:
 
     def __init__(self, context: int, max_tokens: int) -> None:
         self._engine = None
+        self._context = context
         handle = ffi.new("kvf_engine **")
         self._engine = value(lib.kvf_engine_init(ffi.cast("void *", context), handle), handle)
         self.info = read_info(self._engine)
@@ -274,6 +276,10 @@ class Engine:
     def set_state(self, data: bytes | bytearray, length: int, *, seq: int = 0) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
+
+    def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
+        """The likeliest token of each of these rows of the newest step, [n]: `native.logits.argmax` of its context."""
+        return logits.argmax(self._context, rows)
 
     def set_logits(self, row: Floats) -> None:
         """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""

@@ -20,7 +20,7 @@ enum kvf_status {
     KVF_STATUS_MEMORY      = -2,  // no memory
     KVF_STATUS_REFUSED     = -3,  // this model or this context cannot have a pool
     KVF_STATUS_STATE       = -4,  // bytes that are no state of this memory
-    KVF_STATUS_DECODE      = -5,  // llama_decode failed
+    KVF_STATUS_DECODE      = -5,  // llama_decode failed, or computed what are no numbers
     KVF_STATUS_UNSUPPORTED = -6,  // has a place in this interface, but cannot be done here
 };
 
@@ -178,6 +178,12 @@ enum kvf_status kvf_query_write(kvf_engine * engine, const float * rows);  // pu
 
 // Make this row the logits of the last token, as if it had just been evaluated.
 enum kvf_status kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab);
+
+// The k likeliest tokens of rows of the newest step, of any llama_context: id [n][k], best first, equal ones in their order; and
+// their log-probabilities, logp [n][k], unless that is null, which is faster. A row is named as for llama_get_logits_ith: by
+// its token in the batch, or -1 for the last one kept. Waits for the compute. ARGUMENT if a row was not kept; DECODE if it is
+// not finite: a token may be impossible (-INFINITY), not all of them. id and logp then mean nothing.
+enum kvf_status kvf_logits_top(void * ctx, int32_t n, const int32_t * row, int32_t k, int32_t * id, float * logp);
 
 // For drafters: keep the inputs of these layers for every token of a step, and the state in front of the head if nextn is 1.
 // Once, before the first step. UNSUPPORTED if the architecture does not hand them out.

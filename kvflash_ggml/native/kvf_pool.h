@@ -21,6 +21,7 @@ struct kvf_access {
     static void   expect_buffers(llama_context & ctx);  // of the sizes that they have
     static void   reserve(llama_context & ctx);
     static bool   set_logits(llama_context & ctx, const float * row);
+    static bool   has_logits(const llama_context & ctx, int32_t row);
 };
 
 class  kvf_query_index;  // kvf_query.cpp
