@@ -186,6 +186,9 @@ enum kvf_status kvf_features_open(kvf_engine * engine, int32_t n_layers, const i
 // that failed, or when logits were put back.
 enum kvf_status kvf_features_read(kvf_engine * engine, int32_t first, int32_t n, float * out);
 
+// Was the model loaded with a head for further tokens? Without one a context of that kind ends the process.
+int             kvf_draft_head(const void * model);
+
 // A drafter's context: stock llama.cpp, sequence 0, without a pool. Tell it once whether the state in front of its head is
 // wanted: 0 no, 1 of tokens with an output, 2 of all; and whether tokens see what follows them.
 enum kvf_status kvf_draft_open(void * ctx, int32_t nextn, int32_t causal);

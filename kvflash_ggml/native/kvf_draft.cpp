@@ -44,6 +44,12 @@ kvf_status fill(llama_batch_ext & batch, int32_t n, const int32_t * token, const
 
 }  // namespace
 
+int kvf_draft_head(const void * model_ptr) {
+    const auto & model = *(const llama_model *) model_ptr;
+    const size_t il    = model.hparams.n_layer();
+    return model.hparams.n_layer_nextn > 0 && il < model.layers.size() && model.layers[il].nextn.eh_proj != nullptr;
+}
+
 kvf_status kvf_draft_open(void * ctx_ptr, int32_t nextn, int32_t causal) {
     auto & ctx = *(llama_context *) ctx_ptr;
     if (nextn) {

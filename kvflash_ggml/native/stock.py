@@ -11,6 +11,11 @@ from .status import check
 NO_STATES, STATES, ALL_STATES = range(3)
 
 
+def has_head(model: int) -> bool:
+    """Was this model loaded with a head for further tokens? model: address of the llama_model."""
+    return bool(lib.kvf_draft_head(ffi.cast("void *", model)))
+
+
 def open_draft(context: int, *, states: int = NO_STATES, causal: bool = True) -> None:
     """Call it once, before the context computes. context: address of the llama_context.
 

@@ -38,10 +38,11 @@ class SavedContext:
 
 
 class DraftModel:
-    """A drafter's weights. ConversionError if llama.cpp does not load them."""
+    """A drafter's weights. mtp: with heads for further tokens. ConversionError if llama.cpp does not load them."""
 
-    def __init__(self, path: Path, *, offload: bool) -> None:
+    def __init__(self, path: Path, *, offload: bool, mtp: bool = False) -> None:
         params = llama_cpp.llama_model_default_params()
+        params.load_mtp = mtp
         params.n_gpu_layers = -1 if offload else 0
         address = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not address:
@@ -67,6 +68,11 @@ class DraftModel:
         if self.address:
             llama_cpp.llama_model_free(self.address)
             self.address = None
+
+
+def state_width(model: Any) -> int:
+    """Values in the state in front of the head of a model, by its address."""
+    return int(llama_cpp.llama_model_n_embd_out(model))
 
 
 class DraftContext:
@@ -108,7 +114,7 @@ class DraftContext:
         self._memory = llama_cpp.llama_get_memory(self._context)
         vocab = llama_cpp.llama_model_get_vocab(model)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
-        self._n_state = int(llama_cpp.llama_model_n_embd_out(model))
+        self._n_state = state_width(model)
         self.first = self.end = 0  # the positions that it holds
 
     def run(self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, outputs: int = 0) -> None:
