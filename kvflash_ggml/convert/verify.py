@@ -180,11 +180,21 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
     hidden, width = _whole(file, "target_hidden_size"), _whole(file, "embedding_length")
     fc = file.tensors.get("fc.weight")
     if fc is None or fc.shape != (3 * hidden, width):
-        found = "missing" if fc is None else list(fc.shape)
+        shape = "missing" if fc is None else list(fc.shape)
         raise ConversionError(
-            file.name, "the shape of fc.weight", found=found, wanted=f"{[3 * hidden, width]}", remedy=_AGAIN
+            file.name, "the shape of fc.weight", found=shape, wanted=f"{[3 * hidden, width]}", remedy=_AGAIN
         )
+    # llama.cpp would abort
+    for key, wanted in (("block_count", 1), ("attention.value_length", _whole(file, "attention.key_length"))):
+        if (found := _whole(file, key)) != wanted:
+            raise ConversionError(file.name, f"eagle3.{key}", found=found, wanted=str(wanted), remedy=_AGAIN)
     if aim is not None:
+        for name in ("token_embd.weight", "output.weight"):
+            if name not in file.tensors and width != aim.hidden:
+                raise ConversionError(
+                    file.name, f"the tensor {name}", found="missing", wanted=f"its own, as rows have {width} values "
+                    f"and the target's {aim.hidden}", remedy=_AGAIN,
+                )  # fmt: skip
         drafter.check_inputs(file.name, layers, aim, output=True)
         if hidden != aim.hidden:
             raise ConversionError(

@@ -99,7 +99,7 @@ def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, settings: Any) -
     """
     drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, settings=settings)
     try:
-        same = same_vocabulary(beside, drafter.model)
+        same = same_vocabulary(beside.vocab, drafter.model.vocab)
         tokenizer = "the same tokenizer" if same else "a tokenizer of its own"
         logger.info("the drafter %s reads along: %s, up to %d tokens at a time", path.name, tokenizer, drafter.n_ctx)
         return TokenReader(drafter) if same else _text_reader(drafter, beside)
@@ -172,13 +172,16 @@ class SmallModel:
         self._stack.close()
 
 
-def same_vocabulary(target: Any, drafter: Any) -> bool:
-    """Does every token of the target mean the same to the drafter?"""
-    count = target.n_vocab()
-    if target.vocab_type() != drafter.vocab_type() or count > drafter.n_vocab():
+def same_vocabulary(target: Any, drafter: Any, *, apart: int = 0) -> bool:
+    """Does every token of the target mean the same to the drafter? Both are llama_vocab.
+
+    apart: so many of the target's last tokens may be unknown to the drafter.
+    """
+    count, known = llama_cpp.llama_vocab_n_tokens(target), llama_cpp.llama_vocab_n_tokens(drafter)
+    if llama_cpp.llama_vocab_type(target) != llama_cpp.llama_vocab_type(drafter) or count > known + apart:
         return False
     text = llama_cpp.llama_vocab_get_text
-    return all(text(target.vocab, token) == text(drafter.vocab, token) for token in range(count))
+    return all(text(target, token) == text(drafter, token) for token in range(min(count, known)))
 
 
 def _text_reader(drafter: SmallModel, target: Any) -> TextReader:

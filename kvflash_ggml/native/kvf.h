@@ -192,14 +192,17 @@ enum kvf_status kvf_features_open(kvf_engine * engine, int32_t n_layers, const i
 // that failed, or when logits were put back.
 enum kvf_status kvf_features_read(kvf_engine * engine, int32_t first, int32_t n, float * out);
 
+// Was the model loaded with a head for further tokens? Without one a context of that kind ends the process.
+int             kvf_draft_head(const void * model);
+
 // A drafter's context: stock llama.cpp, sequence 0, without a pool. Tell it once whether the state in front of its head is
 // wanted: 0 no, 1 of tokens with an output, 2 of all; and whether tokens see what follows them.
 enum kvf_status kvf_draft_open(void * ctx, int32_t nextn, int32_t causal);
 
-// Tokens, rows of `width` values, or both, at these positions. An output of some tokens only is refused: most graphs of
-// drafters compute all rows, or none.
+// Tokens, rows of `width` values, or both, at these positions. The last n_outputs of them have an output: all or none, unless
+// it is a model that reads a text by itself, since the graphs of others do not pick rows.
 enum kvf_status kvf_draft_run (void * ctx, int32_t encode, int32_t n, const int32_t * token, const float * rows, int32_t width,
-                               const int32_t * pos, int32_t output);
+                               const int32_t * pos, int32_t n_outputs);
 // The states of the first n tokens of the last run, [n][width].
 enum kvf_status kvf_draft_states(void * ctx, int32_t n, int32_t width, float * out);
 

@@ -25,7 +25,7 @@ kvf_status check(const llama_context & ctx, int32_t n, const int32_t * token, co
 }
 
 kvf_status fill(llama_batch_ext & batch, int32_t n, const int32_t * token, const float * rows, int32_t width,
-                const int32_t * pos, bool output) {
+                const int32_t * pos, int32_t n_outputs) {
     for (int32_t i = 0; i < n; ++i) {
         batch.add_token(0);
         if (token && !batch.set_token_id(i, token[i])) {
@@ -37,12 +37,18 @@ kvf_status fill(llama_batch_ext & batch, int32_t n, const int32_t * token, const
         }
         const llama_pos where[4] = { pos[i], pos[i], pos[i], 0 };
         batch.set_token_pos(i, where);
-        batch.set_output(i, output);
+        batch.set_output(i, i >= n - n_outputs);
     }
     return KVF_STATUS_SUCCESS;
 }
 
 }  // namespace
+
+int kvf_draft_head(const void * model_ptr) {
+    const auto & model = *(const llama_model *) model_ptr;
+    const size_t il    = model.hparams.n_layer();
+    return model.hparams.n_layer_nextn > 0 && il < model.layers.size() && model.layers[il].nextn.eh_proj != nullptr;
+}
 
 kvf_status kvf_draft_open(void * ctx_ptr, int32_t nextn, int32_t causal) {
     auto & ctx = *(llama_context *) ctx_ptr;
@@ -59,14 +65,14 @@ kvf_status kvf_draft_open(void * ctx_ptr, int32_t nextn, int32_t causal) {
 }
 
 kvf_status kvf_draft_run(void * ctx_ptr, int32_t encode, int32_t n, const int32_t * token, const float * rows, int32_t width,
-                         const int32_t * pos, int32_t output) {
+                         const int32_t * pos, int32_t n_outputs) {
     auto & ctx = *(llama_context *) ctx_ptr;
     if (const auto status = check(ctx, n, token, rows)) {
         return status;
     }
     try {
         llama_batch_ext batch(&ctx);
-        if (const auto status = fill(batch, n, token, rows, width, pos, output)) {
+        if (const auto status = fill(batch, n, token, rows, width, pos, n_outputs)) {
             return status;
         }
         const int code = encode ? ctx.encode(batch) : ctx.decode(batch);

@@ -11,6 +11,11 @@ from .status import check
 NO_STATES, STATES, ALL_STATES = range(3)
 
 
+def has_head(model: int) -> bool:
+    """Was this model loaded with a head for further tokens? model: address of the llama_model."""
+    return bool(lib.kvf_draft_head(ffi.cast("void *", model)))
+
+
 def open_draft(context: int, *, states: int = NO_STATES, causal: bool = True) -> None:
     """Call it once, before the context computes. context: address of the llama_context.
 
@@ -22,11 +27,12 @@ def open_draft(context: int, *, states: int = NO_STATES, causal: bool = True) ->
 
 def run_draft(
     context: int, positions: Int32s, tokens: Int32s | None = None, rows: Floats | None = None, *,
-    output: bool = False, encode: bool = False,
+    outputs: int = 0, encode: bool = False,
 ) -> None:  # fmt: skip
     """Evaluate tokens [n], rows [n, width], or both, at these positions [n]; at most the context's n_ubatch of them.
 
-    output: keep logits, and states if they are wanted, of each. encode: run the encoder. Raises EngineError for values
+    outputs: keep logits, and states if they are wanted, of the last so many: all or none, unless the model reads a text
+    by itself. encode: run the encoder. Raises EngineError for values
     that cannot be, DecodeError if llama.cpp fails.
     """
     at = ffi.from_buffer("int32_t[]", np.ascontiguousarray(positions, np.int32))
@@ -34,7 +40,7 @@ def run_draft(
     data, width = ffi.NULL, 0
     if rows is not None:
         data, width = ffi.from_buffer("float[]", np.ascontiguousarray(rows, np.float32)), rows.shape[1]
-    check(lib.kvf_draft_run(ffi.cast("void *", context), encode, len(positions), ids, data, width, at, output))
+    check(lib.kvf_draft_run(ffi.cast("void *", context), encode, len(positions), ids, data, width, at, outputs))
 
 
 def draft_states(context: int, count: int, width: int) -> Floats:

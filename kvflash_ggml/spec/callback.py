@@ -38,7 +38,8 @@ class Callback:
         proposed = np.asarray(self._model(text))
         if proposed.size == 0:
             return None
-        whole = proposed.astype(np.int32) if proposed.dtype.kind in "iuf" and proposed.ndim == 1 else None
+        with np.errstate(invalid="ignore"):  # what is no number is not what it was cast to
+            whole = proposed.astype(np.int32) if proposed.dtype.kind in "iuf" and proposed.ndim == 1 else None
         if whole is None or not np.array_equal(whole, proposed):
             raise DraftError(f"{self.name}: tokens must be a list of whole numbers, not {proposed!r}")
         return chain(whole[:most], self.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..constants import round_up
+from ..drafter.model import same_vocabulary
 from ..errors import ConfigError, ConversionError, DraftError, HostMemoryError
 from ..native import stock
 from .target import Target
@@ -25,11 +28,21 @@ STEP = 512
 _SLACK = 256  # the window moves by so much: each move looks at every cell
 
 
-class DraftModel:
-    """A drafter's weights. ConversionError if llama.cpp does not load them."""
+@dataclass(frozen=True, slots=True)
+class SavedContext:
+    """What a drafter's context held: the positions from `first` to before `end`."""
 
-    def __init__(self, path: Path, *, offload: bool) -> None:
+    first: int
+    end: int
+    data: bytes
+
+
+class DraftModel:
+    """A drafter's weights. mtp: with heads for further tokens. ConversionError if llama.cpp does not load them."""
+
+    def __init__(self, path: Path, *, offload: bool, mtp: bool = False) -> None:
         params = llama_cpp.llama_model_default_params()
+        params.load_mtp = mtp
         params.n_gpu_layers = -1 if offload else 0
         address = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
         if not address:
@@ -42,13 +55,24 @@ class DraftModel:
     @property
     def recurrent(self) -> bool:
         """Does it keep a state that cannot go back?"""
-        return any(ask(self.address) for ask in (llama_cpp.llama_model_is_recurrent, llama_cpp.llama_model_is_hybrid))
+        lc, model = llama_cpp, self.address
+        return bool(lc.llama_model_is_recurrent(model) or lc.llama_model_is_hybrid(model))
+
+    def shares_vocabulary(self, target: Target, *, apart: int) -> bool:
+        """Do its tokens mean what the target's do, but for at most `apart` of the target's last ones?"""
+        vocab = llama_cpp.llama_model_get_vocab
+        return same_vocabulary(vocab(target.model), vocab(self.address), apart=apart)
 
     def close(self) -> None:
         """Every context on it must be closed before."""
         if self.address:
             llama_cpp.llama_model_free(self.address)
             self.address = None
+
+
+def state_width(model: Any) -> int:
+    """Values in the state in front of the head of a model, by its address."""
+    return int(llama_cpp.llama_model_n_embd_out(model))
 
 
 class DraftContext:
@@ -90,16 +114,14 @@ class DraftContext:
         self._memory = llama_cpp.llama_get_memory(self._context)
         vocab = llama_cpp.llama_model_get_vocab(model)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
-        self._n_state = int(llama_cpp.llama_model_n_embd_out(model))
+        self._n_state = state_width(model)
         self.first = self.end = 0  # the positions that it holds
 
-    def run(
-        self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, output: bool = False
-    ) -> None:
+    def run(self, start: int, tokens: Int32s | None = None, rows: Floats | None = None, *, outputs: int = 0) -> None:
         """Evaluate tokens [n], rows [n, width], or both, from position `start` on; at most `step` of them.
 
         What was at these positions or behind is forgotten; so is everything if `start` does not follow what is held.
-        output: keep the logits, and states if they are wanted, of each. Raises DecodeError, or EngineError for a token
+        outputs: as in `native.stock.run_draft`. Raises DecodeError, or EngineError for a token
         out of its vocabulary and rows of another width.
         """
         count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
@@ -110,7 +132,7 @@ class DraftContext:
             self._drop(start + count - self.window)
         try:
             stock.run_draft(
-                self._context, np.arange(start, start + count, dtype=np.int32), tokens, rows, output=output
+                self._context, np.arange(start, start + count, dtype=np.int32), tokens, rows, outputs=outputs
             )  # fmt: skip
         except BaseException:
             self.forget(start)
@@ -131,7 +153,7 @@ class DraftContext:
             part = rows[first : first + self.step]
             # an encoder knows no places, but positions that would not follow are refused
             places = np.arange(self.end, self.end + len(part), dtype=np.int32)
-            stock.run_draft(self._context, places, rows=part, output=True, encode=True)
+            stock.run_draft(self._context, places, rows=part, outputs=len(part), encode=True)
             made.append(self.states(len(part)))
         return np.concatenate(made)
 
@@ -175,6 +197,26 @@ class DraftContext:
         """Hold nothing; the next token stands at `start`."""
         llama_cpp.llama_memory_clear(self._memory, False)
         self.first = self.end = start
+
+    def freeze(self) -> SavedContext:
+        """What it holds."""
+        size = int(llama_cpp.llama_state_seq_get_size(self._context, 0))
+        data = (ctypes.c_uint8 * size)()
+        written = int(llama_cpp.llama_state_seq_get_data(self._context, data, size, 0))
+        return SavedContext(self.first, self.end, bytes(data)[:written])
+
+    def adopt(self, saved: SavedContext) -> None:
+        """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
+
+        The data must be of this process or of a file that is trusted: llama.cpp does not expect an enemy there.
+        """
+        self.forget(saved.end)
+        data = (ctypes.c_uint8 * len(saved.data)).from_buffer_copy(saved.data)
+        taken = llama_cpp.llama_state_seq_set_data(self._context, data, len(saved.data), 0)
+        if taken == len(saved.data) and llama_cpp.llama_memory_seq_pos_max(self._memory, 0) == saved.end - 1:
+            self.first = saved.first
+        else:
+            self.forget(saved.end)
 
     def _drop(self, first: int) -> None:
         """Forget the positions before `first`."""

@@ -67,7 +67,7 @@ class DFlash:
         if self._context.end != end or self._context.first == end:
             return None  # nothing is known of the text
         self._block[0] = root
-        self._context.run(end, self._block, output=True)
+        self._context.run(end, self._block, outputs=len(self._block))
         ids, logp = self._context.top(1, min(most, self.size), 1, limit=self._n_vocab)
         self._context.cut(end)
         return chain(ids[:, 0], self.name, logp[:, 0])

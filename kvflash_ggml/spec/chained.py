@@ -1,0 +1,100 @@
+"""Drafters that go on from what the target knew before a token, a step for each: MTP heads and EAGLE3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from .base import Features
+from .context import DraftContext
+from .draft import Draft, chain
+from .lag import Lag
+from .target import Target
+
+RECENT = 64
+"""Rows that are kept for a text that is cut: what follows a cut needs the row of the last token that stays."""
+
+_OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their logits would cost too much
+
+
+class Chained:
+    """Reads pairs: a token, and what the target computed for the one before it. Then each token it drafts with its own.
+
+    own: what it holds, its context first; closed with it. place: where the pair of the token at p stands, 0 for p and
+    -1 for p - 1. state: makes what a pair has of what was observed, [n, width] to [n, state].
+    """
+
+    def __init__(
+        self, name: str, wants: Features, target: Target, context: DraftContext, own: ExitStack, *, width: int,
+        place: int, state: Callable[[Floats], Floats] = lambda rows: rows,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.wants = wants
+        self._target = target
+        self._context = context
+        self._stack = own
+        self._place = place
+        self._state = state
+        self._lag = Lag(context.window)
+        self._recent = np.empty((0, width), np.float32)  # of the newest tokens
+        self._length = 0
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """See Drafter. Without rows of these tokens it starts anew behind them."""
+        self.cut(start)
+        if start != self._length or rows is None:  # a gap
+            self._recent = self._recent[:0]
+        self._length = start + len(tokens)
+        if rows is None:
+            self._lag.forget(self._length)
+        elif len(tokens):
+            before = self._recent[-1:] if len(self._recent) else np.zeros_like(rows[:1])
+            self._lag.add(start, tokens, np.concatenate([before, rows[:-1]]))
+            self._recent = np.concatenate([self._recent, rows])[-RECENT:]
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """See Drafter. DraftError if what it computes are no numbers."""
+        if not len(self._recent):
+            return None  # what the target knew before the root is not known
+        start, tokens, rows = self._lag.take()
+        kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
+        start += kept.start
+        states = self._recent[-1:] if rows is None else np.concatenate([rows, self._recent[-1:]])[kept]
+        states = self._state(states)
+        tokens = np.append(tokens, np.int32(root))[kept]
+        end = self._length + self._place
+        at = start + self._place
+        self._context.cut(at)
+        if len(tokens) > _OUTPUTS:
+            self._context.feed(at, tokens[:-1], states[:-1])
+            at, tokens, states = end, tokens[-1:], states[-1:]
+        draft = self._chain(at, tokens, states, most)
+        self._context.cut(end)
+        return draft
+
+    def _chain(self, at: int, tokens: Int32s, states: Floats, most: int) -> Draft:
+        """What follows these pairs, the first at `at`, token by token."""
+        context, found, logps = self._context, list[int](), list[float]()
+        while True:
+            context.run(at, tokens, states, outputs=len(tokens))
+            ids, logp = context.top(len(tokens) - 1, 1, 1, limit=self._target.n_vocab)
+            found.append(int(ids[0, 0]))
+            logps.append(float(logp[0, 0]))
+            if len(found) >= most or found[-1] in self._target.ends:
+                return chain(found, self.name, np.array(logps, np.float32))
+            at, tokens, states = context.end, ids[0], context.states(len(tokens))[-1:]
+
+    def cut(self, length: int) -> None:
+        """See Drafter. The newest rows outlive it."""
+        self._lag.cut(length)
+        if length < self._length:
+            stay = max(0, len(self._recent) - (self._length - length))
+            self._recent = self._recent[:stay]
+            self._length = length
+
+    def close(self) -> None:
+        """See Drafter."""
+        self._stack.close()

@@ -1,0 +1,98 @@
+"""A small model that writes as the target does: it reads the text by itself, and goes on token by token."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from .. import modelfile
+from ..arrays import Floats, Int32s
+from ..drafter.model import BOUND
+from ..errors import ConversionError
+from .base import Features
+from .context import WINDOW, DraftContext, DraftModel
+from .draft import Draft, chain
+from .lag import Lag
+from .target import Target
+
+PADDING = 128
+"""So many of the target's last tokens may be unknown to the small model: sizes of one family are padded differently."""
+
+
+class Small:
+    """A model of the target's vocabulary beside it.
+
+    Raises ConversionError for a file that cannot be one, or has recurrent state, which could not go back behind drafts
+    that were rejected, and what DraftModel and DraftContext raise.
+    """
+
+    name = "draft"
+    wants = Features()
+
+    def __init__(self, path: Path, target: Target, *, window: int = WINDOW) -> None:
+        if (architecture := modelfile.architecture(path)) in BOUND:
+            raise ConversionError(
+                path.name, "general.architecture", found=architecture, wanted="a model that reads a text by itself",
+                remedy="It drafts with what its target computes: ask for a drafter of that kind.",
+            )  # fmt: skip
+        self._target = target
+        with ExitStack() as stack:
+            model = DraftModel(path, offload=target.offload)
+            stack.callback(model.close)
+            if model.recurrent:
+                raise ConversionError(
+                    path.name, "its memory", found=f"recurrent state, as every {architecture} has it",
+                    wanted="attention only, as drafts are taken back", remedy="Draft with another model.",
+                )  # fmt: skip
+            if not model.shares_vocabulary(target, apart=PADDING):
+                raise ConversionError(
+                    path.name, "the vocabulary", found="another one", wanted=f"the tokens of {target.path.name}",
+                    remedy="Draft with a model of the same family.",
+                )  # fmt: skip
+            self._context = DraftContext(model.address, target, window=window)
+            stack.callback(self._context.close)
+            self._lag = Lag(self._context.window)
+            self._stack = stack.pop_all()
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """See Drafter. It starts anew behind a token that it does not know."""
+        unknown = np.flatnonzero(tokens >= self._context.n_vocab)
+        if unknown.size:
+            skipped = int(unknown[-1]) + 1
+            start, tokens = start + skipped, tokens[skipped:]
+            self._lag.forget(start)
+        self._lag.add(start, tokens)
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """See Drafter. DraftError if what it computes are no numbers."""
+        context = self._context
+        if root >= context.n_vocab:
+            return None
+        start, tokens, _ = self._lag.take()
+        end = start + len(tokens)
+        unread = np.append(tokens, np.int32(root))
+        if len(unread) > context.step:
+            context.feed(start, tokens, None)
+            start, unread = end, unread[-1:]
+        found: list[int] = []
+        logps: list[float] = []
+        while len(found) < most:
+            context.run(start, unread, outputs=1)
+            ids, logp = context.top(len(unread) - 1, 1, 1, limit=self._target.n_vocab)
+            found.append(int(ids[0, 0]))
+            logps.append(float(logp[0, 0]))
+            if found[-1] in self._target.ends or found[-1] >= context.n_vocab:
+                break
+            start, unread = context.end, ids[0]
+        context.cut(end)
+        return chain(found, self.name, np.array(logps, np.float32))
+
+    def cut(self, length: int) -> None:
+        """See Drafter."""
+        self._lag.cut(length)
+
+    def close(self) -> None:
+        """See Drafter."""
+        self._stack.close()

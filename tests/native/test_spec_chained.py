@@ -1,0 +1,176 @@
+"""MTP heads and EAGLE3 beside their targets: which pairs they read, and what they draft from them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import MODELS
+
+from kvflash_ggml.arrays import Floats, Int32s
+
+FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf"}
+TARGETS = {"mtp": "hybrid", "eagle3": "dense"}
+MOST = 4
+
+pytestmark = pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+
+
+@dataclass(frozen=True)
+class Told:
+    """A text with what its target goes on with, and the rows that a drafter is given."""
+
+    tokens: Int32s
+    prompt: int
+    rows: Floats
+
+
+@pytest.fixture
+def beside(bare: Any, model: Any) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Makes a target of the kind's, and a function that makes drafters of it."""
+    from kvflash_ggml.spec.eagle3 import Eagle3
+    from kvflash_ggml.spec.mtp import Mtp
+    from kvflash_ggml.spec.target import Target
+
+    with ExitStack() as stack:
+
+        def make(kind: str) -> tuple[Any, Any]:
+            one = bare(TARGETS[kind], pool=1024, n_ctx=1024)
+            target = Target(
+                path=model(TARGETS[kind]),
+                model=ctypes.cast(one._ctx.model.model, ctypes.c_void_p).value or 0,
+                context=ctypes.cast(one._ctx.ctx, ctypes.c_void_p).value or 0,
+                n_embd=256, n_vocab=4096, n_ctx=1024,
+            )  # fmt: skip
+
+            def drafter(path: Path = FILES[kind], **settings: Any) -> Any:
+                made = (Mtp if kind == "mtp" else Eagle3)(path, target, **settings)
+                stack.callback(made.close)
+                return made
+
+            return one, drafter
+
+        yield make
+
+
+def told(one: Any, wants: Any, prompt: Int32s, count: int) -> Told:
+    engine, rows, ids = one.session.engine, [], prompt.tolist()
+    width = engine.open_features(wants.layers, nextn=wants.nextn)
+
+    def after(start: int, n: int) -> None:
+        rows.append(np.empty((n, width), np.float32))
+        engine.read_features(0, rows[-1])
+
+    one.session.extend(prompt, after=after)
+    for _ in range(count):
+        ids.append(int(one.row().argmax()))
+        one.session.extend(np.array(ids[-1:], np.int32), after=after)
+    return Told(np.array(ids, np.int32), len(prompt), np.concatenate(rows))
+
+
+def accepted(drafter: Any, text: Told) -> list[int]:
+    """How many of each chain are the target's own tokens."""
+    tokens, found = text.tokens, []
+    read, root = 0, text.prompt
+    while root + MOST < len(tokens):
+        drafter.observe(read, tokens[read:root], text.rows[read:root])
+        guess = drafter.propose(int(tokens[root]), MOST).tokens
+        found.append(int(np.logical_and.accumulate(guess == tokens[root + 1 : root + 1 + MOST]).sum()))
+        read, root = root, root + found[-1] + 1
+    return found
+
+
+def proposal(drafter: Any, text: Told, root: int, *, first: int = 0) -> list[int]:
+    drafter.observe(first, text.tokens[first:root], text.rows[first:root])
+    return drafter.propose(int(text.tokens[root]), MOST).tokens.tolist()
+
+
+def test_it_accepts_far_more_than_by_chance(beside: Any, tokens: Any, kind: str) -> None:
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2600], 96)
+    found = accepted(drafter, text)
+    assert np.mean(found) > 0.5
+    shuffled = Told(text.tokens, text.prompt, text.rows[::-1].copy())  # rows of other tokens
+    assert np.mean(accepted(make(), shuffled)) < np.mean(found) / 2
+
+
+def test_rows_may_come_in_any_pieces(beside: Any, tokens: Any, kind: str) -> None:
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2400], 24)
+    end = len(text.tokens) - 1
+    wanted = [proposal(make(), text, root) for root in range(text.prompt, end, 5)]
+    found = []
+    for at in range(end):
+        if at >= text.prompt and (at - text.prompt) % 5 == 0:
+            found.append(drafter.propose(int(text.tokens[at]), MOST).tokens.tolist())
+        rows = text.rows[at : at + 1].copy()
+        drafter.observe(at, text.tokens[at : at + 1], rows)
+        rows[:] = np.nan  # the buffer is the caller's
+    assert np.mean([a[:2] == b[:2] for a, b in zip(found, wanted, strict=True)]) >= 0.8  # other steps round otherwise
+
+
+def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) -> None:
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2400], 8)
+    length = text.prompt - 20
+    wanted = proposal(make(), text, length)
+    proposal(drafter, text, text.prompt)
+    drafter.cut(length)
+    assert drafter.propose(int(text.tokens[length]), MOST).tokens.tolist() == wanted
+    # the same, told in the drafter's next rows
+    proposal(drafter, text, text.prompt, first=length)
+    assert proposal(drafter, text, length, first=length - 3) == wanted
+
+    drafter.cut(length - 100)  # what was known there is not kept
+    assert drafter.propose(int(text.tokens[length - 100]), MOST) is None
+    assert len(proposal(drafter, text, length, first=length - 100)) == MOST
+    drafter.cut(0)
+    assert drafter.propose(5, MOST) is None
+    assert proposal(drafter, text, length) == wanted
+
+
+def test_without_rows_it_starts_anew(beside: Any, tokens: Any, kind: str) -> None:
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2400], 8)
+    drafter.observe(0, text.tokens[:100], None)
+    assert drafter.propose(int(text.tokens[100]), MOST) is None
+    found = proposal(drafter, text, 300, first=150)  # behind a gap
+    assert found == proposal(make(), text, 300, first=150)
+    assert len(proposal(drafter, text, text.prompt, first=300)) == MOST
+
+
+def test_one_token_after_another(beside: Any, tokens: Any, kind: str) -> None:
+    """From the first token on; a chain is as long as asked, and is cut at an end."""
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2100], 4)
+    assert drafter.propose(int(text.tokens[0]), MOST) is None
+    drafter.observe(0, text.tokens[:1], text.rows[:1])
+    draft = drafter.propose(int(text.tokens[1]), 6)
+    assert len(draft) == 6
+    assert draft.is_chain
+    assert (draft.logp < 0).all()
+    assert drafter.propose(int(text.tokens[1]), 1).tokens.tolist() == draft.tokens[:1].tolist()
+
+
+def test_values_that_are_no_numbers(beside: Any, tokens: Any, kind: str) -> None:
+    from kvflash_ggml.errors import DraftError
+
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2100], 4)
+    broken = Told(text.tokens, text.prompt, np.full_like(text.rows, np.nan))
+    with pytest.raises(DraftError, match="no numbers"):
+        proposal(drafter, broken, 50)
+    drafter.cut(0)
+    assert proposal(drafter, text, 50) == proposal(make(), text, 50)
