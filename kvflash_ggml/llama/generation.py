@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from ..arrays import common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
 from ..errors import ContextFull, SnapshotError
+from ..native.logits import argmax
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
@@ -33,6 +35,7 @@ class GeneratingLlama(SavingLlama):
     _config: KVFlashConfig | None
     _finder: HeadFinder | None = None
     _speculator: Speculator | None = None
+    _greedy: bool = False  # the running answer takes the likeliest token, and nothing else changes it
     kvflash_progress: Progress | None = None
 
     # --- evaluation
@@ -161,12 +164,14 @@ class GeneratingLlama(SavingLlama):
             logits_processor=logits_processor,
             grammar=grammar,
         )
+        neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
+        self._greedy = temp == 0.0 and neutral and logits_processor is None and grammar is None
         if self._finder is not None and not self._deterministic:
             self._finder.settle()
         if self._session is not None:
             self._session.settle()
         if self._speculator is not None:
-            self._speculator.begin()
+            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens))
         prompt = list(tokens)
         if reset:
             prompt = prompt[self._reuse_prefix(prompt) :]
@@ -216,14 +221,16 @@ class GeneratingLlama(SavingLlama):
 
         At each yield the text is what it would be without drafts: it ends before the token that is yielded.
         """
-        session, speculator, node, accepted = self._session, self._speculator, ROOT, 0
+        session, speculator, node = self._session, self._speculator, ROOT
+        path: list[int] = []
         assert session is not None
         assert speculator is not None
         ahead = self._verify([root, *draft.tokens.tolist()])
+        picks = argmax(self._context, range(len(draft) + 1)).tolist() if ahead and self._greedy else None
         while True:
             if ahead:
                 self._keep()
-            token = self.sample(idx=self.n_tokens - 1)
+            token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[node + 1]
             if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
                 return None
             speculator.pause()
@@ -232,9 +239,10 @@ class GeneratingLlama(SavingLlama):
             child = draft.child(node, token) if session.ahead else None  # somebody may have settled them
             if sent or child is None:
                 session.accept()
-                speculator.verified(draft, accepted)
+                speculator.verified(path, len(draft) + 1)
                 return [token, *(sent or ())]
-            node, accepted = child, accepted + 1
+            node = child
+            path.append(node)
 
     @property
     def _deterministic(self) -> bool:
@@ -270,7 +278,12 @@ class GeneratingLlama(SavingLlama):
 
     def _likeliest(self) -> int:
         """The likeliest token after the last row of the newest step."""
-        return int(np.ctypeslib.as_array(self._ctx.get_logits_ith(-1), shape=(self._n_vocab,)).argmax())
+        return int(argmax(self._context, [-1])[0])
+
+    @property
+    def _context(self) -> int:
+        """Address of the llama_context."""
+        return ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0
 
     def _forget(self, length: int) -> None:
         left = self._cut(length)

@@ -42,7 +42,7 @@ class PoolDrafter:
         if session.sees_everything:
             return None
         sampler = llm._sampler
-        copy = None if sampler is None or sampler.custom_samplers else sampler.clone()
+        copy = None if llm._greedy or sampler is None or sampler.custom_samplers else sampler.clone()
         tokens = [root]
         for _ in range(most):
             session.sketch(np.array(tokens[-1:], np.int32), room=most)

@@ -15,10 +15,11 @@ from ..config import KVFlashConfig, SpecConfig
 from ..native.engine import Engine
 from ..spec.base import Drafter
 from ..spec.callback import Callback
+from ..spec.control import Controls, Fixed
+from ..spec.cost import WIDTHS, Controller
 from ..spec.dflash import DFlash
 from ..spec.features import FeatureRows
-from ..spec.fixed import Fixed
-from ..spec.loop import Judge, Speculator
+from ..spec.loop import Speculator
 from ..spec.ngram import NGram
 from ..spec.target import Target
 from .sizing import address
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
+
+SERIAL = ("pool", "mtp", "eagle3", "small")
+"""Drafters that compute one token after the other."""
 
 HYBRID_ROWS = 8
 """The same where recurrent state has to go back over them: each row takes a copy of it on the device."""
@@ -90,8 +94,17 @@ def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Draft
     if not drafters:
         return None
     spec = config.spec or SpecConfig()
-    judge: Judge = Fixed(spec.width or drafting.rows)
-    return Speculator(drafters, judge, n_vocab=llm.n_vocab(), ends=_ends(llm), features=drafting.features)
+    return Speculator(
+        drafters, _controls(spec, drafting), n_vocab=llm.n_vocab(), ends=_ends(llm), features=drafting.features
+    )
+
+
+def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
+    """By costs, or a fixed width."""
+    if spec.width is not None:
+        return Fixed(spec.width)
+    widths = [width for width in WIDTHS if width <= drafting.rows]
+    return Controller(widths, serial=SERIAL)
 
 
 def _open(llm: GeneratingLlama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:

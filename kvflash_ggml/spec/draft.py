@@ -53,6 +53,13 @@ class Draft:
         logp = None if self.logp is None else self.logp[:count]
         return Draft(self.tokens[:count], self.parent[:count], self.source, logp)
 
+    def padded(self, count: int, token: int) -> Draft:
+        """A chain with `token` after its end until it has `count` nodes; any other draft as it is."""
+        more = count - len(self)
+        if more <= 0 or not self.is_chain:
+            return self
+        return chain(np.append(self.tokens, np.full(more, token, np.int32)), self.source)
+
 
 def chain(tokens: Sequence[int] | Int32s, source: str, logp: Floats | None = None) -> Draft:
     """Tokens that follow each other."""

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError
 from .base import Drafter
+from .control import Controls
 from .draft import Draft, checked
 from .features import FeatureRows
 from .tally import Tally
@@ -21,46 +21,18 @@ MOST_BAD = 3
 """Drafts in a row that cannot be verified, after which a drafter is not asked any more."""
 
 
-class Judge(Protocol):
-    """Decides what is worth its time."""
-
-    def begin(self) -> None:
-        """A request begins."""
-        ...
-
-    def asks(self, source: str) -> bool:
-        """Is a drafter worth asking now?"""
-        ...
-
-    def rows(self, draft: Draft, most: int) -> int:
-        """How many rows to verify, the newest token's among them: 1 to go on without the draft."""
-        ...
-
-    def nothing(self, source: str, seconds: float) -> None:
-        """A drafter has had nothing to propose, which took it so long."""
-        ...
-
-    def plain(self, seconds: float) -> None:
-        """A step without a draft has taken so long."""
-        ...
-
-    def verified(self, draft: Draft, accepted: int, seconds: float, draft_seconds: float) -> None:
-        """A step has verified a draft, of which the first `accepted` tokens were right."""
-        ...
-
-
 class Speculator:
     """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
 
-    judge: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given of
-    the target's compute; None if they want nothing. total, last: what came of it, in all and since `begin`. off: why
+    controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
+    of the target's compute; None if they want nothing. total, last: what came of it, in all and since `begin`. off: why
     nothing is drafted any more, None while something may be.
     """
 
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        judge: Judge,
+        controls: Controls,
         *,
         n_vocab: int,
         ends: Collection[int],
@@ -68,9 +40,9 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafters = list(drafters)
+        self.controls = controls
         self.total, self.last = Tally(), Tally()
         self.off: str | None = None
-        self._judge = judge
         self._n_vocab = n_vocab
         self._ends = frozenset(ends)
         self._features = features
@@ -81,17 +53,18 @@ class Speculator:
         self._running: float | None = None  # when the step that is timed began, or went on
         self._spent = 0.0
         self._draft_seconds = 0.0
+        self._drafted: Draft | None = None
 
     @property
     def types(self) -> tuple[str, ...]:
         """The names of those that are asked."""
         return tuple(drafter.name for drafter in self.drafters)
 
-    def begin(self) -> None:
-        """A request begins."""
+    def begin(self, length: int) -> None:
+        """A request begins, with a text of so many tokens."""
         self.last = Tally()
         self._running = None
-        self._judge.begin()
+        self.controls.begin(length)
 
     # --- one step
 
@@ -104,18 +77,20 @@ class Speculator:
         self._spent = self._draft_seconds = 0.0
         self._running = self._clock()
         for at, drafter in enumerate(self.drafters):
-            if most < 1 or not self._judge.asks(drafter.name):
+            asked = min(most, self.controls.ask(drafter.name)) if most > 0 else 0
+            if asked < 1:
                 continue
             began = self._clock()
-            draft = self._ask(at, drafter, text, root, most)
+            draft = self._ask(at, drafter, text, root, asked)
             taken = self._clock() - began
             self._draft_seconds += taken
+            self.controls.proposed(drafter.name, draft, taken)
             if draft is None or len(draft) == 0:
-                self._judge.nothing(drafter.name, taken)
                 continue
-            rows = self._judge.rows(draft, most + 1)
+            rows = min(self.controls.choose(draft, self.types[at + 1 :]), most + 1)
             if rows > 1:
-                return draft.first(rows - 1)
+                self._drafted = draft.first(rows - 1)
+                return self._drafted.padded(rows - 1, root)
         return None
 
     def pause(self) -> None:
@@ -133,19 +108,23 @@ class Speculator:
         if self._running is None:
             return  # the first token of a request is its prompt's
         self.pause()
-        for tally in (self.total, self.last):
-            tally.plain(self._spent - self._draft_seconds)
-            tally.seconds_draft += self._draft_seconds
-        self._judge.plain(self._spent - self._draft_seconds)
-
-    def verified(self, draft: Draft, accepted: int) -> None:
-        """The step that `propose` has begun has verified its draft: `accepted` tokens of it were right."""
-        self.pause()
         seconds = self._spent - self._draft_seconds
         for tally in (self.total, self.last):
-            tally.verified(draft.source, len(draft), accepted, seconds)
+            tally.plain(seconds)
             tally.seconds_draft += self._draft_seconds
-        self._judge.verified(draft, accepted, seconds, self._draft_seconds)
+        self.controls.told(1, seconds)
+
+    def verified(self, path: Sequence[int], rows: int) -> None:
+        """The step that `propose` has begun has verified its draft in so many rows: the nodes of `path` were right."""
+        self.pause()
+        seconds, draft = self._spent - self._draft_seconds, self._drafted
+        assert draft is not None
+        right = [node for node in path if node < len(draft)]  # the rest was no draft, and a lucky guess
+        for tally in (self.total, self.last):
+            tally.verified(draft, right, seconds)
+            tally.lucky += len(path) - len(right)
+            tally.seconds_draft += self._draft_seconds
+        self.controls.told(rows, seconds, draft, right)
 
     def _ask(self, at: int, drafter: Drafter, text: Int32s, root: int, most: int) -> Draft | None:
         """A draft that can be verified; None if there is none, whatever the drafter does."""

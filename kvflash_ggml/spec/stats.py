@@ -28,6 +28,21 @@ class SpecStats:
         return self._speculator.off
 
     @property
+    def speedup(self) -> float | None:
+        """Estimated: how many times faster than plain decoding the newest answer is. None before that is known."""
+        return self._speculator.controls.speedup
+
+    @property
+    def excess(self) -> float:
+        """Seconds that drafts have cost the newest answer beyond what they won, below 0 if they won."""
+        return self._speculator.controls.excess
+
+    @property
+    def idle(self) -> str | None:
+        """Why the last step verified nothing; None if it did."""
+        return self._speculator.controls.off
+
+    @property
     def total(self) -> Tally:
         """Since the model was loaded."""
         return deepcopy(self._speculator.total)

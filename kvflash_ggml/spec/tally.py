@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from .draft import Draft
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class Tally:
     steps: those that verified a draft; each wins one token more than it accepts. plain_steps: others that generated.
     drafted, accepted: tokens. reached, agreed: per position of a draft, how often it was looked at, and how often it
     was accepted. seconds_draft, seconds_verify: taken by drafters, and by the steps that verified. bad_drafts: that
-    could not be verified.
+    could not be verified. lucky: tokens won by rows that only fill a step.
     """
 
     steps: int = 0
@@ -35,6 +38,7 @@ class Tally:
     seconds_verify: float = 0.0
     seconds_plain: float = 0.0
     bad_drafts: int = 0
+    lucky: int = 0
 
     @property
     def rate(self) -> float | None:
@@ -44,7 +48,7 @@ class Tally:
     @property
     def mean_length(self) -> float | None:
         """Tokens won by a step that verified, the last one chosen by the target included; None without such steps."""
-        return 1 + self.accepted / self.steps if self.steps else None
+        return 1 + (self.accepted + self.lucky) / self.steps if self.steps else None
 
     @property
     def per_position(self) -> tuple[float, ...]:
@@ -56,22 +60,23 @@ class Tally:
         """Estimated: tokens a second against those of plain steps of the same time. None without plain steps."""
         plain = self.seconds_plain / self.plain_steps if self.plain_steps else 0.0
         spent = self.seconds_plain + self.seconds_draft + self.seconds_verify
-        return (self.plain_steps + self.steps + self.accepted) * plain / spent if plain and spent else None
+        return (self.plain_steps + self.steps + self.accepted + self.lucky) * plain / spent if plain and spent else None
 
     def plain(self, seconds: float) -> None:
         """One token was generated without a draft, in so much time."""
         self.plain_steps += 1
         self.seconds_plain += seconds
 
-    def verified(self, source: str, drafted: int, accepted: int, seconds: float) -> None:
-        """Of `drafted` tokens the first `accepted` were right, along the path that the text took."""
-        own = self.by_source.setdefault(source, Source())
+    def verified(self, draft: Draft, path: Sequence[int], seconds: float) -> None:
+        """Of a draft the nodes of `path` were right, from the first on."""
+        accepted = len(path)
+        own = self.by_source.setdefault(draft.source, Source())
         for counts in (self, own):
             counts.steps += 1
-            counts.drafted += drafted
+            counts.drafted += len(draft)
             counts.accepted += accepted
         self.seconds_verify += seconds
-        looked_at = min(accepted + 1, drafted)
+        looked_at = min(accepted + 1, int(draft.depths().max()))
         self.reached += [0] * (looked_at - len(self.reached))
         self.agreed += [0] * (looked_at - len(self.agreed))
         for at in range(looked_at):
