@@ -163,7 +163,7 @@ class Session(Text):
         if self.ahead == 0:
             self._begin(room)
             self._take_ready()
-        self.evaluate(tokens, LAST, generated=True, ahead=room)
+        self.evaluate(tokens, LAST, generated=True, ahead=room, sketch=True)
 
     def accept(self, count: int | None = None) -> None:
         """The first `count` of the tokens that were verified are of the text, or those that were kept."""

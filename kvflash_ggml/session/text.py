@@ -154,14 +154,15 @@ class Text:
         *,
         generated: bool = False,
         ahead: int = 0,
+        sketch: bool = False,
         stream: bool = False,
     ) -> None:
         """Read tokens that fit one step. Whatever goes wrong, the text has all of them then, or none.
 
         after is called once the text has them, and again if that was interrupted. ahead: they are not of the text
-        before `keep` says which of them are; there is room for so many rows then, and others can follow before the
-        text is settled. stream: they see all of the text that the stages can hold, not only what is in the pool; there
-        must be stages.
+        before `keep` says which of them are; there is room for so many rows then, and others can follow before the text
+        is settled. sketch: none of them will be. stream: they see all of the text that the stages can hold, not only
+        what is in the pool; there must be stages.
         """
         if self.bounded:
             self.paging.save()
@@ -174,7 +175,8 @@ class Text:
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
         step = Step(start, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
-        state = self.engine.get_state() if ahead and before is None and self._needs_state(ahead, len(tokens)) else None
+        needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
+        state = self.engine.get_state() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
             self._run(step, generated=generated)
@@ -185,10 +187,10 @@ class Text:
             self._follow(step, after)
             raise
 
-    def _needs_state(self, room: int, count: int) -> bool:
-        """Is a copy of the recurrent state needed to forget all but one of `count` rows, or what takes their room?"""
+    def _needs_state(self, count: int, *, sketch: bool) -> bool:
+        """Is a copy of the recurrent state needed to forget all but one of `count` rows, or all of a sketch?"""
         info = self.engine.info
-        return info.recurrent and (room > count or count - 1 > info.rs_planes)
+        return info.recurrent and (sketch or count - 1 > info.rs_planes)
 
     def _run(self, step: Step, *, generated: bool) -> None:
         engine, events, plan = self.engine, self.events, step.plan
