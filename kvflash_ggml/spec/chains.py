@@ -68,7 +68,8 @@ class Chains:
         self._newest: Int32s = np.full(1 << bits, NONE, np.int32)
 
     def _buckets(self, hashes: Hashes) -> npt.NDArray[np.intp]:
-        return (hashes >> np.uint32(self._shift)).astype(np.intp)
+        buckets: npt.NDArray[np.intp] = (hashes >> np.uint32(self._shift)).astype(np.intp)
+        return buckets
 
     def _link(self, first: int) -> None:
         """Put the windows from `first` on into the tables."""

@@ -38,12 +38,17 @@ class NGram:
     wants = Features()
 
     def __init__(self) -> None:
-        self._forget(0)
+        self._base = 0  # position of the first token that is known
+        self._length = 0  # tokens that are known
+        self._indexed = 0  # of these, how many can be found
+        self._text: Int32s = np.empty(1, np.int32)
+        self._chains = tuple(Chains() for _ in ORDERS)
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See `Drafter`. What comes before a gap is forgotten."""
         if start > self._base + self._length:
-            self._forget(start)
+            self.close()
+            self._base = start
         self.cut(start)
         if start < self._base:
             self._base = start
@@ -78,13 +83,8 @@ class NGram:
 
     def close(self) -> None:
         """See `Drafter`."""
-        self._forget(0)
-
-    def _forget(self, base: int) -> None:
-        self._base = base  # position of the first token that is known
-        self._length = 0  # tokens that are known
-        self._indexed = 0  # of these, how many can be found
-        self._text: Int32s = np.empty(1, np.int32)
+        self.cut(0)
+        self._text = np.empty(1, np.int32)
         self._chains = tuple(Chains() for _ in ORDERS)
 
     def _index(self, beyond: int = 0) -> list[Hashes]:
@@ -120,7 +120,8 @@ class NGram:
         # Beginnings of the text that are shorter than the reach wrap around, and are cut off again.
         differs = self._text[positions[:, None] - back] != self._text[self._length - back]
         matches = np.where(differs.any(axis=1), differs.argmax(axis=1), reach)
-        return np.minimum(matches, positions + 1)
+        within: Int64s = np.minimum(matches, positions + 1)
+        return within
 
 
 def _windows(length: int, order: int) -> int:

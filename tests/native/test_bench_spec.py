@@ -1,0 +1,53 @@
+"""The bench of drafts on trained models: they win what they are told to, and the text stays what it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvflash_ggml.bench import main
+
+
+def bench(*args: Any) -> dict[str, Any]:
+    result = CliRunner().invoke(main, [str(x) for x in ("spec", *args, "-t", 1)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return document
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_wins_as_much_as_it_is_told_to(kind: str, models: dict[str, Path], loaded: None) -> None:
+    document = bench(
+        models[kind], "--depth", 200, "--pool", "1K", "--tokens", 100, "--widths", "2,6", "--accept", "1.5,4",
+        "--repeats", 2,
+    )  # fmt: skip
+    assert document["bench"] == "spec"
+    plain, two, six, more = document["points"]
+    assert [(p["width"], p["accept"]) for p in document["points"]] == [(1, 1), (2, 1.5), (6, 1.5), (6, 4)]
+    assert plain["won"] == plain["break_even"] == plain["speedup"] == 1
+    assert plain["with_room"] > 0
+    for point in (two, six, more):
+        assert point["won"] == pytest.approx(point["accept"], rel=0.2)
+        assert point["step_ms"] > 0
+    assert all(point["same_text"] == 1 for point in document["points"])
+
+
+def test_a_slow_drafter_has_more_to_win(models: dict[str, Path], loaded: None) -> None:
+    document = bench(
+        models["dense"], "--depth", 100, "--tokens", 40, "--widths", "4", "--accept", "4", "--draft-ms", 50,
+        "--repeats", 1,
+    )  # fmt: skip
+    plain, drafted = document["points"]
+    assert drafted["tps"] < 4 / 0.05
+    assert drafted["break_even"] == pytest.approx((drafted["step_ms"] + 50) / plain["step_ms"], rel=0.01)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--accept", "many"), ("--depth", "1K,2K")])
+def test_says_what_it_cannot_read(option: str, value: str, models: dict[str, Path]) -> None:
+    result = CliRunner().invoke(main, ["spec", str(models["dense"]), option, value])
+    assert result.exit_code == 2
+    assert option in result.output
