@@ -233,8 +233,14 @@ class Engine:
         return out
 
     def settle(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Move what is in the slots `source` to the slots `target`, bit for bit. UnsupportedError so far."""
+        """Move what is in the slots `source` to the slots `target`, bit for bit: keys, values, positions and tokens.
+
+        Behind the compute submitted so far, and before the next step. A slot is named once on each side, and may be on
+        both; one that is taken must be left by its row. Slots that are left are empty then.
+        """
         n = len(source)
+        if len(target) != n:
+            raise EngineError(f"{n} slots to settle in {len(target)}")
         check(lib.kvf_settle(self._engine, n, ffi.new("int32_t[]", source), ffi.new("int32_t[]", target)))
 
     def truncate(self, pos: int, *, seq: int = 0) -> bool:
