@@ -49,10 +49,7 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
 
 
 def plane_bytes(model: int) -> int:
-    """Bytes of each rollback plane (`n_rs_seq` of a context's parameters) of a model, 0 if it can have none.
-
-    model: address of the llama_model.
-    """
+    """Bytes of each rollback plane (a context's `n_rs_seq`) of the llama_model at this address, 0 if it has none."""
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
@@ -233,15 +230,16 @@ class Engine:
         return out
 
     def settle(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Move what is in the slots `source` to the slots `target`, bit for bit. UnsupportedError so far."""
+        """Move what is in the slots `source` to `target`, bit for bit; one that is taken must be among `source`."""
         n = len(source)
+        if len(target) != n:
+            raise EngineError(f"{n} slots to settle in {len(target)}")
         check(lib.kvf_settle(self._engine, n, ffi.new("int32_t[]", source), ffi.new("int32_t[]", target)))
 
     def truncate(self, pos: int, *, seq: int = 0) -> bool:
         """Remove positions >= pos. False: this memory cannot, and nothing has changed.
 
-        Recurrent state goes back once after a step, by at most `info.rs_planes` and less tokens than the step had (its
-        last `n_ubatch` of them, if it had more); or as a whole.
+        Recurrent state goes as a whole, or back once after a step: by at most `info.rs_planes`, less than the step.
         """
         done = ffi.new("int32_t *")
         return bool(value(lib.kvf_truncate(self._engine, seq, pos, done), done))

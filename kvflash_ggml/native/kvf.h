@@ -145,8 +145,9 @@ enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token);
 enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos);
 
-// Copy K and V of n slots to n others, and what llama.cpp believes about them: the accepted path of a tree goes to its place.
-// UNSUPPORTED so far.
+// Move K and V of n slots to n others, bit for bit, and what llama.cpp believes about them: the accepted path of a tree goes to
+// its place. All rows are read before one is written, so a slot may be left by one and taken by another. In the order of
+// transfers, and the next step waits for it.
 enum kvf_status kvf_settle(kvf_engine * engine, int32_t n, const int32_t * from, const int32_t * to);
 
 // Of one sequence: forget positions >= pos. A memory may be unable to go back: nothing has changed then, and done is 0.

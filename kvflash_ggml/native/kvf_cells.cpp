@@ -66,10 +66,6 @@ kvf_status kvf_cells_get(const kvf_engine * engine, int32_t slot, int32_t n, int
     return KVF_STATUS_SUCCESS;
 }
 
-kvf_status kvf_settle(kvf_engine *, int32_t n, const int32_t *, const int32_t *) {
-    return kvf_fail(KVF_STATUS_UNSUPPORTED, "%d rows to settle: rows do not move between slots", n);
-}
-
 kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;

@@ -40,6 +40,8 @@ struct kvf_lane {
         size_t                  first = 0;
     };
     std::unique_ptr<staging> stage;  // null: spans are copied one by one
+
+    ggml_gallocr_ptr rows;  // room for rows on their way between slots, null before the first of them
 };
 
 // kvf_lane.cpp

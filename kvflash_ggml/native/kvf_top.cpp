@@ -141,13 +141,11 @@ private:
 }  // namespace
 
 bool kvf_access::has_logits(const llama_context & ctx, int32_t row) {
-    if (!ctx.logits.data) {
-        return false;
-    }
+    const int32_t kept = ctx.logits.data ? ctx.n_outputs : 0;
     if (row < 0) {
-        return row >= -ctx.n_outputs;
+        return row >= -kept;
     }
-    return row < (int32_t) ctx.output_ids.size() && ctx.output_ids[row] >= 0 && ctx.output_ids[row] < ctx.n_outputs;
+    return row < (int32_t) ctx.output_ids.size() && ctx.output_ids[row] >= 0 && ctx.output_ids[row] < kept;
 }
 
 kvf_status kvf_logits_top(void * ctx_ptr, int32_t n, const int32_t * row, int32_t k, int32_t * id, float * logp) {

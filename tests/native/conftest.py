@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,23 @@ def models() -> dict[str, Path]:
 def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
-    "iswa", "uneven" and "latent" (random weights), "f32" (the dense one, dequantised) and "headed" (the hybrid one
-    with its MTP head) are made when asked for.
+    "iswa", "narrow" (its heads are), "uneven" and "latent" (random weights), "f32" (the dense one, dequantised) and
+    "headed" (the hybrid one with its MTP head) are made when asked for.
     """
     made = dict(models)
 
     def find(kind: str) -> Path:
         if kind not in made:
             path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
-            if kind == "headed":
-                with_head(models["hybrid"], models["mtp"], path)
-            else:
-                makers = {"iswa": write_iswa, "uneven": write_uneven, "latent": write_latent, "f32": dequantise}
-                makers[kind](models["dense"], path)
+            makers: dict[str, Callable[[Path, Path], None]] = {
+                "iswa": write_iswa,
+                "narrow": partial(write_iswa, head=32),
+                "uneven": write_uneven,
+                "latent": write_latent,
+                "f32": dequantise,
+                "headed": lambda _, path: with_head(models["hybrid"], models["mtp"], path),
+            }
+            makers[kind](models["dense"], path)
             made[kind] = path
         return made[kind]
 

@@ -235,7 +235,6 @@ def test_every_other_refusal_is_typed_and_says_why(one: Bare, bare: Make, tokens
         (lambda: engine.page_in([0], [0]), EngineError, "block 0 has no page image"),
         (lambda: engine.page_in([], []), EngineError, "0 blocks to move"),
         (lambda: engine.page_out([0, 1], [image]), EngineError, "2 blocks and 1 page images"),
-        (lambda: engine.settle([1, 2], [3, 4]), UnsupportedError, "2 rows to settle: rows do not move between slots"),
         (lambda: engine.set_state(b"12", TEXT), SnapshotError, "a state of 2 bytes does not fit .* left over"),
         (lambda: engine.set_state(b"", -1), EngineError, "a state of 0 bytes for -1 tokens"),
         (lambda: engine.set_logits(floats), EngineError, rf"logits of 5 tokens, the vocabulary has {one.n_vocab}"),

@@ -160,9 +160,9 @@ def dequantise(source: Path, target: Path) -> None:
     _finish(writer)
 
 
-def write_iswa(source: Path, target: Path) -> None:
+def write_iswa(source: Path, target: Path, *, head: int = 64) -> None:
     """A small gemma3 with random weights: layers 3 and 6 see all, the others a window of 128."""
-    width, heads, head, hidden, layers = 128, 2, 64, 256, 6
+    width, heads, hidden, layers = 128, 2, 256, 6
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "gemma3")
     _copy_fields(reader, writer, lambda key: key.startswith("tokenizer."))
