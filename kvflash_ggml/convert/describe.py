@@ -55,7 +55,7 @@ class Description:
 def describe(path: Path) -> Description:
     """ConversionError if the file is no sound GGUF."""
     file = gguf_read.read(path)
-    tensors = _all_tensors(file)
+    tensors = all_tensors(file)
     nextn = _whole(file.own("nextn_predict_layers")) or 0
     count = _whole(file.own("block_count"))
     layers = None if count is None else max(0, count - nextn)
@@ -84,8 +84,8 @@ def describe(path: Path) -> Description:
     )
 
 
-def _all_tensors(file: GGUF) -> list[Tensor]:
-    """Those of the other parts too, where the file is the first of several and they are there."""
+def all_tensors(file: GGUF) -> list[Tensor]:
+    """Those of the other parts too, where the file is the first of several."""
     found = list(file.tensors.values())
     split = _SHARD.fullmatch(file.path.name)
     for part in range(2, int(split[2]) + 1) if split else ():

@@ -6,29 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..convert import gguf_read
-from ..convert import target as target_facts
-from ..convert.gguf_read import GGUF
+from ..convert import gguf_read, heads
 from ..errors import ConversionError
 from ..native import stock
 from .base import Features
 from .chained import Chained
 from .context import WINDOW, DraftContext, DraftModel, state_width
 from .target import Target
-
-GRAPHS = frozenset({
-    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "hy_v3", "mimo2",
-    "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
-})  # fmt: skip
-"""Architectures whose heads llama.cpp computes; it would compute something else for others, or abort."""
-
-
-def heads(file: GGUF) -> int:
-    """How many further tokens the heads in this file predict: 0 if it has none, and none that can be used."""
-    count, layers = file.own("nextn_predict_layers", 0), file.own("block_count", 0)
-    if type(count) is not int or type(layers) is not int or not 0 < count <= layers:
-        return 0
-    return count if f"blk.{layers - count}.nextn.eh_proj.weight" in file.tensors else 0
 
 
 class Mtp(Chained):
@@ -41,13 +25,17 @@ class Mtp(Chained):
 
     def __init__(self, path: Path | None, target: Target, *, window: int = WINDOW) -> None:
         file = gguf_read.read(path or target.path)
-        _check(file)
         with ExitStack() as stack:
             address: Any = target.model
             if path is None:
-                _check_loaded(file, target)
+                heads.check(file)
+                if not stock.has_head(target.model):
+                    raise ConversionError(
+                        file.name, "the head for further tokens", found="not loaded", wanted="a model loaded with it",
+                        remedy="Load the model with load_mtp.",
+                    )  # fmt: skip
             else:
-                _check_pair(file, gguf_read.read(target.path))
+                heads.check_pair(file, gguf_read.read(target.path))
                 model = DraftModel(path, offload=target.offload, mtp=True)
                 stack.callback(model.close)
                 address = model.address
@@ -55,37 +43,3 @@ class Mtp(Chained):
             stack.callback(context.close)
             width = state_width(address)
             super().__init__("mtp", Features(nextn=True), target, context, stack.pop_all(), width=width, place=0)
-
-
-def _check(file: GGUF) -> None:
-    if file.architecture not in GRAPHS:
-        raise ConversionError(
-            file.name, "general.architecture", found=file.architecture,
-            wanted=f"one whose heads llama.cpp computes: {', '.join(sorted(GRAPHS))}",
-            remedy="Draft with a file of its own, or with the text itself (ngram).",
-        )  # fmt: skip
-    if (found := heads(file)) != 1:
-        raise ConversionError(
-            file.name, f"{file.architecture}.nextn_predict_layers", found=found or "0, or their tensors are missing",
-            wanted="1 head for further tokens", remedy="Take a conversion of the model that kept it.",
-        )  # fmt: skip
-
-
-def _check_loaded(file: GGUF, target: Target) -> None:
-    if not stock.has_head(target.model):
-        raise ConversionError(
-            file.name, "the head for further tokens", found="not loaded", wanted="the model loaded with it",
-            remedy="Load the model with load_mtp.",
-        )  # fmt: skip
-
-
-def _check_pair(file: GGUF, target: GGUF) -> None:
-    other = "Give the file of heads that was split from this target."
-    aim = target_facts.describe(target)
-    for what, found, wanted in (
-        ("general.architecture", file.architecture, aim.architecture),
-        ("embedding_length", file.own("embedding_length"), aim.hidden),
-        ("the hash of the tokens", target_facts.vocabulary(file), aim.vocabulary),
-    ):
-        if found != wanted:
-            raise ConversionError(file.name, what, found=found, wanted=f"{wanted}, the target's", remedy=other)

@@ -24,7 +24,7 @@ from vendoring.source import LLAMA, pristine_tree
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.cli import about
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import acceptance, draft, gguf_read, kquants, quantize, types, verify
+from kvflash_ggml.convert import acceptance, draft, gguf_read, heads, kquants, quantize, types, verify
 from kvflash_ggml.convert.acceptance import DraftModel, TargetModel
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.convert.target import LAST_INPUT, LAYER_INPUTS
@@ -198,6 +198,13 @@ def test_what_would_abort_is_refused_before(tmp_path: Path, loaded: None) -> Non
 
 
 # --- what is known of llama.cpp
+
+
+def test_architectures_whose_heads_are_computed() -> None:
+    source = pristine_tree() / LLAMA / "src"
+    names = dict(re.findall(r"\{ LLM_ARCH_(\w+),\s+\"([\w.-]+)\"", (source / "llama-arch.cpp").read_text()))
+    models = [path for path in (source / "models").glob("*.cpp") if "make_unique<graph_mtp>" in path.read_text()]
+    assert {names[path.stem.upper().replace("-", "_")] for path in models} == set(heads.GRAPHS)
 
 
 def test_architectures_whose_layer_inputs_are_given() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 from support.harness import same_bits
 
 from kvflash_ggml.arrays import Floats, Int32s
+from kvflash_ggml.convert.target import LAST_INPUT
 from kvflash_ggml.errors import EngineError, UnsupportedError
 
+REPO = Path(__file__).parents[2]
 LAYERS = (2, 4, 5)
 
 
@@ -115,3 +119,10 @@ def test_none_after_a_step_that_failed_or_logits_put_back(bare: Any, tokens: Any
 def test_an_architecture_without(bare: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not hand out the input of layer 1 of the architecture"):
         bare("iswa", pool=512, n_ctx=512).session.engine.open_features((1,))
+
+
+def test_architectures_that_give_what_comes_out_of_the_last_layer() -> None:
+    """No graph tells before it is asked, so the library has a list. DeepSeek V4 cannot be pooled."""
+    source = (REPO / "kvflash_ggml/native/kvf_features.cpp").read_text()
+    listed = {name.lower() for name in re.findall(r"arch == LLM_ARCH_(\w+)", source)}
+    assert listed == LAST_INPUT - {"deepseek4"}

@@ -1,0 +1,57 @@
+"""Heads for further tokens (MTP) in a model's file, or in one of their own."""
+
+from __future__ import annotations
+
+from ..errors import ConversionError
+from . import target as target_facts
+from .describe import all_tensors
+from .gguf_read import GGUF
+
+GRAPHS = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "hy_v3", "mimo2",
+    "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
+})  # fmt: skip
+"""Architectures whose heads llama.cpp computes; it would compute something else for others, or abort."""
+
+
+def count(file: GGUF) -> int:
+    """How many heads for further tokens this file has; 0 if it says so and their tensors are missing."""
+    further, layers = file.own("nextn_predict_layers", 0), file.own("block_count", 0)
+    if type(further) is not int or type(layers) is not int or not 0 < further <= layers:
+        return 0
+    name = f"blk.{layers - further}.nextn.eh_proj.weight"
+    return further if any(tensor.name == name for tensor in all_tensors(file)) else 0
+
+
+def without_trunk(file: GGUF) -> bool:
+    """Has it heads alone? The question is llama.cpp's."""
+    return "blk.0.attn_norm.weight" not in file.tensors
+
+
+def check(file: GGUF) -> None:
+    """ConversionError unless it has one head, and llama.cpp computes it."""
+    if file.architecture not in GRAPHS:
+        raise ConversionError(
+            file.name, "general.architecture", found=file.architecture,
+            wanted=f"one whose heads llama.cpp computes: {', '.join(sorted(GRAPHS))}",
+            remedy="Draft with a file of its own, or with the text itself (ngram).",
+        )  # fmt: skip
+    if (found := count(file)) != 1:
+        raise ConversionError(
+            file.name, f"{file.architecture}.nextn_predict_layers", found=found or "0, or their tensors are missing",
+            wanted="1 head for further tokens", remedy="Take a conversion of the model that kept it.",
+        )  # fmt: skip
+
+
+def check_pair(file: GGUF, target: GGUF) -> None:
+    """ConversionError unless it has one head, and it is the target's."""
+    check(file)
+    other = "Give the file of heads that was split from this target."
+    aim = target_facts.describe(target)
+    for what, found, wanted in (
+        ("general.architecture", file.architecture, aim.architecture),
+        ("embedding_length", file.own("embedding_length"), aim.hidden),
+        ("the hash of the tokens", target_facts.vocabulary(file), aim.vocabulary),
+    ):
+        if found != wanted:
+            raise ConversionError(file.name, what, found=found, wanted=f"{wanted}, the target's", remedy=other)

@@ -1,0 +1,142 @@
+"""Who can draft for a model: from the heads of files alone, before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .. import modelfile
+from ..convert import gguf_read, heads, verify
+from ..convert import target as target_facts
+from ..convert.gguf_read import GGUF
+from ..drafter.model import BOUND, FOLDERS
+from ..errors import ConfigError, ConversionError
+
+logger = logging.getLogger("kvflash_ggml")
+
+NGRAM, SIMPLE, DFLASH, EAGLE3, MTP = "ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp"
+
+_BY_ARCHITECTURE = {"dflash": DFLASH, "eagle3": EAGLE3}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What to open. type: by upstream's name. file: of the drafter; None for the text and for the target's own head."""
+
+    type: str
+    file: Path | None = None
+
+
+def find(model: Path, types: Sequence[str] = (), draft: Path | None = None) -> list[Found]:
+    """Who is to draft for a model, in the order to ask them.
+
+    types: who is asked for, by upstream's names, each once. Without any: the text itself, and then `draft`, or the head
+    in the model's file, or the best drafter that fits among the files beside it, or nobody. draft: a drafter's file. A
+    small model is taken only if it is named. A head that is found in the model's file is to be loaded with it.
+
+    Raises ConfigError if what is asked for is not there, ConversionError for a file that is not a drafter of the model.
+    """
+    search = _Search(model)
+    kind = None if draft is None else search.kind(draft)
+    if not types:
+        best = Found(kind, draft) if kind is not None else search.best()
+        return [Found(NGRAM)] if best is None else [Found(NGRAM), best]
+    if kind is not None and kind not in types:
+        raise ConfigError(
+            f"{draft} is for {kind}, and {', '.join(types)} is asked for: name {kind} too, or another file"
+        )
+    return [Found(name, draft) if name == kind else search.one(name) for name in types]
+
+
+class _Search:
+    """A model, and the files beside it."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+
+    def kind(self, draft: Path) -> str:
+        """Which type of drafter a file is; checked, if it is bound to a target."""
+        file = gguf_read.read(draft)
+        found = _type(file)
+        if found == MTP:
+            heads.check_pair(file, self._target())
+        elif found != SIMPLE:
+            verify.check(file, target_facts.describe(self._target()), rope_differs=True)
+        return found
+
+    def best(self) -> Found | None:
+        """The head in the model's file, or the first of the files beside it that fits."""
+        if self._own_head():
+            return Found(MTP)
+        fitting = list(self._fitting((DFLASH, EAGLE3, MTP), partial(logger.info, "passed over as a drafter: %s")))
+        return min(fitting, key=_rank)[1] if fitting else None
+
+    def one(self, name: str) -> Found:
+        """A drafter of this type."""
+        if name == NGRAM or (name == MTP and self._own_head()):
+            return Found(name)
+        refused: list[ConversionError] = []
+        if name != SIMPLE:
+            fitting = list(self._fitting((name,), refused.append))
+            if fitting:
+                return min(fitting, key=_rank)[1]
+        if refused:
+            raise refused[0]
+        where = "a small model is taken only if it is named" if name == SIMPLE else f"none is beside {self._model.name}"
+        raise ConfigError(f"{name} needs a file, and {where}: give its path as draft (--spec-draft-model)")
+
+    def _fitting(
+        self, types: Sequence[str], refused: Callable[[ConversionError], None]
+    ) -> Iterator[tuple[GGUF, Found]]:
+        """The files beside the model that are drafters of it, of these types."""
+        for path in self._beside():
+            try:
+                file = gguf_read.read(path)
+                if _type(file) in types:
+                    yield file, Found(self.kind(path), path)
+            except ConversionError as error:
+                refused(error)
+
+    def _beside(self) -> Iterator[Path]:
+        """Files that may be bound to the model; those of heads have "mtp" in their names."""
+        for folder in FOLDERS:
+            for path in sorted((self._model.parent / folder).glob("*.gguf")):
+                if not path.is_file() or path.samefile(self._model):
+                    continue
+                if "mtp" in path.name.lower() or modelfile.architecture(path) in BOUND:
+                    yield path
+
+    def _own_head(self) -> bool:
+        file = self._target()
+        return file.architecture in heads.GRAPHS and heads.count(file) == 1
+
+    def _target(self) -> GGUF:
+        return gguf_read.read(self._model)
+
+
+def _type(file: GGUF) -> str:
+    """Of a file that may be bound to a target, before it is checked."""
+    if file.architecture in _BY_ARCHITECTURE:
+        return _BY_ARCHITECTURE[file.architecture]
+    if file.architecture in BOUND:
+        raise ConversionError(
+            file.name, "general.architecture", found=file.architecture, wanted="a drafter with a memory of its own",
+            remedy="It reads its target's memory, which is paged in a pool: use another drafter, or kvflash=None.",
+        )  # fmt: skip
+    return MTP if heads.count(file) and heads.without_trunk(file) else SIMPLE
+
+
+def _rank(candidate: tuple[GGUF, Found]) -> tuple[int, str]:
+    """What drafts best comes first, then by name."""
+    file, found = candidate
+    order = (
+        "selector_hidden.weight" in file.tensors,
+        "markov_w1.weight" in file.tensors,
+        found.type == DFLASH,
+        found.type == EAGLE3,
+        True,
+    )
+    return order.index(True), file.name
