@@ -24,13 +24,14 @@ from ..native import library
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
+from ..spec.find import Found
 from . import parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import make_speculator, open_drafting, room
+from .speculating import file_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns
@@ -79,11 +80,13 @@ class Llama(GeneratingLlama):
         self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
+        self._found: tuple[Found, ...] = ()
         if self._config is not None:
             if self._config.policy == DRAFTER:
                 self._drafter = drafter.find(model_path, self._config.drafter)
             else:
                 self._scorer = policy.resolve(self._config.policy)
+            self._found = search(Path(model_path), self._config.spec)
         settings = request.upstream
         library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
 
@@ -108,6 +111,16 @@ class Llama(GeneratingLlama):
     # --- construction
 
     @property
+    def model_params(self) -> Any:
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        # upstream sets this before loading the model
+        params.load_mtp = loads_head(self._found)
+        self._model_params = params
+
+    @property
     def tokenizer_(self) -> Any:
         return self._tokenizer
 
@@ -129,7 +142,7 @@ class Llama(GeneratingLlama):
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
-        reserved += self._room.plane_bytes
+        reserved += self._room.plane_bytes + file_bytes(self._found)
         return sizing.fit(config, self._model, self.context_params, reserved=reserved)
 
     def _open_session(self, size: PoolSize) -> None:
@@ -138,7 +151,9 @@ class Llama(GeneratingLlama):
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))
-        self._drafting = open_drafting(self, self._config, engine, self._room.rows, self._ctx._exit_stack)
+        self._drafting = open_drafting(
+            self, self._config.spec, self._found, engine, self._room.rows, self._ctx._exit_stack
+        )
         config = self._config
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
         self._session = open_session(self, config, pool, self._scorer)

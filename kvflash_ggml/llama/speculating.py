@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,20 @@ from typing import TYPE_CHECKING
 import llama_cpp
 
 from ..config import KVFlashConfig, SpecConfig
+from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..spec.base import Drafter
 from ..spec.callback import Callback
 from ..spec.control import Controls, Fixed
 from ..spec.cost import WIDTHS, Controller
 from ..spec.dflash import DFlash
+from ..spec.eagle3 import Eagle3
 from ..spec.features import FeatureRows
+from ..spec.find import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, Found, find
 from ..spec.loop import Speculator
+from ..spec.mtp import Mtp
 from ..spec.ngram import NGram
+from ..spec.small import Small
 from ..spec.target import Target
 from .sizing import address
 from .sketch import PoolDrafter
@@ -28,10 +34,12 @@ from .sketch import PoolDrafter
 if TYPE_CHECKING:
     from .generation import GeneratingLlama
 
+logger = logging.getLogger("kvflash_ggml")
+
 ROWS = 32
 """Rows of a step that verifies drafts, at most."""
 
-SERIAL = ("pool", "mtp", "eagle3", "small")
+SERIAL = ("pool", "mtp", "eagle3", "draft")
 """Drafters that compute one token after the other."""
 
 HYBRID_ROWS = 8
@@ -74,16 +82,60 @@ class Drafting:
     rows: int = ROWS
 
 
-def open_drafting(llm: GeneratingLlama, config: KVFlashConfig, engine: Engine, rows: int, stack: ExitStack) -> Drafting:
-    """Open the drafters that a configuration names, before the first step. They are closed by the stack.
+def search(model: Path, spec: SpecConfig | None) -> tuple[Found, ...]:
+    """Who is to draft, before anything is loaded. ConfigError, and ConversionError for a file that does not fit."""
+    return () if spec is None else tuple(find(model, spec.types, spec.draft))
 
-    Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target.
+
+def loads_head(found: Sequence[Found]) -> bool:
+    """Is a head of the model's own file to be loaded with it?"""
+    return any(one.type == MTP and one.file is None for one in found)
+
+
+def file_bytes(found: Sequence[Found]) -> int:
+    """Device memory that the weights of drafters take, at most."""
+    return sum(one.file.stat().st_size for one in found if one.file is not None)
+
+
+def open_drafting(
+    llm: GeneratingLlama, spec: SpecConfig | None, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
+) -> Drafting:
+    """Open who was found, before the first step. They are closed by the stack.
+
+    Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target; where
+    nobody was named, a warning is all, and the text drafts alone.
     """
-    if config.spec is None:
+    if spec is None:
         return Drafting(rows=rows or ROWS)
-    drafters = _open(llm, config.spec, stack)
-    given = [drafter for drafter in drafters if drafter.wants]
-    return Drafting(drafters, FeatureRows(engine, given, llm.n_embd()) if given else None, rows)
+    try:
+        with ExitStack() as opening:
+            drafters = [_open(one, _target(llm, spec), spec, opening) for one in found]
+            given = [drafter for drafter in drafters if drafter.wants]
+            features = FeatureRows(engine, given, llm.n_embd()) if given else None
+            stack.push(opening.pop_all())
+            return Drafting(drafters, features, rows)
+    except (ConversionError, HostMemoryError, UnsupportedError) as error:
+        if spec.types or spec.draft is not None:
+            raise
+        logger.warning("drafts by the text alone: %s", error)
+        return Drafting([NGram()], None, rows)
+
+
+def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> Drafter:
+    """One drafter. It goes before the context of its target, on which it may depend."""
+    drafter: Drafter
+    if found.type == NGRAM:
+        drafter = NGram()
+    elif found.type == MTP:
+        drafter = Mtp(found.file, target, window=spec.window)
+    else:
+        assert found.file is not None
+        drafter = _BY_FILE[found.type](found.file, target, window=spec.window)
+    stack.callback(drafter.close)
+    return drafter
+
+
+_BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, SIMPLE: Small}
 
 
 def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
@@ -105,15 +157,6 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
         return Fixed(spec.width)
     widths = [width for width in WIDTHS if width <= drafting.rows]
     return Controller(widths, serial=SERIAL)
-
-
-def _open(llm: GeneratingLlama, spec: SpecConfig, stack: ExitStack) -> list[Drafter]:
-    drafters: list[Drafter] = [NGram()]
-    if spec.draft is not None:
-        drafters.append(DFlash(spec.draft, _target(llm, spec), window=spec.window))
-    for drafter in drafters:
-        stack.callback(drafter.close)
-    return drafters
 
 
 def _target(llm: GeneratingLlama, spec: SpecConfig) -> Target:
