@@ -51,11 +51,17 @@ class SpecConfig:
 
     @classmethod
     def read(cls, text: str) -> SpecConfig | None:
-        """ "auto", "none", or names separated by commas, with or without "draft-". ConfigError for any other."""
+        """Names separated by commas, with or without "draft-", one of them perhaps NAME=FILE; or "auto", or "none".
+
+        ConfigError for any other.
+        """
         if text in ("none", "off"):
             return None
-        names = [] if text == "auto" else [name.strip() for name in text.split(",")]
-        return cls(types=tuple(_type(name) for name in names))
+        words = [] if text == "auto" else [word.strip().partition("=") for word in text.split(",")]
+        files = [Path(file) for _, _, file in words if file]
+        if len(files) > 1:
+            raise ConfigError(f"one file drafts at a time, not {', '.join(map(str, files))}")
+        return cls(types=tuple(_type(name) for name, _, _ in words), draft=files[0] if files else None)
 
 
 def _type(name: str) -> str:

@@ -8,11 +8,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from .. import logs
+from ..config import KVFlashConfig
 from ..constants import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from ..native import library
@@ -20,6 +22,7 @@ from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
 from .remedy import in_words
+from .spec_options import SpecOptions
 
 
 def create_llama(**settings: Any) -> Any:
@@ -49,7 +52,9 @@ def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: 
 
 
 @contextmanager
-def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: bool) -> Iterator[Any]:
+def open_model(
+    path: str, *, loading: ModelOptions, pool: PoolOptions, drafts: SpecOptions, verbose: bool
+) -> Iterator[Any]:
     """The loaded model, closed at the end.
 
     Raises:
@@ -61,7 +66,7 @@ def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: 
         "type_k": KV_TYPES[loading.cache_type_k],
         "type_v": KV_TYPES[loading.cache_type_v],
         "flash_attn": loading.flash_attn != "off",
-        "kvflash": pool.config(),
+        "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
     }
     if (cache := pool.cache()) is not None:
@@ -74,6 +79,10 @@ def open_model(path: str, *, loading: ModelOptions, pool: PoolOptions, verbose: 
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
         yield llm
+
+
+def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
+    return None if config is None else replace(config, spec=drafts.over(config.spec))
 
 
 def gpu_layers(loading: ModelOptions) -> int:

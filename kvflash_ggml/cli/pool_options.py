@@ -9,11 +9,11 @@ from typing import Literal
 import click
 
 from .. import notation
-from ..config import KVFlashConfig
+from ..config import SPEC_TYPES, KVFlashConfig, SpecConfig
 from ..policy import names
 from ..prefix_cache.cache import PrefixCache
 from .sections import collected, option
-from .types import Calibrate, Pin, Pool, Size
+from .types import Calibrate, Drafts, Pin, Pool, Size
 
 _pool = option("KVFlash")
 
@@ -30,8 +30,9 @@ class PoolOptions:
     kvflash_deterministic: bool
     kvflash_reading: Literal["auto", "exact", "pool"]
     kvflash_stage: int | None
-    kvflash_answer: Literal["pool", "exact"]
+    kvflash_answer: Literal["pool", "exact", "lossless"]
     kvflash_repair: int | None
+    kvflash_spec: str | None
     kvflash_pin: tuple[tuple[int, int], ...]
     kvflash_host_limit: int | None
     kvflash_spill: Path | None
@@ -56,6 +57,7 @@ class PoolOptions:
             stage=self.kvflash_stage,
             answer=self.kvflash_answer,
             repair=self.kvflash_repair,
+            spec=None if self.kvflash_spec is None else SpecConfig.read(self.kvflash_spec),
             pins=self.kvflash_pin,
             host_limit=self.kvflash_host_limit,
             spill=self.kvflash_spill,
@@ -140,11 +142,12 @@ pool_options = collected(
     ),
     _pool(
         "--kvflash-answer",
-        type=click.Choice(["pool", "exact"]),
+        type=click.Choice(["pool", "exact", "lossless"]),
         default="pool",
         show_default=True,
         envvar="KVFLASH_ANSWER",
-        help="What the answer's tokens see: what is resident, or all of the text, at the speed of the bus.",
+        help="What the answer's tokens see: what is resident; or all of the text, at the speed of the bus; 'lossless'"
+        " all of it too, where what is resident drafts several tokens and one pass over the text verifies them.",
     ),
     _pool(
         "--kvflash-repair",
@@ -153,6 +156,16 @@ pool_options = collected(
         metavar="N",
         help="After every N tokens of an answer, evaluate these again with the whole text in view, and count what would"
         " have been different.  [default: never]",
+    ),
+    _pool(
+        "--kvflash-spec",
+        "--spec-type",
+        type=Drafts(),
+        envvar="KVFLASH_SPEC",
+        metavar="auto|none|NAMES",
+        help=f"Speculative decoding: who drafts what one step verifies, of {', '.join(SPEC_TYPES)}, with commas;"
+        " NAME=FILE names a drafter's file. 'auto': the text, and a drafter in the model's file or beside it."
+        "  [default: none]",
     ),
     _pool(
         "--kvflash-pin",

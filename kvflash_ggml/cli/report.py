@@ -99,6 +99,7 @@ def residency(stats: Any) -> list[str]:
         f"resident {stats.resident}/{stats.chunks} chunks",
         f"{stats.page_ins} recalled, {stats.page_outs} copied to the host",
         *losses(stats.last),
+        *drafts(stats.spec),
     ]
 
 
@@ -113,12 +114,41 @@ def losses(last: Any) -> list[str]:
     return parts
 
 
+def drafts(spec: Any) -> list[str]:
+    """What drafts have won, or why there were none."""
+    if spec is None:
+        return []
+    last = spec.last
+    if not last.steps:
+        return [f"drafts: none verified ({spec.off or spec.idle or 'nothing was generated'})"]
+    names = ", ".join(last.by_source)
+    faster = f", {spec.speedup:.1f}x" if spec.speedup is not None else ""
+    return [f"drafts by {names}: {last.mean_length:.1f} tokens a step ({last.rate * 100:.0f} % accepted){faster}"]
+
+
 def counters(stats: Any) -> dict[str, Any] | None:
     """The pool's numbers, None when it is off."""
     if stats is None:
         return None
     last = {**asdict(stats.last), "view": stats.last.view}
-    return {**{name: getattr(stats, name) for name in _COUNTERS}, "last": last}
+    return {**{name: getattr(stats, name) for name in _COUNTERS}, "last": last, "spec": spec_counters(stats.spec)}
+
+
+def spec_counters(spec: Any) -> dict[str, Any] | None:
+    """What drafts have won, None without speculative decoding."""
+    if spec is None:
+        return None
+    last = spec.last
+    return {
+        "types": spec.types,
+        "off": spec.off,
+        "speedup": spec.speedup,
+        "excess_s": spec.excess,
+        **asdict(last),
+        "rate": last.rate,
+        "mean_length": last.mean_length,
+        "per_position": last.per_position,
+    }
 
 
 def document(

@@ -21,6 +21,7 @@ from .report import closing_line, document, recorded
 from .sections import SectionCommand, option
 from .session_file import SessionFile
 from .snapshot_options import SnapshotOptions, snapshot_options
+from .spec_options import SpecOptions, spec_options
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
 _prompt = option("Prompt")
@@ -92,6 +93,7 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
 )
 @model_options
 @pool_options
+@spec_options
 @snapshot_options
 @sampling_options
 @output_options
@@ -107,6 +109,7 @@ def run(
     conversation: bool | None,
     loading: ModelOptions,
     pool: PoolOptions,
+    drafts: SpecOptions,
     saving: SnapshotOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
@@ -139,7 +142,7 @@ def run(
         session_file.check()
         start = time.perf_counter()
         with (
-            open_model(path, loading=loading, pool=pool, verbose=output.verbose) as llm,
+            open_model(path, loading=loading, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
             recorded(llm, report, title=Path(path).name),
         ):
             load_s = time.perf_counter() - start

@@ -12,6 +12,7 @@ from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, model_options
 from .pool_options import PoolOptions, pool_options
 from .sections import SectionCommand, collected, option
+from .spec_options import SpecOptions, spec_options
 from .terminal import note
 from .types import Size
 
@@ -170,6 +171,7 @@ session_options = collected(
 @limit_options
 @model_options
 @pool_options
+@spec_options
 def serve(
     *,
     path: str,
@@ -183,6 +185,7 @@ def serve(
     limits: LimitOptions,
     loading: ModelOptions,
     pool: PoolOptions,
+    drafts: SpecOptions,
 ) -> None:
     """Serve OpenAI's API, with every conversation kept.
 
@@ -231,7 +234,7 @@ def serve(
             session_dir=sessions.session_dir,
             page=page,
         )
-        with open_model(path, loading=loading, pool=pool, verbose=verbose) as llm:
+        with open_model(path, loading=loading, pool=pool, drafts=drafts, verbose=verbose) as llm:
             if not quiet and not verbose:
                 note(llm.kvflash.banner())
             if (cache := pool.cache()) is not None:

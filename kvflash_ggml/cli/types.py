@@ -7,6 +7,7 @@ from typing import Literal
 import click
 
 from .. import notation
+from ..config import SpecConfig
 
 
 class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Click have no parameter
@@ -62,6 +63,20 @@ class Calibrate(_Type):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> bool | str:
         return value if isinstance(value, bool) else notation.calibrate(str(value))
+
+
+class Drafts(_Type):
+    """Who drafts, as it was written."""
+
+    name = "auto|none|names"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value).strip()
+        try:
+            SpecConfig.read(text)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return text
 
 
 class Pin(_Type):

@@ -109,7 +109,7 @@ class Session(Text):
         self.loss = Loss()
         done, total = 0, len(tokens)
         exact = self.reading.exact
-        seen_whole = exact and self.length + total <= self.sight
+        seen_whole = exact and self.length + total <= self.sight.tokens
         last = total - (0 if exact else self._question_size(total))
         score = self.scoring is not None and self.config.reselect_prefill and not seen_whole
         while done < total:

@@ -11,18 +11,18 @@ import numpy as np
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
-from ..constants import CHUNK
 from ..errors import ConfigError, HostMemoryError, SnapshotError
 from ..pool.page_table import PageTable
-from ..pool.plan import NO_MOVES, Chunk, Moves, Plan
+from ..pool.plan import NO_MOVES, Moves, Plan
 from ..pool.residency import Ranking
-from ..pool.view import View, choose, everything_is_resident
+from ..pool.view import View, everything_is_resident
 from ..state.session import PolicyState
 from ..trace.events import Events
 from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
+from .sight import Sight
 from .step import EVERY, NO_LOGITS, AfterStep, Ahead, Follower, Output, Step
 from .unfinished import Unfinished
 
@@ -56,6 +56,7 @@ class Text:
         self.ranking: Ranking | None = None
         self.rebuild = False
         self.table = PageTable(pool.blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        self.sight = Sight(pool, self.table, bounded=self.bounded)
         self.mask = pool.make_mask()
         self.paging = Paging(engine, self.table, self.mask, pool.heap, self.ids, self._sealed)
         self.store = self.paging.store
@@ -65,8 +66,6 @@ class Text:
         self.events = events
         self.streamed_steps = 0
         self.view: View | None = None
-        self._known_chunks: list[Chunk] = []
-        self._all_resident = True
         self._told_of_memory = False
         self._ahead: Ahead | None = None
         self._pin()
@@ -85,12 +84,6 @@ class Text:
     def outgrown(self) -> bool:
         """Has the text become longer than the pool?"""
         return self.length > self.pool.n_slots
-
-    @property
-    def sight(self) -> int:
-        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
-        most = self.pool.heap.most
-        return self.pool.stage_slots if most is None else min(self.pool.stage_slots, most * CHUNK)
 
     @property
     def ahead(self) -> int:
@@ -174,7 +167,8 @@ class Text:
             plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
-        step = Step(start, tokens, output, plan, ahead, *self._sight(plan, len(tokens), stream=stream))
+        seen = self.sight.of(plan, start, len(tokens), self.ranking, stream=stream)
+        step = Step(start, tokens, output, plan, ahead, *seen)
         needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
         state = self.engine.get_state() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
@@ -222,24 +216,6 @@ class Text:
                 step.view, step.whole = None, False
         self.mask.fill(start, slots)
         engine.step(n, wait, step.codes)
-
-    def _sight(self, plan: Plan, count: int, *, stream: bool) -> tuple[View | None, bool]:
-        """What a step sees in place of the pool, and whether it sees everything."""
-        if not self.bounded:
-            return None, True
-        layout = plan.layout
-        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
-            self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, self.length)
-        if self._all_resident or not stream:
-            return None, self._all_resident
-        room = (self.pool.stage_slots - count - self.length % CHUNK) // CHUNK
-        if self.pool.heap.most is not None:
-            room = min(room, self.pool.heap.most)  # all images of a step are in memory together
-        if room <= 0:
-            return None, False
-        first, last = self.length // CHUNK, (self.length + count - 1) // CHUNK
-        view = choose(self.length, room, self.table.protected(first, last), self.ranking)
-        return view, view.whole
 
     def _follow(self, step: Step, after: AfterStep | None) -> None:
         """A step is over: what has to follow it if it is done, which can be done again."""

@@ -1,0 +1,50 @@
+"""What a step sees: the pool, or in its place chunks of the text in the stages."""
+
+from __future__ import annotations
+
+from ..constants import CHUNK
+from ..pool.page_table import PageTable
+from ..pool.plan import Chunk, Plan
+from ..pool.residency import Ranking
+from ..pool.view import View, choose, everything_is_resident
+from .pool import Pool
+
+
+class Sight:
+    """Of one text on a pool. bounded: the text can outgrow it."""
+
+    def __init__(self, pool: Pool, table: PageTable, *, bounded: bool) -> None:
+        self._pool = pool
+        self._table = table
+        self._bounded = bounded
+        self._known_chunks: list[Chunk] = []
+        self._all_resident = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
+        most = self._pool.heap.most
+        return self._pool.stage_slots if most is None else min(self._pool.stage_slots, most * CHUNK)
+
+    def of(
+        self, plan: Plan, start: int, count: int, ranking: Ranking | None, *, stream: bool
+    ) -> tuple[View | None, bool]:
+        """What a step of `count` tokens at `start` sees in place of the pool, and whether it sees everything.
+
+        stream: it may see more than what is in the pool.
+        """
+        if not self._bounded:
+            return None, True
+        layout = plan.layout
+        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
+            self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, start)
+        if self._all_resident or not stream:
+            return None, self._all_resident
+        room = (self._pool.stage_slots - count - start % CHUNK) // CHUNK
+        if self._pool.heap.most is not None:
+            room = min(room, self._pool.heap.most)  # all images of a step are in memory together
+        if room <= 0:
+            return None, False
+        first, last = start // CHUNK, (start + count - 1) // CHUNK
+        view = choose(start, room, self._table.protected(first, last), ranking)
+        return view, view.whole
