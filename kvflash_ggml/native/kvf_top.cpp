@@ -20,22 +20,15 @@ struct candidate {
     int32_t id;
 };
 
-float as_float(int32_t bits) {
-    float res;
-    memcpy(&res, &bits, sizeof(res));
-    return res;
-}
-
-// exp(x) for x <= 0 in operations that compilers turn into vectors; relative error below 3e-7, and about 1e-38 far down, which
-// is nothing beside the largest one. Floats without their sign are in the order of their bits: a branch would be in the way.
+// exp(x) for -87 <= x <= 0 in operations that compilers turn into vectors; relative error below 3e-7.
 inline float exp_of_negative(float x) {
-    int32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
-    const float at = -as_float(std::min(bits & 0x7fffffff, 0x42ae0000));  // 87.0f
-    const float n  = (at*1.44269504f + 12582912.0f) - 12582912.0f;        // rounded: a float so large has no fraction
-    const float r  = (at - n*0.693359375f) + n*2.12194440e-4f;            // ln 2 in two parts, the first of few bits
-    const float e  = 1.0f + r*(1.0f + r*(0.5f + r*(1.0f/6 + r*(1.0f/24 + r*(1.0f/120 + r*(1.0f/720))))));
-    return e*as_float(((int32_t) n + 127) << 23);
+    const float n = (x*1.44269504f + 12582912.0f) - 12582912.0f;  // rounded: a float so large has no fraction
+    const float r = (x - n*0.693359375f) + n*2.12194440e-4f;      // ln 2 in two parts, the first of few bits
+    const float e = 1.0f + r*(1.0f + r*(0.5f + r*(1.0f/6 + r*(1.0f/24 + r*(1.0f/120 + r*(1.0f/720))))));
+    const int32_t bits = ((int32_t) n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof(power));
+    return e*power;
 }
 
 // The largest of n logits, or NaN if there is one among them.
@@ -58,11 +51,15 @@ float largest(const float * logits, int64_t n) {
     return *std::max_element(nan, nan + LANES) ? NAN : *std::max_element(most, most + LANES);
 }
 
-// The sum of exp(logit - most) of at most a span.
+// The sum of exp(logit - most) of at most a span. What is further down than e^-87 counts as that: nothing beside the largest.
 double mass(const float * logits, int64_t n, float most) {
     float term[SPAN];
+    for (int64_t i = 0; i < n; ++i) {  // apart from the next loop, where it would become a branch
+        const float x = logits[i] - most;
+        term[i] = x > -87.0f ? x : -87.0f;
+    }
     for (int64_t i = 0; i < n; ++i) {
-        term[i] = exp_of_negative(logits[i] - most);
+        term[i] = exp_of_negative(term[i]);
     }
     std::fill(term + n, term + SPAN, 0.0f);
     float sum[LANES] = {};

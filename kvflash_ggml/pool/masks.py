@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Int32s
 from ..constants import CHUNK
 
 FREE = -1
@@ -54,18 +55,36 @@ class SlotMask:
         """Positions have been taken back: the next row is built from scratch."""
         self._base = -2
 
-    def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
+    def fill(self, start: int, slots: Int32s) -> npt.NDArray[np.floating]:
         """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
         rows = self._take(n)
         if self._base == start - 1 and n == 1:
             rows[0, slots[0]] = self._open
         else:
-            seen = (self.slot_pos >= 0) & (self.slot_pos < start)
-            rows[:] = np.where(seen, self._open, self._closed)
+            rows[:] = np.where(self._before(start), self._open, self._closed)
             self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
+
+    def fill_tree(self, start: int, slots: Int32s, parent: Int32s) -> npt.NDArray[np.floating]:
+        """Rows for the nodes of a tree that follows the positions before `start`, each in a slot of its own.
+
+        parent: [n], the row before each, of a smaller number; -1 for the root, row 0, which is at `start`. A node sees
+        what the root sees, and its ancestors, wherever they lie.
+        """
+        rows = self._take(len(slots))
+        rows[0] = np.where(self._before(start), self._open, self._closed)
+        rows[0, slots[0]] = self._open
+        for i in range(1, len(slots)):
+            rows[i] = rows[parent[i]]
+            rows[i, slots[i]] = self._open
+        self._base = -2
+        return rows
+
+    def _before(self, start: int) -> npt.NDArray[np.bool_]:
+        """Which slots hold positions before this one?"""
+        return (self.slot_pos >= 0) & (self.slot_pos < start)
 
     def _take(self, n: int) -> npt.NDArray[np.floating]:
         if self._rows.owner is not self:  # they show what another text sees
@@ -73,7 +92,7 @@ class SlotMask:
             self._base = -2
         return self._rows.data[:n]
 
-    def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: npt.NDArray[np.int32]) -> None:
+    def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: Int32s) -> None:
         """Open each of the new slots to its own token and those after it; a block at a time, since runs are whole."""
         n = len(slots)
         a = 0
@@ -88,9 +107,20 @@ class SlotMask:
 class AlibiMask(SlotMask):
     """The same rule for models whose attention adds the negative distance instead of rotating keys."""
 
-    def fill(self, start: int, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.floating]:
+    def fill(self, start: int, slots: Int32s) -> npt.NDArray[np.floating]:
         query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]
         distance = query - self.slot_pos
         rows = self._take(len(slots))
         rows[:] = np.where((self.slot_pos >= 0) & (distance >= 0), -distance, -np.inf)
+        return rows
+
+    def fill_tree(self, start: int, slots: Int32s, parent: Int32s) -> npt.NDArray[np.floating]:
+        rows = self._take(len(slots))
+        seen = self._before(start)
+        paths: list[list[int]] = []
+        for i in range(len(slots)):
+            paths.append([*(paths[parent[i]] if i else ()), i])
+            last = len(paths[i]) - 1
+            rows[i] = np.where(seen, self.slot_pos - (start + last), -np.inf)
+            rows[i, slots[paths[i]]] = np.arange(-last, 1)
         return rows

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.archs import write_latent
+from support.archs import write_arch, write_latent
 from support.drafter_models import with_head
 from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
 
@@ -48,7 +48,7 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Path of a model by kind.
 
     "iswa", "narrow" (its heads are), "uneven" and "latent" (random weights), "f32" (the dense one, dequantised) and
-    "headed" (the hybrid one with its MTP head) are made when asked for.
+    "headed" (the hybrid one with its MTP head) are made when asked for; "of NAME" is a tiny one of that architecture.
     """
     made = dict(models)
 
@@ -63,7 +63,10 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
                 "f32": dequantise,
                 "headed": lambda _, path: with_head(models["hybrid"], models["mtp"], path),
             }
-            makers[kind](models["dense"], path)
+            if kind.startswith("of "):
+                write_arch(kind.removeprefix("of "), path)
+            else:
+                makers[kind](models["dense"], path)
             made[kind] = path
         return made[kind]
 

@@ -102,6 +102,31 @@ def test_the_state_after_each_row(width: int, make: Any, tokens: Any) -> None:
         assert run.session.engine.cells(0, 512).max() == TEXT + kept + 2
 
 
+ARCHS = ["bailingmoe3", "kimi-k3", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_with_planes(arch: str, bare: Make) -> None:
+    """Each writes them in code of its own."""
+    rng = np.random.default_rng(3)
+    before, rows, after = (rng.integers(0, 100, n).astype(np.int32) for n in (TEXT, WIDTH, 3))
+    for kept in range(1, WIDTH):
+        run, other, alone = (bare(f"of {arch}", pool=512, n_ctx=512, n_ubatch=96, planes=PLANES) for _ in range(3))
+        for one in (run, other, alone):
+            one.session.extend(before)
+        assert run.session.engine.info.rs_planes == PLANES
+        step(run, rows)
+        step(other, [*rows[:kept], *[7] * (WIDTH - kept)])
+        step(alone, rows[:kept])
+        for one in (run, other):
+            assert one.session.engine.truncate(TEXT + kept)
+        assert same_bits(values(run), values(other))
+        ours, theirs, shorter = (step(one, after, TEXT + kept) for one in (run, other, alone))
+        assert same_bits(ours, theirs)
+        np.testing.assert_allclose(ours, shorter, atol=1e-4)
+
+
 def test_planes_of_earlier_steps_are_not_gone_back_to(make: Any, tokens: Any) -> None:
     """A step writes as many states as it has tokens: the others are of the steps before it."""
     run, stale = make(), make()

@@ -122,7 +122,12 @@ def make_models(maker: Path, folder: Path, only: Sequence[str] = ()) -> list[str
 
 def write_latent(source: Path, target: Path) -> None:
     """A model whose layers cache one latent key for all heads, and no values (MLA). `source` is not needed."""
-    (name,) = make_models(build_maker(), target.parent, ["deepseek2"])
+    write_arch("deepseek2", target)
+
+
+def write_arch(arch: str, target: Path) -> None:
+    """Upstream's fixture of an architecture."""
+    (name,) = make_models(build_maker(), target.parent, [arch])
     target.with_name(name).rename(target)
 
 

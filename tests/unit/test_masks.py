@@ -174,3 +174,69 @@ def test_texts_take_turns_on_the_same_rows(kind: type[SlotMask], f32: bool) -> N
         one.fill(10 + 2 * i, 1)
         one.fill(11 + 2 * i, 1)
         other.fill(20 + i, 1)
+
+
+# --- trees
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 12) -> np.ndarray[Any, Any]:
+    """The row before each, in the order of depth; -1 for the root."""
+    depth, parent = [0], [-1]
+    for i in range(draw(st.integers(0, most - 1), "rows")):
+        above = [j for j in range(i + 1) if depth[j] >= depth[i] - 1]  # so that depths never fall
+        parent.append(draw(st.sampled_from(above), "parent"))
+        depth.append(depth[parent[-1]] + 1)
+    return np.array(parent, np.int32)
+
+
+def scattered(data: st.DataObject, kind: tuple[type[SlotMask], bool]) -> tuple[World, int]:
+    """A text over some blocks in any order, one of its chunks paged out; and its length."""
+    world = World(kind[0], make_rows(kind[1], 40))
+    order = data.draw(st.permutations(range(BLOCKS)), "blocks")
+    for chunk, block in enumerate(order):
+        world.place(block, chunk)
+    start = data.draw(st.integers(0, SLOTS - 40), "length")
+    gone = data.draw(st.integers(0, BLOCKS - 1), "paged out")
+    if gone < start // CHUNK:
+        world.clear(order[gone])
+    return world, start
+
+
+@given(st.data(), st.sampled_from(KINDS), st.integers(1, 30))
+def test_a_chain_is_a_tree(data: st.DataObject, kind: tuple[type[SlotMask], bool], count: int) -> None:
+    world, start = scattered(data, kind)
+    slots = world.slots(start, count)
+    chain = world.mask.fill(start, slots).copy()
+    tree = world.mask.fill_tree(start, slots, np.arange(-1, count - 1, dtype=np.int32))
+    np.testing.assert_array_equal(tree, chain)
+    assert np.shares_memory(tree, world.rows.data)
+
+
+@given(st.data(), st.sampled_from(KINDS), trees())
+def test_a_row_of_a_tree_sees_what_it_would_see_in_a_text(
+    data: st.DataObject, kind: tuple[type[SlotMask], bool], parent: Any
+) -> None:
+    """Wherever its ancestors lie: a text with these positions in these slots."""
+    world, start = scattered(data, kind)
+    places = data.draw(st.permutations(range(2 * len(parent))), "places")[: len(parent)]
+    slots = world.slots(start, 2 * len(parent))[places]
+    rows = world.mask.fill_tree(start, slots, parent).copy()
+    for i in range(len(parent)):
+        path = [i]
+        while parent[path[0]] >= 0:
+            path.insert(0, parent[path[0]])
+        text = kind[0](make_rows(kind[1]))
+        text.slot_pos[:] = np.where(world.mask.slot_pos < start, world.mask.slot_pos, FREE)
+        text.slot_pos[slots[path]] = start + np.arange(len(path))
+        np.testing.assert_array_equal(rows[i], text.fill(start + len(path) - 1, slots[i : i + 1])[0])
+
+
+def test_a_token_after_a_tree(world: World) -> None:
+    """The fast path of decoding is not taken on what a tree has left."""
+    world.place(2, 0)
+    world.fill(9, 1)
+    world.mask.fill_tree(10, world.slots(10, 3), np.array([-1, 0, 0], np.int32))
+    world.fill(10, 1)
+    world.mask.fill_tree(11, world.slots(11, 1), np.array([-1], np.int32))
+    world.fill(12, 1)
