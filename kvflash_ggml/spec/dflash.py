@@ -52,6 +52,11 @@ class DFlash:
             self._lag = Lag(self._context.window)
             self._stack = stack.pop_all()
 
+    @property
+    def size(self) -> int:
+        """Tokens of a draft, at most."""
+        return self._reader.size
+
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. Without rows of these tokens it starts anew behind them."""
         if rows is None:
