@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 import click
 
-from ..convert import acceptance
 from ..errors import ConversionError
+from ..spec import acceptance
 from .child import run_child
 from .model import plain_errors
 from .sections import collected
@@ -69,7 +69,7 @@ def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions,
 
 
 def _ask(request: dict[str, Any]) -> list[dict[str, Any]]:
-    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.convert.acceptance")
+    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.spec.acceptance")
     if child.failure:
         raise ConversionError(
             Path(request["target"]).name, "acceptance", found=child.failure, wanted="a measurement",

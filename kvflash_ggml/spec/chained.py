@@ -56,7 +56,7 @@ class Chained:
             self._recent = np.concatenate([self._recent, rows])[-RECENT:]
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DraftError if what it computes are no numbers."""
+        """See Drafter. DecodeError if what it computes are no numbers."""
         if not len(self._recent):
             return None  # what the target knew before the root is not known
         start, tokens, rows = self._lag.take()
@@ -80,7 +80,7 @@ class Chained:
         context, found, logps = self._context, list[int](), list[float]()
         while True:
             context.run(at, tokens, states, outputs=len(tokens))
-            ids, logp = context.top(len(tokens) - 1, 1, 1, limit=self._target.n_vocab)
+            ids, logp = context.top([len(tokens) - 1], 1)
             found.append(int(ids[0, 0]))
             logps.append(float(logp[0, 0]))
             if len(found) >= most or found[-1] in self._target.ends:

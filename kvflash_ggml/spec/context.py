@@ -15,8 +15,8 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..constants import round_up
 from ..drafter.model import same_vocabulary
-from ..errors import ConfigError, ConversionError, DraftError, HostMemoryError
-from ..native import stock
+from ..errors import ConfigError, ConversionError, HostMemoryError
+from ..native import logits, stock
 from .target import Target
 
 WINDOW = 4096
@@ -161,26 +161,9 @@ class DraftContext:
         """The states of the first `count` tokens of the last run, [count, state]."""
         return stock.draft_states(self._context, count, self._n_state)
 
-    def logits(self, row: int) -> Floats:
-        """Of a token of the last run, [n_vocab]; valid until the next one."""
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (self.n_vocab,))
-
-    def top(self, first: int, count: int, k: int, *, limit: int) -> tuple[Int32s, Floats]:
-        """The k likeliest tokens below `limit` of `count` rows from `first` on, best first, with log-probabilities.
-
-        Both are [count, k]. DraftError if a row is not finite.
-        """
-        ids, logp = np.empty((count, k), np.int32), np.empty((count, k), np.float32)
-        for i in range(count):
-            row = self.logits(first + i)[:limit]
-            best = np.argpartition(row, -k)[-k:] if k > 1 else np.array([row.argmax()])
-            best = best[np.lexsort((best, -row[best]))]
-            most = row[best[0]]
-            logp[i] = row[best] - most - np.log(np.exp(row - most).sum())
-            ids[i] = best
-        if not np.isfinite(logp[:, 0]).all():
-            raise DraftError("a drafter's logits are no numbers")
-        return ids, logp
+    def top(self, rows: logits.Rows, k: int) -> tuple[Int32s, Floats]:
+        """`native.logits.top` of tokens of the last run. DecodeError if a row is not finite."""
+        return logits.top(self._context, rows, k)
 
     def cut(self, length: int) -> None:
         """Forget the positions from `length` on."""

@@ -12,9 +12,10 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..convert import gguf_read, verify
 from ..convert import target as target_facts
+from . import blocks
 from .base import Features
 from .context import WINDOW, DraftContext, DraftModel
-from .draft import Draft, chain
+from .draft import Draft
 from .lag import Lag
 from .target import Target
 
@@ -24,31 +25,37 @@ logger = logging.getLogger("kvflash_ggml")
 class DFlash:
     """A drafter of the architecture dflash beside its target.
 
-    Rows of the text wait on the host until a draft is wanted; the newest `window` of them are read then. A draft has
-    at most `size` tokens. Raises ConversionError for a file that is not a drafter of this target, and what DraftModel
-    and DraftContext raise.
+    Rows of the text wait on the host until a draft is wanted; the newest `window` of them are read then. branches:
+    tokens that may follow another, where the target can verify trees; 1 for chains. Raises ConversionError for a file
+    that is not a drafter of this target, and what DraftModel and DraftContext raise.
     """
 
-    name = "dflash"
-
-    def __init__(self, path: Path, target: Target, *, window: int = WINDOW) -> None:
+    def __init__(self, path: Path, target: Target, *, window: int = WINDOW, branches: int = 1) -> None:
         file, aim = gguf_read.read(path), target_facts.describe(gguf_read.read(target.path))
         verify.check(file, aim, rope_differs=True)
         it = verify.describe(file)
         if not math.isclose(it.theta, aim.theta, rel_tol=1e-6):
             logger.warning("%s was made with a RoPE theta of %g, its target with %g", path.name, it.theta, aim.theta)
         self.wants = Features(it.target_layers)
-        self.size = it.block - 1
-        self._n_vocab = target.n_vocab
+        self._reader = blocks.reader(file, it.block)
         self._block = np.full(it.block, it.mask, np.int32)
+        self._branches = branches
+        self.name = self._reader.name
         with ExitStack() as stack:
             model = DraftModel(path, offload=target.offload)
             stack.callback(model.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
-            self._context = DraftContext(model.address, target, window=window, shares=shares, causal=bool(it.causal))
+            self._context = DraftContext(
+                model.address, target, window=window, shares=shares, states=self._reader.states, causal=bool(it.causal)
+            )  # fmt: skip
             stack.callback(self._context.close)
             self._lag = Lag(self._context.window)
             self._stack = stack.pop_all()
+
+    @property
+    def size(self) -> int:
+        """Tokens of a draft, at most."""
+        return self._reader.size
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. Without rows of these tokens it starts anew behind them."""
@@ -58,19 +65,20 @@ class DFlash:
             self._lag.add(start, tokens, rows)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DraftError if what it computes are no numbers."""
+        """See Drafter. DecodeError or DraftError if what it computes are no numbers."""
+        context = self._context
         start, _, rows = self._lag.take()
-        self._context.cut(start)
+        context.cut(start)
         if rows is not None:
-            self._context.feed(start, None, rows)
+            context.feed(start, None, rows)
         end = self._lag.end
-        if self._context.end != end or self._context.first == end:
+        if context.end != end or context.first == end:
             return None  # nothing is known of the text
         self._block[0] = root
-        self._context.run(end, self._block, outputs=len(self._block))
-        ids, logp = self._context.top(1, min(most, self.size), 1, limit=self._n_vocab)
-        self._context.cut(end)
-        return chain(ids[:, 0], self.name, logp[:, 0])
+        context.run(end, self._block, outputs=len(self._block) if self._reader.outputs else 0)
+        draft = self._reader.read(context, most, self._branches)
+        context.cut(end)
+        return draft
 
     def cut(self, length: int) -> None:
         """See Drafter."""

@@ -66,7 +66,7 @@ class Small:
         self._lag.add(start, tokens)
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See Drafter. DraftError if what it computes are no numbers."""
+        """See Drafter. DecodeError if what it computes are no numbers."""
         context = self._context
         if root >= context.n_vocab:
             return None
@@ -80,10 +80,12 @@ class Small:
         logps: list[float] = []
         while len(found) < most:
             context.run(start, unread, outputs=1)
-            ids, logp = context.top(len(unread) - 1, 1, 1, limit=self._target.n_vocab)
+            ids, logp = context.top([len(unread) - 1], 1)
+            if ids[0, 0] >= self._target.n_vocab:
+                break  # of its own only
             found.append(int(ids[0, 0]))
             logps.append(float(logp[0, 0]))
-            if found[-1] in self._target.ends or found[-1] >= context.n_vocab:
+            if found[-1] in self._target.ends:
                 break
             start, unread = context.end, ids[0]
         context.cut(end)

@@ -155,6 +155,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             longest = n_batch or n_ubatch
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = GPU_LAYERS
+            params.load_mtp = kind == "headed"
             loaded = internals.LlamaModel(path_model=str(model(kind)), params=params, verbose=False)
             stack.callback(loaded.close)
             cparams = llama_cpp.llama_context_default_params()

@@ -24,11 +24,12 @@ from vendoring.source import LLAMA, pristine_tree
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.cli import about
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import acceptance, draft, gguf_read, heads, kquants, quantize, types, verify
-from kvflash_ggml.convert.acceptance import DraftModel, TargetModel
+from kvflash_ggml.convert import draft, gguf_read, heads, kquants, quantize, types, verify
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.convert.target import LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.spec import acceptance
+from kvflash_ggml.spec.acceptance import TargetModel
 
 TARGET, DRAFT = MODELS / "recall-qwen3-q8_0.gguf", MODELS / "recall-dflash.gguf"
 
@@ -97,6 +98,8 @@ def exact(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_is_what_the_numbers_say(tmp_path: Path, exact: None) -> None:
+    from kvflash_ggml.spec.dflash import DFlash
+
     folder = tmp_path / "drafter"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(checkpoints.config()))
@@ -108,15 +111,19 @@ def test_a_block_is_what_the_numbers_say(tmp_path: Path, exact: None) -> None:
         target = TargetModel(model, verify.target_layers(gguf_read.read(made)), stack)
         text = target.go_on("A text of some length, about nothing at all.", 4)
         root = len(text.tokens) - 2
-        drafter = DraftModel(made, target, stack)
-        drafter.inject(text.features[:root], 0)
-        found = drafter.logits_after(text.tokens[root], root)
+        drafter = DFlash(made, target.facts)
+        stack.callback(drafter.close)
+        drafter.observe(0, np.array(text.tokens[:root], np.int32), text.features[:root])
+        drafter.propose(text.tokens[root], BLOCK - 1)
+        ids, logp = drafter._context.top(range(1, BLOCK), checkpoints.VOCAB)
+    found = np.empty((BLOCK - 1, checkpoints.VOCAB))
+    np.put_along_axis(found, ids, logp, axis=1)
     block = [text.tokens[root], *[MASK] * (BLOCK - 1)]
     wanted = reference(
         checkpoints.weights(), checkpoints.target_weights(), features=text.features[:root], tokens=block, start=root
     )[1:]
-    assert found.shape == wanted.shape == (BLOCK - 1, checkpoints.VOCAB)
     assert wanted.std() > 0.5
+    wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 

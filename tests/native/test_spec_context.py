@@ -37,8 +37,11 @@ def context(loaded: None) -> Iterator[Callable[..., Any]]:
 
 
 def next_logits(one: Any, start: int, tokens: Any) -> Any:
+    import llama_cpp
+
     one.run(start, tokens, outputs=len(tokens))
-    return np.stack([one.logits(i).copy() for i in range(len(tokens))])
+    rows = [llama_cpp.llama_get_logits_ith(one._context, i) for i in range(len(tokens))]
+    return np.stack([np.ctypeslib.as_array(row, (one.n_vocab,)).copy() for row in rows])
 
 
 def test_a_window_of_a_long_text(context: Any, tokens: Any) -> None:
@@ -126,14 +129,13 @@ def test_likeliest_tokens(context: Any, tokens: Any) -> None:
     one = context(window=512)
     one.feed(0, tokens[:100], None)
     logits = next_logits(one, 100, tokens[100:108])
-    ids, logp = one.top(2, 5, 3, limit=4000)
+    ids, logp = one.top(range(2, 7), 3)
     assert ids.shape == logp.shape == (5, 3)
     for i in range(5):
-        row = logits[2 + i, :4000].astype(np.float64)
+        row = logits[2 + i].astype(np.float64)
         order = np.argsort(-row, kind="stable")[:3]
         assert ids[i].tolist() == order.tolist()
         assert logp[i] == pytest.approx((row - np.log(np.exp(row).sum()))[order], abs=1e-4)
-    assert one.top(2, 5, 1, limit=4000)[0][:, 0].tolist() == ids[:, 0].tolist()
 
 
 def test_what_cannot_be(context: Any, tmp_path: Path) -> None:

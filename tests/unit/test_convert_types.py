@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.convert import acceptance, types
-from kvflash_ggml.convert.acceptance import Continued
+from kvflash_ggml.convert import types
 from kvflash_ggml.convert.gguf_read import Tensor
 from kvflash_ggml.convert.quantize import chosen
+from kvflash_ggml.spec import acceptance
+from kvflash_ggml.spec.acceptance import Continued
+from kvflash_ggml.spec.draft import Draft, chain
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_a_mixture_keeps_values_and_ffn_down_larger() -> None:
 class Guessing:
     """A drafter that knows the text, and is wrong after so many tokens. Checks that it is told of each token once."""
 
-    size = 6
+    size = 5
 
     def __init__(self, text: list[int], right: int) -> None:
         self._text = text
@@ -48,19 +50,16 @@ class Guessing:
         self.read = 0
         self.asked: list[int] = []
 
-    def forget(self) -> None:
-        self.read = 0
-
-    def inject(self, features: np.ndarray, start: int) -> None:
+    def observe(self, start: int, tokens: np.ndarray, rows: np.ndarray) -> None:
         assert start == self.read
-        assert features[:, 0].tolist() == self._text[start : start + len(features)]
-        self.read += len(features)
+        assert tokens.tolist() == rows[:, 0].tolist() == self._text[start : start + len(tokens)]
+        self.read += len(tokens)
 
-    def block_after(self, root: int, position: int) -> list[int]:
-        assert (self.read, self._text[position]) == (position, root)
-        self.asked.append(position)
-        rest = [*self._text[position + 1 : position + self.size], *[0] * self.size][: self.size - 1]
-        return [token if i < self._right else -1 for i, token in enumerate(rest)]
+    def propose(self, root: int, most: int) -> Draft:
+        assert self._text[self.read] == root
+        self.asked.append(self.read)
+        rest = [*self._text[self.read + 1 : self.read + 1 + most], *[0] * most][:most]
+        return chain([token if i < self._right else -1 for i, token in enumerate(rest)], "guess")
 
 
 @pytest.mark.parametrize("right", [0, 2, 5])

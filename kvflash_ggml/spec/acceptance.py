@@ -15,16 +15,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import Floats
+from ..convert import gguf_read, verify
+from ..convert import target as target_facts
 from ..errors import ConversionError, LibraryError
 from ..native import library
-from . import drafter, gguf_read, verify
-from . import target as target_facts
-from .drafter import Drafter
+from .target import Target
+
+if TYPE_CHECKING:
+    from .dflash import DFlash  # loads llama_cpp
 
 TEXTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -64,12 +67,14 @@ def main(request: str) -> None:
 
 
 def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens: int) -> list[dict[str, Any]]:
-    """The library must be loaded. ConversionError for a drafter that is not plain DFlash, or cannot be loaded."""
+    """The library must be loaded. ConversionError for a drafter that is not DFlash, or cannot be loaded."""
+    from .dflash import DFlash
+
     aim = target_facts.describe(gguf_read.read(model))
-    described = [_plain(path) for path in drafts]
-    for it in described:  # llama.cpp would abort
-        drafter.check_pair(it, aim, rope_differs=True)
-    layers = {it.target_layers for it in described}
+    files = [gguf_read.read(path) for path in drafts]
+    for file in files:  # llama.cpp would abort
+        verify.check(file, aim, rope_differs=True)
+    layers = {verify.describe(file).target_layers for file in files}
     if len(layers) != 1:
         raise ConversionError(
             drafts[-1].name, "target layers", found=sorted(layers), wanted="the same in all files",
@@ -80,37 +85,30 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
         known = [target.go_on(text, tokens) for text in texts]
         answers = []
         for path in drafts:
-            with ExitStack() as own:
-                answers.append(answer(DraftModel(path, target, own), known))
+            draft = DFlash(path, target.facts)
+            try:
+                answers.append(answer(draft, known))
+            finally:
+                draft.close()
         return answers
 
 
-def _plain(path: Path) -> Drafter:
-    file = gguf_read.read(path)
-    extras = {"markov_w1.weight", "selector_hidden.weight", "d2t"} & file.tensors.keys()
-    if extras:
-        raise ConversionError(
-            file.name, "a tensor", found=sorted(extras)[0], wanted="none beside plain DFlash's",
-            remedy="Acceptance of this kind of drafter is not measured yet.",
-        )  # fmt: skip
-    return verify.describe(file)
-
-
-def answer(draft: DraftModel, known: Sequence[Continued]) -> dict[str, Any]:
+def answer(draft: DFlash, known: Sequence[Continued]) -> dict[str, Any]:
     """One drafter's answer; see `main`."""
     accepted: list[int] = []
     for text in known:
-        draft.forget()
+        tokens = np.array(text.tokens, np.int32)
         read, root = 0, text.prompt
-        while root < len(text.tokens) - 1:
-            draft.inject(text.features[read:root], read)
-            rest = text.tokens[root + 1 :]
-            guess = draft.block_after(text.tokens[root], root)[: len(rest)]
-            same = next((i for i, (a, b) in enumerate(zip(guess, rest, strict=False)) if a != b), len(guess))
+        while root < len(tokens) - 1:
+            draft.observe(read, tokens[read:root], text.features[read:root])
+            rest = tokens[root + 1 :]
+            proposed = draft.propose(int(tokens[root]), draft.size)
+            guess = rest[:0] if proposed is None else proposed.tokens[: len(rest)]
+            same = int(np.logical_and.accumulate(guess == rest[: len(guess)]).sum())
             if same < len(rest):  # a block that the text ends in tells of no rejection
                 accepted.append(same)
             read, root = root, root + same + 1
-    return {"accepted": float(np.mean(accepted)) if accepted else 0.0, "steps": len(accepted), "block": draft.size - 1}
+    return {"accepted": float(np.mean(accepted)) if accepted else 0.0, "steps": len(accepted), "block": draft.size}
 
 
 class TargetModel:
@@ -123,9 +121,14 @@ class TargetModel:
         self.model = _load(path, stack)
         self.width = int(lc.llama_model_n_embd(self.model))
         self.n_ctx = min(int(lc.llama_model_n_ctx_train(self.model)), _MAX_PROMPT)
-        self.ctx = _context(self.model, self.n_ctx, None, stack)
+        self.ctx = _context(self.model, self.n_ctx, stack)
         self.vocab = lc.llama_model_get_vocab(self.model)
         self.n_vocab = int(lc.llama_vocab_n_tokens(self.vocab))
+        threads = _threads()
+        self.facts = Target(
+            path=path, model=self.model, context=self.ctx, n_embd=self.width, n_vocab=self.n_vocab, n_ctx=self.n_ctx,
+            threads=threads, batch_threads=threads, offload=library.supports_gpu_offload(),
+        )  # fmt: skip
         self._layers = layers
         enable = _exported("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, ctypes.c_uint32, ctypes.c_bool)
         for layer in layers:
@@ -169,92 +172,29 @@ class TargetModel:
         return list(found[:count])
 
 
-class DraftModel:
-    """A drafter beside the target, whose embeddings and head it uses."""
-
-    def __init__(self, path: Path, target: TargetModel, stack: ExitStack) -> None:
-        import llama_cpp
-
-        self._lc = lc = llama_cpp
-        it = verify.describe(gguf_read.read(path))
-        self.size, self._mask, self._n_vocab = it.block, it.mask, target.n_vocab
-        self._ctx = _context(_load(path, stack), target.n_ctx, target.ctx, stack)
-        lc.llama_set_causal_attn(self._ctx, False)
-        self._memory = lc.llama_get_memory(self._ctx)
-        self._batch = lc.llama_batch_ext_init(self._ctx)
-        stack.callback(lc.llama_batch_ext_free, self._batch)
-
-    def forget(self) -> None:
-        self._lc.llama_memory_clear(self._memory, True)
-
-    def inject(self, features: Floats, start: int) -> None:
-        """What the target's layers were given for the tokens from `start` on."""
-        lc = self._lc
-        for first in range(0, len(features), _STEP):
-            lc.llama_batch_ext_clear(self._batch)
-            rows = np.ascontiguousarray(features[first : first + _STEP], np.float32)
-            for i, row in enumerate(rows):
-                data = row.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-                embedding = lc.llama_cpp.llama_embd(data=data, n_rows=1, n_embd=rows.shape[1])
-                self._place(lc.llama_batch_ext_add_embd(self._batch, 0, embedding), start + first + i)
-            self._compute()
-
-    def logits_after(self, root: int, position: int) -> Floats:
-        """Of the block's tokens after the root, which stands at `position`: [block - 1, vocabulary]."""
-        lc = self._lc
-        lc.llama_batch_ext_clear(self._batch)
-        for i in range(self.size):
-            row = lc.llama_batch_ext_add_token(self._batch, 0, self._mask if i else root)
-            self._place(row, position + i)
-            lc.llama_batch_ext_set_output_logits(self._batch, row, True)
-        self._compute()
-        rows = range(1, self.size)
-        found = [np.ctypeslib.as_array(lc.llama_get_logits_ith(self._ctx, i), (self._n_vocab,)).copy() for i in rows]
-        lc.llama_memory_seq_rm(self._memory, 0, position, -1)
-        return np.stack(found)
-
-    def block_after(self, root: int, position: int) -> list[int]:
-        return [int(token) for token in self.logits_after(root, position).argmax(1)]
-
-    def _place(self, row: int, position: int) -> None:
-        if row < 0:
-            raise RuntimeError(f"llama.cpp takes no row at position {position}")
-        self._lc.llama_batch_ext_set_pos(self._batch, row, (ctypes.c_int32 * 4)(position, position, position, 0))
-
-    def _compute(self) -> None:
-        lc = self._lc
-        if status := lc.llama_process(self._ctx, lc.llama_cpp.LLAMA_PROCESS_TYPE_DECODE, self._batch):
-            raise RuntimeError(f"llama_process returned {status}")
-
-
 def _load(path: Path, stack: ExitStack) -> Any:
-    import llama_cpp as lc
+    from .context import DraftModel
 
-    params = lc.llama_model_default_params()
-    params.n_gpu_layers = -1 if library.supports_gpu_offload() else 0
-    model = lc.llama_model_load_from_file(os.fsencode(path), params)
-    if not model:
-        raise ConversionError(
-            path.name, "the file", found="refused by llama.cpp", wanted="a model that it loads",
-            remedy="kvflash-convert inspect tells what it is.",
-        )  # fmt: skip
-    stack.callback(lc.llama_model_free, model)
-    return model
+    model = DraftModel(path, offload=library.supports_gpu_offload())
+    stack.callback(model.close)
+    return model.address
 
 
-def _context(model: Any, n_ctx: int, other: Any, stack: ExitStack) -> Any:
+def _context(model: Any, n_ctx: int, stack: ExitStack) -> Any:
     import llama_cpp as lc
 
     params = lc.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _STEP, _STEP
-    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
-    if other is not None:
-        params.ctx_other = other
+    params.n_threads = params.n_threads_batch = _threads()
     context = lc.llama_init_from_model(model, params)
     if not context:
         raise MemoryError(f"no context of {n_ctx} tokens could be made")
     stack.callback(lc.llama_free, context)
     return context
+
+
+def _threads() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _exported(name: str, result: Any, *arguments: Any) -> Any:
