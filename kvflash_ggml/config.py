@@ -25,14 +25,16 @@ class SpecConfig:
     """Speculative decoding: who drafts, and how much of it one step verifies.
 
     types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. draft: GGUF file of a
-    drafter; None takes one found beside the model, or in its file. width: rows of a step, the newest token's with them,
-    wherever a draft is so long: then no clock decides, and the same call takes the same steps; None to go by what steps
-    cost. max_width: rows at most. window: newest tokens that a drafting model sees. n_gpu_layers: of a drafting model,
-    None for those of the target.
+    drafter; None takes one found beside the model, or in its file. tree: drafters of blocks propose trees, where the
+    memory of the model has branches; None to leave that open, which is no so far. width: rows of a step, the newest
+    token's with them, wherever a draft is so long: then no clock decides, and the same call takes the same steps; None
+    to go by what steps cost. max_width: rows at most. window: newest tokens that a drafting model sees. n_gpu_layers:
+    of a drafting model, None for those of the target.
     """
 
     types: tuple[str, ...] = ()
     draft: Path | None = None
+    tree: bool | None = None
     width: int | None = None
     max_width: int | None = None
     window: int = 4096

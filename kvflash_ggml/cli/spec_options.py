@@ -32,6 +32,7 @@ class SpecOptions:
     spec_draft_model: Path | None
     spec_draft_n_max: int | None
     spec_fixed: bool
+    spec_tree: bool | None
     spec_window: int | None
     spec_draft_ngl: int | None
 
@@ -45,6 +46,8 @@ class SpecOptions:
         if self.spec_draft_n_max is not None:
             rows = self.spec_draft_n_max + 1
             config = replace(config, width=rows) if self.spec_fixed else replace(config, max_width=rows)
+        if self.spec_tree is not None:
+            config = replace(config, tree=self.spec_tree)
         if self.spec_window is not None:
             config = replace(config, window=self.spec_window)
         if self.spec_draft_ngl is not None:
@@ -83,6 +86,11 @@ spec_options = collected(
         "--spec-fixed",
         is_flag=True,
         help="Always verify --spec-draft-n-max tokens, by no clock: the same call takes the same steps.",
+    ),
+    _spec(
+        "--spec-tree/--no-spec-tree",
+        default=None,
+        help="Let drafters of blocks propose trees, where the model's memory has branches.  [default: no]",
     ),
     _spec(
         "--spec-window",

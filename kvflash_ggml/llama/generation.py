@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -15,10 +14,12 @@ from ..arrays import common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
 from ..errors import ContextFull, SnapshotError
-from ..native.logits import argmax
+from ..pool.branches import Branches
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
+from ..spec.tree import Rows
+from ..spec.tree import rows as arranged
 from .state import SavingLlama
 from .turns import changing, in_turn, writing
 
@@ -75,28 +76,28 @@ class GeneratingLlama(SavingLlama):
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
 
-    def _verify(self, tokens: Sequence[int]) -> bool:
+    def _verify(self, rows: Rows, branches: Branches | None) -> bool:
         """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
         session = self._session
         assert session is not None
         try:
             self._catch_up(session)
-            session.verify(np.asarray(tokens, np.int32))
+            session.verify(rows.tokens, branches)
         except SnapshotError:
-            self._evaluate(tokens[:1])  # which reads again what is lost
+            self._evaluate(rows.tokens[:1].tolist())  # which reads again what is lost
             return False
         return True
 
-    def _keep(self) -> None:
+    def _keep(self, row: int) -> None:
         """One more of the rows that are verified is of the text."""
         session, pos = self._session, self.n_tokens
         assert session is not None
         if self._logits_all:
             self._grow_scores(pos + 1)
-            row = self._ctx.get_logits_ith(session.row_ahead)
-            self.scores[pos] = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+            logits = self._ctx.get_logits_ith(row)
+            self.scores[pos] = np.ctypeslib.as_array(logits, shape=(self._n_vocab,))
+        session.keep(row)
         self.input_ids[pos] = session.ids[pos]
-        session.keep_one()
         self.n_tokens = pos + 1
         self._requires_eval = False
 
@@ -225,12 +226,14 @@ class GeneratingLlama(SavingLlama):
         path: list[int] = []
         assert session is not None
         assert speculator is not None
-        ahead = self._verify([root, *draft.tokens.tolist()])
-        picks = argmax(self._context, range(len(draft) + 1)).tolist() if ahead and self._greedy else None
+        rows = arranged(root, draft)
+        ahead = self._verify(rows, None if draft.is_chain else rows.branches)
+        picks = session.engine.argmax(range(len(rows))).tolist() if ahead and self._greedy else None
         while True:
+            row = rows.of(node)
             if ahead:
-                self._keep()
-            token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[node + 1]
+                self._keep(row)
+            token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[row]
             if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
                 return None
             speculator.pause()
@@ -239,7 +242,7 @@ class GeneratingLlama(SavingLlama):
             child = draft.child(node, token) if session.ahead else None  # somebody may have settled them
             if sent or child is None:
                 session.accept()
-                speculator.verified(path, len(draft) + 1)
+                speculator.verified(path, len(rows))
                 return [token, *(sent or ())]
             node = child
             path.append(node)
@@ -278,12 +281,8 @@ class GeneratingLlama(SavingLlama):
 
     def _likeliest(self) -> int:
         """The likeliest token after the last row of the newest step."""
-        return int(argmax(self._context, [-1])[0])
-
-    @property
-    def _context(self) -> int:
-        """Address of the llama_context."""
-        return ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0
+        assert self._session is not None
+        return int(self._session.engine.argmax([-1])[0])
 
     def _forget(self, length: int) -> None:
         left = self._cut(length)
@@ -309,4 +308,5 @@ class GeneratingLlama(SavingLlama):
         session, speculator = self._session, self._speculator
         if session is None or speculator is None:
             return None
-        return speculator.propose(session.tokens, pending[0], session.room_ahead - 1)
+        places = session.places_ahead if session.takes_trees else 0
+        return speculator.propose(session.tokens, pending[0], session.room_ahead - 1, places=places)

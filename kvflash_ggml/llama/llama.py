@@ -136,8 +136,8 @@ class Llama(GeneratingLlama):
             self._size = self._size_pool(self._config)
             rows = self._scorer.query_rows if self._scorer is not None else 0
             rows = rows if self._size.slots < self._size.n_ctx else 0
-            if rows:  # drafts that are rejected leave those alone that are looked at
-                rows += self._room.rows
+            if rows:
+                rows += self._room.queries
             self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:

@@ -42,6 +42,9 @@ ROWS = 32
 SERIAL = ("pool", "mtp", "eagle3", "draft")
 """Drafters that compute one token after the other."""
 
+BRANCHES = 4
+"""Tokens of a tree that may follow another."""
+
 HYBRID_ROWS = 8
 """The same where recurrent state has to go back over them: each row takes a copy of it on the device."""
 
@@ -50,10 +53,12 @@ HYBRID_ROWS = 8
 class Room:
     """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
 
-    planes: recurrent states to go back to, beside the current one, in so many bytes of device memory.
+    queries: that are captured beyond those that are looked at, so that rejected drafts leave these alone. planes:
+    recurrent states to go back to, beside the current one, in so many bytes of device memory.
     """
 
     rows: int = 0
+    queries: int = 0
     planes: int = 0
     plane_bytes: int = 0
 
@@ -70,7 +75,7 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object) -> Ro
     rows = min(rows, params.n_batch)
     n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
     planes = min(rows - 1, n_ubatch - 2) if size else 0  # llama.cpp wants that a step can fill all of them
-    return Room(rows, max(0, planes), max(0, planes) * size)
+    return Room(rows, 2 * rows if spec.tree else rows, max(0, planes), max(0, planes) * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,8 @@ def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> D
         drafter = Mtp(found.file, target, window=spec.window)
     else:
         assert found.file is not None
-        drafter = _BY_FILE[found.type](found.file, target, window=spec.window)
+        branches = {"branches": BRANCHES} if found.type == DFLASH and spec.tree else {}
+        drafter = _BY_FILE[found.type](found.file, target, window=spec.window, **branches)
     stack.callback(drafter.close)
     return drafter
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -15,13 +14,12 @@ from ..constants import CHUNK
 from ..errors import EngineError, UnsupportedModelError
 from . import logits
 from ._kvf import ffi, lib
+from .host_scoring import HostScoring
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 from .streamed import Streamed
 
 __all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "plane_bytes", "pool_request", "probe"]
-
-Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
 _PLANNED = ("token", "seq", "pos", "slot", "query_row")
 
@@ -60,7 +58,7 @@ def device_memory(model: int) -> tuple[int, int, bool]:
     return int(free[0]), int(total[0]), bool(offloads[0])
 
 
-class Engine:
+class Engine(HostScoring):
     """Executes plans on a context that was made with a pool.
 
     context: address of the llama_context, which must outlive the engine. Steps of at most `max_tokens` tokens.
@@ -229,12 +227,17 @@ class Engine:
         check(lib.kvf_cells_get(self._engine, slot, count, ffi.from_buffer("int32_t[]", out)))
         return out
 
-    def settle(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Move what is in the slots `source` to `target`, bit for bit; one that is taken must be among `source`."""
+    def settle(self, source: Sequence[int], target: Sequence[int], codes: list[int]) -> None:
+        """Move what is in the slots `source` to `target`, bit for bit; one that is taken must be among `source`.
+
+        codes: empty; takes 0 if they have moved, and another number if nothing has.
+        """
         n = len(source)
         if len(target) != n:
             raise EngineError(f"{n} slots to settle in {len(target)}")
-        check(lib.kvf_settle(self._engine, n, ffi.new("int32_t[]", source), ffi.new("int32_t[]", target)))
+        where, to = ffi.new("int32_t[]", source), ffi.new("int32_t[]", target)
+        codes.extend(map(lib.kvf_settle, [self._engine], [n], [where], [to]))  # done and noted in one call
+        check(codes[0])
 
     def truncate(self, pos: int, *, seq: int = 0) -> bool:
         """Remove positions >= pos. False: this memory cannot, and nothing has changed.
@@ -308,19 +311,7 @@ class Engine:
         seconds = ffi.new("double *")
         return float(value(lib.kvf_bench_copy(self._engine, size, to_device, seconds), seconds))
 
-    # --- scoring on the host
-
-    def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
-        """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
-        return [self.layer_keys(page, i) for i in range(len(self.layers))]
-
-    def layer_keys(self, page: npt.NDArray[np.uint8], layer: int) -> Floats:
-        """The keys of one layer of a page image, dequantised: [CHUNK, n_head_kv, head_k]."""
-        kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
-        x = self.layers[layer]
-        rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
-        keys: Floats = gguf.quants.dequantize(rows, kind).reshape(CHUNK, x.n_head_kv, x.head_k)
-        return keys
+    # --- queries
 
     @property
     def query_shapes(self) -> list[tuple[int, int, int]]:
@@ -346,41 +337,6 @@ class Engine:
             raise EngineError(f"{rows.size} values ({rows.dtype}) for queries, all layers have {size} (float32)")
         return rows
 
-    def index_size(self, units: Int32s) -> int:
-        """Bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2], ascending."""
-        size = ffi.new("int64_t *")
-        return int(value(lib.kvf_index_size(self._engine, len(units), _heads(units), size), size))
-
-    def build_index(self, units: Int32s, image: int, out: npt.NDArray[np.uint8]) -> None:
-        """Fill `out` (shape [index_size]) with the keys of these KV heads in a page image, at 4 bits."""
-        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
-        check(lib.kvf_index_build(self._engine, len(units), _heads(units), ffi.cast("uint8_t *", image), data))
-
-    def score_index(
-        self, units: Int32s, heads: Int32s, addresses: Addresses, rows: int, queries: Floats,
-        threads: int,
-    ) -> Floats:  # fmt: skip
-        """`score_keys` from the index rows at these addresses: `units` are those they were built for."""
-        which = len(units), _heads(units)
-        return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
-
-    def score_keys(self, heads: Int32s, images: Addresses, rows: int, queries: Floats, threads: int) -> Floats:
-        """Log of the attention mass per page image, before normalisation; shape [len(heads) * rows, n].
-
-        heads: query heads, (pooled layer, head) [k, 2], ascending. queries: flat, per head [rows, head_k].
-        """
-        return self._score(lib.kvf_keys_score, (), heads, images, rows, queries, threads)
-
-    def _score(
-        self, call: Callable[..., int], which: Sequence[object], heads: Int32s, addresses: Addresses, rows: int,
-        queries: Floats, threads: int,
-    ) -> Floats:  # fmt: skip
-        out = np.empty((len(heads) * rows, len(addresses)), np.float32)
-        chunks = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(addresses, np.uint64))
-        check(call(self._engine, *which, len(heads), _heads(heads), len(addresses), chunks, rows,
-                   ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads))  # fmt: skip
-        return out
-
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
         if self._engine is not None:
@@ -390,9 +346,3 @@ class Engine:
     @property
     def closed(self) -> bool:
         return self._engine is None
-
-
-def _heads(heads: Int32s) -> object:
-    if heads.ndim != 2 or heads.shape[1] != 2:
-        raise EngineError(f"heads are (layer, head) in rows, not an array of shape {heads.shape}")
-    return ffi.from_buffer("kvf_head[]", np.ascontiguousarray(heads, np.int32))

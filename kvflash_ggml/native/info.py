@@ -51,6 +51,7 @@ class EngineInfo:
     """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
 
     n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
+    branches: can tokens of a step be siblings, of one position?
     rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot. rs_bytes: size of one such state.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
     """
@@ -66,6 +67,7 @@ class EngineInfo:
     mask_f32: bool
     v_trans: bool
     query_rows: int
+    branches: bool
     page_bytes: int
     device_bytes: int
     rs_bytes: int
@@ -106,6 +108,7 @@ def read_info(engine: object) -> EngineInfo:
         mask_f32=bool(raw.mask_f32),
         v_trans=bool(raw.v_trans),
         query_rows=raw.query_rows,
+        branches=bool(raw.branches),
         page_bytes=raw.page_bytes,
         device_bytes=raw.device_bytes,
         rs_bytes=raw.rs_bytes,

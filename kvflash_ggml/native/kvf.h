@@ -39,6 +39,7 @@ typedef struct kvf_info {
     int32_t alibi;         // 1 if the mask carries distances
     int32_t mask_f32;      // 1: mask rows are float, 0: half precision
     int32_t v_trans;       // 1: V is stored transposed, so pages cannot move
+    int32_t branches;      // 1 if tokens of a step can be siblings, of one position: see kvf_plan
     int32_t query_rows;    // rows that a layer has for captured queries, 0 if capture is off
     int32_t rotated;       // bit 0: keys are stored rotated, bit 1: values
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order

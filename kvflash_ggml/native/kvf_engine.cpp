@@ -51,12 +51,12 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.alibi        = model.hparams.use_alibi;
     info.mask_f32     = !cparams.flash_attn;
     info.v_trans      = kvf_access::v_trans(kv);
+    info.branches     = !kvf_find_iswa(&memory) && !info.recurrent && model.hparams.ple_n_heads == 0;
     info.query_rows   = pool.query_rows;
     info.rotated      = kvf_access::rotated(kv);
     info.device_bytes = info.page_bytes*(info.n_slots/KVF_BLOCK);
     snprintf(info.type_k, sizeof(info.type_k), "%s", ggml_type_name(kv.type_k()));
     snprintf(info.type_v, sizeof(info.type_v), "%s", layers[0].has_v ? ggml_type_name(kv.type_v()) : "");
-    branches = !kvf_find_iswa(&memory) && !info.recurrent && model.hparams.ple_n_heads == 0;
 
     n_seq_id.assign(cparams.n_batch, 1);
     seq_id.assign(cparams.n_batch, nullptr);

@@ -26,7 +26,6 @@ struct kvf_engine {
     std::vector<kvf_layer> layers;
     std::vector<kvf_lane>  lanes;
     kvf_info               info {};
-    bool                   branches = false;  // may a sequence have siblings in one step?
     int32_t                reach    = 0;      // tokens that recurrent state can go back, -1: it is not known what it holds
 
     uint64_t last_ticket     = 0;

@@ -54,7 +54,7 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
         if (pos < 0 || pos < last[seq]) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "token %d has position %d, after %d", i, pos, last[seq]);
         }
-        if (pos == last[seq] && !engine.branches) {
+        if (pos == last[seq] && !engine.info.branches) {
             return kvf_fail(KVF_STATUS_UNSUPPORTED, "token %d has the position of another, %d: the memory of this model "
                             "(sliding window, recurrent state or n-grams) has no branches", i, pos);
         }

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Int32s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """The rows of a tree in the order of depth; row 0 is the root.
+
+    depth: [n], positions after the root's. parent: [n], the row before each, -1 for the root. where: [n], positions
+    after the root's whose slots they take.
+    """
+
+    depth: Int32s
+    parent: Int32s
+    where: Int32s
+
+    @property
+    def room(self) -> int:
+        """Positions from the root's on whose slots are needed."""
+        return int(self.where.max()) + 1
 
 
 def places(depth: Int32s, main: npt.NDArray[np.bool_]) -> Int32s:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats
+from ..arrays import Floats, Int32s
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
+
+
+QueryCopy = tuple[Floats, npt.NDArray[np.intp]]
+"""A copy of the ring, flat, and its order."""
 
 
 class QueryRing:
@@ -23,13 +27,14 @@ class QueryRing:
 
     rows: how many of the newest are looked at; all that the engine keeps, unless fewer are `wanted`. size: floats of
     these in all layers, flat: per layer [rows, n_head, head]. valid_from: queries of earlier tokens are not of this
-    text.
+    text. order: [ring], the row of the positions with each remainder; another array when that changes.
     """
 
     def __init__(self, engine: Engine, wanted: int | None = None) -> None:
         self.ring: int = engine.info.query_rows
         self.rows = self.ring if wanted is None else min(wanted, self.ring)
         self.valid_from = 0
+        self.order: npt.NDArray[np.intp] = np.arange(self.ring)
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
         self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]
@@ -40,11 +45,25 @@ class QueryRing:
         """Let the next step keep the newest queries of `count` tokens from position `start` on. There must be rows."""
         ring, place = self.ring, self._engine.query_row
         if count == 1:
-            place[0] = start % ring
+            place[0] = self.order[start % ring]
         else:
             newest = min(count, ring)
             place[: count - newest] = -1
-            place[count - newest : count] = np.arange(start + count - newest, start + count) % ring
+            place[count - newest : count] = self.order[np.arange(start + count - newest, start + count) % ring]
+
+    def capture_at(self, positions: Int32s) -> None:
+        """The same of a few tokens, each in the row of another position than its own."""
+        self._engine.query_row[: len(positions)] = self.order[positions % self.ring]
+
+    def moved(self, order: npt.NDArray[np.intp], source: Int32s, target: Int32s) -> None:
+        """What was captured for positions `source` is of `target`, one for one, and the other way round.
+
+        order: what it was before. Can be said again.
+        """
+        order = order.copy()
+        for a, b in zip((source % self.ring).tolist(), (target % self.ring).tolist(), strict=True):
+            order[a], order[b] = order[b], order[a]
+        self.order = order
 
     def valid_after(self, cut: int, length: int) -> int:
         """What `valid_from` will be once a text of `length` tokens has been cut to `cut`."""
@@ -53,25 +72,38 @@ class QueryRing:
         # newer tokens have taken the place of older queries
         return min(cut, max(self.valid_from, length - self.ring))
 
-    def newest(self, flat: Floats, end: int, count: int) -> Floats:
-        """The queries of positions [end - count, end) out of a copy of the ring, flat: per layer [count, ...]."""
-        positions: npt.NDArray[np.intp] = np.arange(end - count, end)
-        layers = _layers(flat, self._rings)
-        parts = [layer[positions % max(1, self.ring)].reshape(-1) for layer in layers]
+    def newest(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int) -> Floats:
+        """The queries of positions [end - count, end) out of a copy of the ring, flat: per layer [count, ...].
+
+        order: what it was when the copy was made.
+        """
+        if not self.ring:
+            return np.empty(0, np.float32)
+        rows = order[np.arange(end - count, end) % self.ring]
+        parts = [layer[rows].reshape(-1) for layer in _layers(flat, self._rings)]
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
+
+    def newest_now(self, end: int, count: int) -> Floats:
+        """The same of the ring as it is. Waits for the compute."""
+        return self.newest(self._read(), self.order, end, count)
 
     def read(self, length: int) -> Floats:
         """Those that are looked at, of a text of `length` tokens, flat: row `p % rows` of a layer is of position p.
 
         Empty if none are kept. Waits for the compute.
         """
-        flat, saved = np.zeros(self.ring_size, np.float32), np.zeros(self.size, np.float32)
+        saved = np.zeros(self.size, np.float32)
         if saved.size:
-            self._engine.wait(self._engine.read_queries(flat))
             positions = np.arange(max(0, length - self.rows), length)
-            for to, source in zip(_layers(saved, self._shapes), _layers(flat, self._rings), strict=True):
-                to[positions % self.rows] = source[positions % self.ring]
+            for to, source in zip(_layers(saved, self._shapes), _layers(self._read(), self._rings), strict=True):
+                to[positions % self.rows] = source[self.order[positions % self.ring]]
         return saved
+
+    def _read(self) -> Floats:
+        flat = np.zeros(self.ring_size, np.float32)
+        if flat.size:
+            self._engine.wait(self._engine.read_queries(flat))
+        return flat
 
     def load(self, saved: Floats, valid_from: int, length: int) -> None:
         """Put back what `read` has given, for a text of `length` tokens. What has another size is of no use."""
@@ -80,7 +112,7 @@ class QueryRing:
             flat = np.zeros(self.ring_size, np.float32)
             positions = np.arange(max(0, length - self.rows), length)
             for to, source in zip(_layers(flat, self._rings), _layers(saved, self._shapes), strict=True):
-                to[positions % self.ring] = source[positions % self.rows]
+                to[self.order[positions % self.ring]] = source[positions % self.rows]
             self._engine.write_queries(flat)
             self.valid_from = max(valid_from, length - self.rows)
 

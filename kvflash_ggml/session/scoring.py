@@ -19,7 +19,7 @@ from ..errors import HostMemoryError
 from ..policy.base import Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..state.session import PolicyState, Statistics, done
 from .keys import HostKeys
-from .query_ring import QueryRing
+from .query_ring import QueryCopy, QueryRing
 from .scores import check_scores
 from .selection import Selection
 
@@ -135,7 +135,8 @@ class Scoring:
         wanted = min(limits if rows is None else [rows, *limits])
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
-        self._pending.append(self._run(self._score, ticket, buffer, tokens.copy(), n_chunks, protected, wanted))
+        copy = buffer, self._ring.order
+        self._pending.append(self._run(self._score, ticket, copy, tokens.copy(), n_chunks, protected, wanted))
 
     def take(self) -> Floats | None:
         """The newest scores, waiting for them if need be; None if there are none."""
@@ -222,11 +223,11 @@ class Scoring:
             self._engine.free(address)
 
     def _score(
-        self, ticket: int, buffer: Floats, tokens: Int32s, n_chunks: int, protected: frozenset[int], rows: int
+        self, ticket: int, copy: QueryCopy, tokens: Int32s, n_chunks: int, protected: frozenset[int], rows: int
     ) -> Floats | None:
         self._engine.wait(ticket)
         began = time.perf_counter()
-        queries = self._ring.newest(buffer, len(tokens), rows)
+        queries = self._ring.newest(*copy, len(tokens), rows)
         request = ScoreRequest(tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected)
         scores = check_scores(self.scorer, self.scorer.score(request), n_chunks)
         taken = time.perf_counter() - began

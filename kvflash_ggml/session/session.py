@@ -9,6 +9,7 @@ from ..arrays import Floats, Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
+from ..pool.branches import Branches
 from ..pool.residency import clearly_better
 from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
@@ -140,20 +141,31 @@ class Session(Text):
 
     @property
     def room_ahead(self) -> int:
-        """How many tokens can be verified at once: they leave a query of the text to score by, if but one is of it."""
-        room = min(self.table.room(self.length), self.n_ctx - self.length, len(self.engine.token))
+        """How many tokens can be verified at once."""
+        return min(self.places_ahead, len(self.engine.token))
+
+    @property
+    def places_ahead(self) -> int:
+        """How many positions these can take: they leave a query of the text to score by, if but one is of it."""
+        room = min(self.table.room(self.length), self.n_ctx - self.length)
         return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
 
-    def verify(self, tokens: Int32s, *, after: AfterStep | None = None) -> None:
+    @property
+    def takes_trees(self) -> bool:
+        """Can a step verify a tree? A window or recurrent state has no branches, and a stage shows rows in order."""
+        return self.engine.info.branches and not self.reading.answers_exactly
+
+    def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
 
-        They fit the step and `room_ahead`. `keep` says how many of them are of the text, from then on in `length`, and
-        whatever changes the text next settles them: until then nothing of them is saved or scored, and the others
-        have never been.
+        They fit the step and `room_ahead`, as does the room of a tree. `keep` says which of them are of the text, from
+        then on in `length`, and whatever changes the text next settles them: until then nothing of them is saved or
+        scored, and the others have never been.
         """
-        self._begin(len(tokens))
+        room = len(tokens) if branches is None else branches.room
+        self._begin(room)
         self._repair(None)
-        self._generate_step(tokens, EVERY, after, ahead=len(tokens))
+        self._generate_step(tokens, EVERY, None, ahead=room, branches=branches)
 
     def sketch(self, tokens: Int32s, *, room: int) -> None:
         """Evaluate tokens ahead of the text by what is in the pool alone; the logits of the last are at hand.
@@ -169,8 +181,8 @@ class Session(Text):
         """The first `count` of the tokens that were verified are of the text, or those that were kept."""
         self.unfinished.settle()
         if self.ahead:
-            if count is not None:
-                self.keep(count)
+            for row in range(count or 0):
+                self.keep(row)
             self.settle()
             self._repair(None)
 
@@ -240,15 +252,26 @@ class Session(Text):
 
     # --- relevance
 
-    def _generate_step(self, tokens: Int32s, output: Output, after: AfterStep | None, *, ahead: int = 0) -> None:
+    def _generate_step(
+        self,
+        tokens: Int32s,
+        output: Output,
+        after: AfterStep | None,
+        *,
+        ahead: int = 0,
+        branches: Branches | None = None,
+    ) -> None:
         """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
         start, repair = self.length, self.repair
         if repair is not None and start == repair.start:
             self.checkpoints.before_step(start, wanted=True)
         self._take_ready()
         try:
-            self.evaluate(tokens, output, after, generated=True, ahead=ahead, stream=self.reading.answers_exactly)
-            if repair is not None:
+            self.evaluate(
+                tokens, output, after, generated=True, ahead=ahead, branches=branches,
+                stream=self.reading.answers_exactly,
+            )  # fmt: skip
+            if repair is not None and branches is None:
                 repair.generated(start, len(tokens))
         finally:
             if not ahead:

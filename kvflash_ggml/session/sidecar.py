@@ -89,7 +89,7 @@ class Sidecar:
         """The sealed chunks, and the queries of at most so many of the newest tokens."""
         session, ring = self.session, self.session.queries
         rows = min(rows, ring.rows, session.length)
-        queries = ring.newest(ring.read(session.length), session.length, rows)
+        queries = ring.newest_now(session.length, rows)
         return ScoreRequest(
             tokens=session.tokens,
             n_chunks=session.length // CHUNK,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..arrays import Int32s
+from ..pool.branches import Branches
 from ..pool.plan import Plan
 from ..pool.view import View
 
@@ -30,17 +31,20 @@ LAST = Output(every=False, last=True)
 class Logits:
     """Of which positions logits are at hand: of `count` from `start` on, in rows of the newest step.
 
-    first: the row of the first of them; from the end, if it is negative.
+    first: the row of the first of them; from the end, if it is negative. path: their rows, if these are not in order.
     """
 
     start: int = 0
     count: int = 0
     first: int = -1
+    path: tuple[int, ...] = ()
 
     def row(self, pos: int) -> int | None:
         """The row of a position, None if its logits are not at hand."""
         at = pos - self.start
-        return self.first + at if 0 <= at < self.count else None
+        if not 0 <= at < self.count:
+            return None
+        return self.path[at] if self.path else self.first + at
 
     def before(self, length: int) -> Logits:
         """Without those of positions from `length` on."""
@@ -53,7 +57,8 @@ NO_LOGITS = Logits()
 @dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Step:
     """start: position of the first token. ahead: its rows are not of the text yet, and room is made for so many, 0 if
-    they are. view: what it sees in place of the pool. whole: it sees the whole text before it.
+    they are. branches: how its rows lie if they are a tree. view: what it sees in place of the pool. whole: it sees the
+    whole text before it.
 
     codes: what llama_decode has answered; empty until it has run.
     """
@@ -63,6 +68,7 @@ class Step:
     output: Output
     plan: Plan
     ahead: int = 0
+    branches: Branches | None = None
     view: View | None = None
     whole: bool = True
     codes: list[int] = field(default_factory=list)
@@ -76,25 +82,11 @@ class Step:
     def logits(self) -> Logits:
         """What is at hand once it is computed."""
         count = len(self.tokens)
+        if self.branches is not None:
+            return NO_LOGITS  # of the path, once there is one
         if self.output.every:
             return Logits(self.start, count, 0)
         return Logits(self.start + count - 1, 1, -1) if self.output.last else NO_LOGITS
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Rows that were written ahead of the text, from position `start` on, where there is `room` for so many.
-
-    kept: so many of the first count once the rows are settled. state: what is not pooled, as it was before them; None
-    if it can go back by itself. streamed: did they see more than the pool?
-    """
-
-    start: int
-    tokens: Int32s
-    room: int
-    kept: int
-    state: bytes | bytearray | None
-    streamed: bool
 
 
 class Follower(Protocol):
@@ -104,8 +96,8 @@ class Follower(Protocol):
         """A step has computed these tokens; ahead: they are not of the text yet."""
         ...
 
-    def settled(self, length: int) -> None:
-        """Of the rows ahead those before position `length` are of the text, the others have never been."""
+    def settled(self, path: Sequence[int]) -> None:
+        """Of the rows ahead these are of the text now, in this order; the others have never been."""
         ...
 
     def truncated(self, length: int) -> None:

@@ -8,22 +8,25 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..errors import ConfigError, HostMemoryError, SnapshotError
+from ..pool.branches import Branches
 from ..pool.page_table import PageTable
 from ..pool.plan import NO_MOVES, Moves, Plan
 from ..pool.residency import Ranking
 from ..pool.view import View, everything_is_resident
 from ..state.session import PolicyState
 from ..trace.events import Events
+from .ahead import Ahead, gather, place
 from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
 from .sight import Sight
-from .step import EVERY, NO_LOGITS, AfterStep, Ahead, Follower, Output, Step
+from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
 from .unfinished import Unfinished
 
 logger = logging.getLogger("kvflash_ggml")
@@ -114,28 +117,24 @@ class Text:
         if ahead is None:
             return
         again = 0 < ahead.kept < len(ahead.tokens) and ahead.state is not None
-        self.unfinished.begin(partial(self._accept, 0 if again else ahead.kept, ahead))
+        self.unfinished.begin(partial(self._accept, replace(ahead, path=()) if again else ahead, self.queries.order))
         self.unfinished.settle()
         if again:
             self.evaluate(ahead.tokens[: ahead.kept], EVERY, stream=ahead.streamed)
         elif self.bounded:
             self.paging.save()
 
-    @property
-    def row_ahead(self) -> int:
-        """The first row ahead that was not kept."""
-        assert self._ahead is not None
-        return self._ahead.kept
+    def keep(self, row: int) -> None:
+        """One row ahead more is of the text: `length` counts it, and whatever settles the rows keeps it.
 
-    def keep_one(self) -> None:
-        """One row more. See `keep`."""
-        self.keep(self.row_ahead + 1)
-
-    def keep(self, count: int) -> None:
-        """The first `count` of the rows ahead are of the text: `length` counts them, and what settles it keeps them."""
-        assert self._ahead is not None
-        assert self._ahead.kept <= count <= len(self._ahead.tokens)
-        self._ahead = replace(self._ahead, kept=count)
+        It is the next one of a chain, or of a tree a child of the last one.
+        """
+        ahead = self._ahead
+        assert ahead is not None
+        self.ids[self.length] = ahead.tokens[row]
+        self._ahead = ahead = ahead.with_row(row)
+        if ahead.branches is not None:
+            self.logits = Logits(ahead.start, ahead.kept, path=ahead.path)
 
     # --- steps
 
@@ -147,6 +146,7 @@ class Text:
         *,
         generated: bool = False,
         ahead: int = 0,
+        branches: Branches | None = None,
         sketch: bool = False,
         stream: bool = False,
     ) -> None:
@@ -154,8 +154,8 @@ class Text:
 
         after is called once the text has them, and again if that was interrupted. ahead: they are not of the text
         before `keep` says which of them are; there is room for so many rows then, and others can follow before the text
-        is settled. sketch: none of them will be. stream: they see all of the text that the stages can hold, not only
-        what is in the pool; there must be stages.
+        is settled. branches: how they lie if they are a tree, which cannot stream. sketch: none of them will be.
+        stream: they see all of the text that the stages can hold, not only what is in the pool; there must be stages.
         """
         if self.bounded:
             self.paging.save()
@@ -168,7 +168,7 @@ class Text:
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
         seen = self.sight.of(plan, start, len(tokens), self.ranking, stream=stream)
-        step = Step(start, tokens, output, plan, ahead, *seen)
+        step = Step(start, tokens, output, plan, ahead, branches, *seen)
         needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
         state = self.engine.get_state() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
@@ -193,11 +193,8 @@ class Text:
         if events.scored or (plan.moves and events.observer is not None):
             recalled = [chunk for chunk, _ in plan.moves.recall]
             events.changed(start + n, plan.layout.resident_chunks, recalled, generating=generated)
-        slots = plan.layout.slots(start, engine.slot[:n])
+        slots = place(engine, self.queries, step)
         engine.token[:n] = step.tokens
-        engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
-        if self.queries.rows:
-            self.queries.capture(start, n)
         engine.output[:n] = step.output.every
         engine.output[n - 1] = step.output.every or step.output.last
         if step.view is not None:
@@ -214,7 +211,10 @@ class Text:
                     self._told_of_memory = True
                     logger.warning("from token %d on what is in the pool is in view: %s", start, err)
                 step.view, step.whole = None, False
-        self.mask.fill(start, slots)
+        if step.branches is None:
+            self.mask.fill(start, slots)
+        else:
+            self.mask.fill_tree(start, slots, step.branches.parent)
         engine.step(n, wait, step.codes)
 
     def _follow(self, step: Step, after: AfterStep | None) -> None:
@@ -232,7 +232,8 @@ class Text:
         """
         if step.computed:
             n = len(step.tokens)
-            self.ids[step.start : step.start + n] = step.tokens
+            if step.branches is None:
+                self.ids[step.start : step.start + n] = step.tokens
             self.whole[step.start : step.start + n] = step.whole
             self.view = step.view
             self.rebuild = False
@@ -240,7 +241,8 @@ class Text:
             if not step.ahead:
                 self.table.commit(step.plan)
             elif before is None:
-                self._ahead = Ahead(step.start, step.tokens, max(step.ahead, n), 0, state, step.view is not None)
+                room, streamed = max(step.ahead, n), step.view is not None
+                self._ahead = Ahead(step.start, step.tokens, room, state, streamed, branches=step.branches)
                 self.table.commit_ahead(step.plan)
             else:
                 tokens = np.concatenate([before.tokens, step.tokens])
@@ -249,7 +251,7 @@ class Text:
                 self.follower.evaluated(step.start, step.tokens, ahead=bool(step.ahead))
             return
         if before is not None:
-            self._accept(0, before)
+            self._accept(replace(before, path=()), self.queries.order)
             return
         self.paging.undo(step.plan.moves)
         self.mask.rewind()
@@ -261,9 +263,11 @@ class Text:
             cut()
         self.events.truncated(self.length, self.table.resident_chunks)
 
-    def _accept(self, count: int, ahead: Ahead) -> None:
-        """Can be done again wherever it was interrupted."""
-        length, written = ahead.start + count, ahead.start + len(ahead.tokens)
+    def _accept(self, ahead: Ahead, order: npt.NDArray[np.intp]) -> None:
+        """Can be done again wherever it was interrupted. order: of the captured queries before."""
+        length, written = ahead.start + ahead.kept, ahead.start + ahead.room
+        if ahead.branches is not None and ahead.kept:
+            gather(self.engine, self.table.layout, self.queries, ahead, ahead.branches, order)
         if length < written:
             if not self._goes_back(ahead, length):
                 self._ahead = None
@@ -277,7 +281,7 @@ class Text:
         self.table.commit(plan)
         self._ahead = None
         if self.follower is not None:
-            self.follower.settled(length)
+            self.follower.settled(ahead.path)
 
     def _goes_back(self, ahead: Ahead, length: int) -> bool:
         """Can the memory forget the rows from `length` on? Not where a window does not reach back so far."""

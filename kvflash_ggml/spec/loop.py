@@ -9,6 +9,7 @@ from functools import partial
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError
+from . import tree
 from .base import Drafter
 from .control import Controls
 from .draft import Draft, checked
@@ -68,9 +69,10 @@ class Speculator:
 
     # --- one step
 
-    def propose(self, text: Int32s, root: int, most: int) -> Draft | None:
+    def propose(self, text: Int32s, root: int, most: int, *, places: int = 0) -> Draft | None:
         """What may follow a text and then `root`, at most `most` tokens of it; None to go on without.
 
+        places: positions that the rows of a tree can take; of one that does not fit, the main chain is verified.
         From here on the step is timed, until `plain` or `verified`.
         """
         self._remove_failed()
@@ -89,8 +91,11 @@ class Speculator:
                 continue
             rows = min(self.controls.choose(draft, self.types[at + 1 :]), most + 1)
             if rows > 1:
-                self._drafted = draft.first(rows - 1)
-                return self._drafted.padded(rows - 1, root)
+                draft = draft.first(rows - 1)
+                if not draft.is_chain and tree.room(draft) > places:
+                    draft = tree.trunk(draft)
+                self._drafted = draft
+                return draft.padded(rows - 1, root)
         return None
 
     def pause(self) -> None:
@@ -178,12 +183,12 @@ class Speculator:
         else:
             self._observe(start, tokens, rows)
 
-    def settled(self, length: int) -> None:
+    def settled(self, path: Sequence[int]) -> None:
         """See `session.step.Follower`."""
         if self._ahead is not None:
             start, tokens, rows = self._ahead
             self._ahead = None
-            self._observe(start, tokens[: length - start], rows[: length - start])
+            self._observe(start, tokens[list(path)], rows[list(path)])
 
     def truncated(self, length: int) -> None:
         """See `session.step.Follower`."""

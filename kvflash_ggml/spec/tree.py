@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats, Int32s
-from .draft import ROOT, Draft
+from ..pool.branches import Branches, places
+from .draft import ROOT, Draft, chain
 
 SIBLINGS = 8
 """No token is followed by more than so many, the likeliest."""
@@ -75,22 +76,36 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def of(self, node: int) -> int:
+        """The row of a node of the draft, or of the root."""
+        return int(np.flatnonzero(self.node == node)[0])
+
+    @property
+    def branches(self) -> Branches:
+        """How the rows lie."""
+        return Branches(self.depth, self.parent, places(self.depth, self.main))
+
 
 def rows(root: int, draft: Draft) -> Rows:
     """The rows of a step that verifies a draft after this root."""
+    if draft.is_chain:
+        n = len(draft) + 1
+        order = np.arange(n, dtype=np.int32)
+        tokens = np.concatenate([[root], draft.tokens]).astype(np.int32)
+        return Rows(tokens, order, order - 1, np.ones(n, np.bool_), order - 1)
     depths = draft.depths()
-    order = np.argsort(depths, kind="stable")
+    by_depth = np.argsort(depths, kind="stable")
     row_of = np.zeros(len(draft) + 1, np.int32)  # by node, the last entry for ROOT
-    row_of[order] = np.arange(1, len(draft) + 1)
+    row_of[by_depth] = np.arange(1, len(draft) + 1)
     main = np.zeros(len(draft) + 1, np.bool_)
     main[0] = True
     main[row_of[main_chain(draft)]] = True
     return Rows(
-        tokens=np.concatenate([[root], draft.tokens[order]]).astype(np.int32),
-        depth=np.concatenate([[0], depths[order]]).astype(np.int32),
-        parent=np.concatenate([[ROOT], row_of[draft.parent[order]]]).astype(np.int32),
+        tokens=np.concatenate([[root], draft.tokens[by_depth]]).astype(np.int32),
+        depth=np.concatenate([[0], depths[by_depth]]).astype(np.int32),
+        parent=np.concatenate([[ROOT], row_of[draft.parent[by_depth]]]).astype(np.int32),
         main=main,
-        node=np.concatenate([[ROOT], order]).astype(np.int32),
+        node=np.concatenate([[ROOT], by_depth]).astype(np.int32),
     )
 
 
@@ -107,6 +122,18 @@ def main_chain(draft: Draft) -> list[int]:
         node = best[node]
         chain.append(node)
     return chain
+
+
+def trunk(draft: Draft) -> Draft:
+    """The main chain alone."""
+    nodes = main_chain(draft)
+    logp = None if draft.logp is None else draft.logp[nodes]
+    return chain(draft.tokens[nodes], draft.source, logp)
+
+
+def room(draft: Draft) -> int:
+    """Positions from the root's on that its rows take."""
+    return rows(0, draft).branches.room
 
 
 def _ranked(tokens: list[int], logp: list[float]) -> list[tuple[int, float, int]]:

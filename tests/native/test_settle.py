@@ -36,7 +36,7 @@ def rows(run: Bare) -> list[npt.NDArray[np.uint8]]:
 def check_moves(run: Bare, source: Sequence[int], target: Sequence[int]) -> None:
     engine = run.session.engine
     before, cells = rows(run), engine.cells(0, 512)
-    engine.settle(source, target)
+    engine.settle(source, target, [])
     want = cells.copy()
     want[list(source)] = -1
     want[list(target)] = cells[list(source)]
@@ -81,8 +81,8 @@ def test_the_text_goes_on_from_where_it_lies(bare: Make, tokens: Any) -> None:
     moved, back, straight = (text(bare, tokens) for _ in range(3))
     source, target = [3, 64, 65, 199], [300, 65, 301, 302]
     for run in (moved, back):
-        run.session.engine.settle(source, target)
-    back.session.engine.settle(target, source)
+        run.session.engine.settle(source, target, [])
+    back.session.engine.settle(target, source, [])
     places = [dict(zip(source, target, strict=True)).get(i, i) for i in range(TEXT)]
 
     def after(run: Bare, places: list[int]) -> Any:
@@ -118,7 +118,7 @@ def test_impossible_moves_are_refused(source: Any, target: Any, why: str, bare: 
     run = text(bare, tokens)
     before, cells = rows(run), run.session.engine.cells(0, 512)
     with pytest.raises(EngineError, match=re.escape(why)) as refused:
-        run.session.engine.settle(source, target)
+        run.session.engine.settle(source, target, [])
     assert type(refused.value) is EngineError
     assert all(map(same_bits, rows(run), before))
     assert run.session.engine.cells(0, 512).tolist() == cells.tolist()
@@ -127,4 +127,4 @@ def test_impossible_moves_are_refused(source: Any, target: Any, why: str, bare: 
 def test_transposed_values_are_refused(bare: Make, tokens: Any) -> None:
     run = text(bare, tokens, flash=False)
     with pytest.raises(UnsupportedError, match="V is stored transposed, so rows cannot move"):
-        run.session.engine.settle([1], [300])
+        run.session.engine.settle([1], [300], [])

@@ -15,6 +15,8 @@ import pytest
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.session.step import EVERY
+from kvflash_ggml.spec.base import Features
+from kvflash_ggml.spec.draft import Draft
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 COUNT = 60
@@ -155,9 +157,9 @@ def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> 
     made: dict[int, int] = {}
     verify = drafting._session.verify
 
-    def noted(rows: Any) -> None:
+    def noted(rows: Any, branches: Any) -> None:
         made[drafting._session.length] = len(rows)
-        verify(rows)
+        verify(rows, branches)
 
     drafting._session.verify = noted
     out = told(drafting, prompt, 150, temp=0.0)
@@ -180,6 +182,92 @@ def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> 
 
     session.extend = making_room
     assert told(plain, prompt, 150, temp=0.0) == out
+
+
+class Bush:
+    """Drafts a tree around what is known to come: the right tokens on any branch, and wrong ones beside them."""
+
+    name = "bush"
+    wants = Features()
+
+    def __init__(self, text: list[int], seed: int) -> None:
+        self._text = text
+        self._seed = seed
+        self._length = 0
+        self.trees = 0
+
+    def observe(self, start: int, tokens: Any, rows: Any) -> None:
+        self._length = start + len(tokens)
+
+    def cut(self, length: int) -> None:
+        self._length = min(length, self._length)
+
+    def close(self) -> None:
+        pass
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        after = self._text[self._length + 1 : self._length + 6]
+        rng = np.random.default_rng((self._seed, self._length))
+        tokens: list[int] = []
+        parents: list[int] = []
+        node = -1
+        for token in after:
+            siblings = [token, *rng.choice(np.arange(3000, 4000), 2, replace=False).tolist()]
+            order = rng.permutation(3).tolist()
+            tokens += [siblings[at] for at in order]
+            parents += [node] * 3
+            node = len(tokens) - 3 + order.index(0)
+            if rng.random() < 0.2:
+                tokens[node] = 2999  # wrong from here on
+        self.trees += 1
+        logp = rng.uniform(-3, 0, len(tokens)).astype(np.float32)
+        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), self.name, logp) if tokens else None
+
+
+@pytest.mark.parametrize("policy", ["lru", "qk"])
+@pytest.mark.parametrize("seed", range(3))
+def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens: Any) -> None:
+    """With rows computed one by one: a path lies elsewhere while it is verified, which may change a sum's order."""
+    prompt = tokens[:180].tolist()
+    size = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024, "kvflash_policy": policy}
+    plain = llama(**size)
+    out, logits = told(plain, prompt, 80, **GREEDY)
+    llm = llama(**size, kvflash_spec=SpecConfig(width=16, types=("ngram",)))
+    assert llm._session.takes_trees
+    bush = Bush([*prompt, *out], seed)
+    llm._speculator.drafters[:] = [bush]
+    got, theirs = told(llm, prompt, 80, **GREEDY)
+    counted = llm.kvflash.spec.last
+    assert bush.trees > 5
+    assert counted.accepted > 20
+    for at, (one, other) in enumerate(zip(out, got, strict=True)):
+        mine, its = (np.frombuffer(rows[at], np.float32) for rows in (logits, theirs))
+        assert np.abs(mine - its).max() < 0.01
+        assert one == other
+    llm._session.settle()
+    session, length = llm._session, llm._session.length
+    assert session.tokens.tolist() == [*prompt, *out][:length]
+    session.table.check_integrity()
+    chunks = session.table.chunks
+    for c in range(length // 64):
+        held = session.engine.cells(chunks[c].block * 64, 64)
+        assert held.tolist() == list(range(c * 64, c * 64 + 64))
+    if policy == "qk":
+        length = min(length, plain._session.length)
+        mine, its = (s.queries.newest_now(length, 8) for s in (plain._session, session))
+        assert np.abs(mine - its).max() < 0.01
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "iswa"])
+def test_where_memory_has_no_branches_the_main_chain_is_verified(kind: str, llama: Any, tokens: Any) -> None:
+    prompt = tokens[:180].tolist()
+    size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 1024}
+    out = told(llama(kind, **size), prompt, 40, **GREEDY)[0]
+    llm = llama(kind, **size, kvflash_spec=SpecConfig(width=8))
+    assert not llm._session.takes_trees
+    llm._speculator.drafters[:] = [Bush([*prompt, *out], 1)]
+    assert told(llm, prompt, 40, **GREEDY)[0][:20] == out[:20]
+    assert llm.kvflash.spec.last.steps > 0
 
 
 def test_a_hybrid_has_the_state_of_its_text(llama: Any, tokens: Any) -> None:
@@ -216,12 +304,6 @@ def test_queries_of_the_text_outlive_drafts_that_were_wrong(llama: Any, tokens: 
     one, other = plain._session, llm._session
     length = min(one.length, other.length)
     rows = one.queries.rows - 8  # the other has captured a few positions more
-    mine, its = (s.queries.newest(ring(s), length, rows) for s in (one, other))
+    mine, its = (s.queries.newest_now(length, rows) for s in (one, other))
     assert length - other.queries.valid_from >= other.queries.rows
     assert np.array_equal(mine, its)
-
-
-def ring(session: Any) -> Any:
-    flat = np.zeros(session.queries.ring_size, np.float32)
-    session.engine.wait(session.engine.read_queries(flat))
-    return flat

@@ -70,7 +70,7 @@ def settle(it: Tree, path: Sequence[int]) -> None:
     engine = it.run.session.engine
     for at in leaving(path, it.where):
         engine.clear_cells(slot_of(it.start + at), 1)
-    engine.settle(*([slot_of(it.start + at) for at in side] for side in moving(path, it.where)))
+    engine.settle(*([slot_of(it.start + at) for at in side] for side in moving(path, it.where)), [])
 
 
 def path_to(tree: Rows, row: int) -> list[int]:

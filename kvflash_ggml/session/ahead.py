@@ -1,0 +1,82 @@
+"""Rows ahead of a text: where they lie, and how those that count come to their places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Int32s
+from ..pool.branches import Branches, leaving, moving
+from ..pool.plan import Layout
+from .query_ring import QueryRing
+from .step import Step
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Rows that were written ahead of the text, from position `start` on, where there is `room` for so many.
+
+    path: the rows that are of the text once they are settled, in its order. state: what is not pooled, as it was before
+    them; None if it can go back by itself. streamed: did they see more than the pool? branches: how the rows of a tree
+    lie; None for a chain. moved: how its path went to its place, empty before.
+    """
+
+    start: int
+    tokens: Int32s
+    room: int
+    state: bytes | bytearray | None
+    streamed: bool
+    path: tuple[int, ...] = ()
+    branches: Branches | None = None
+    moved: list[int] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return len(self.path)
+
+    def with_row(self, row: int) -> Ahead:
+        """One row more is of the text: the next one of a chain, a child of the last one of a tree."""
+        before = row - 1 if self.branches is None else int(self.branches.parent[row])
+        assert before == (self.path[-1] if self.path else -1)
+        assert row < len(self.tokens)
+        return replace(self, path=(*self.path, row))
+
+
+def place(engine: Engine, queries: QueryRing, step: Step) -> Int32s:
+    """Tell the engine the positions of a step's tokens, and the rows that take their queries. Returns their slots."""
+    layout, start, n, branches = step.plan.layout, step.start, len(step.tokens), step.branches
+    if branches is None:
+        engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+        if queries.rows:
+            queries.capture(start, n)
+        return layout.slots(start, engine.slot[:n])
+    engine.pos[:n] = start + branches.depth
+    if queries.rows:
+        queries.capture_at(start + branches.where)
+    slots = engine.slot[:n]
+    slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
+    return slots
+
+
+def gather(
+    engine: Engine, layout: Layout, queries: QueryRing, ahead: Ahead, tree: Branches, order: npt.NDArray[np.intp]
+) -> None:
+    """The rows of a tree's path go to their places, and the others are forgotten. Can be done again.
+
+    order: of the captured queries before.
+    """
+    start = ahead.start
+    source, target = moving(ahead.path, tree.where)
+    if not ahead.moved:
+        for at in leaving(ahead.path, tree.where):
+            engine.clear_cells(layout.slot_of(start + at), 1)
+        where, to = ([layout.slot_of(start + at) for at in side] for side in (source, target))
+        engine.settle(where, to, ahead.moved)
+    if queries.rows and source:
+        queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
