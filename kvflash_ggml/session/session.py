@@ -141,8 +141,8 @@ class Session(Text):
 
     @property
     def room_ahead(self) -> int:
-        """How many tokens can be verified at once."""
-        return min(self.places_ahead, len(self.engine.token))
+        """How many tokens can be verified at once. A streamed step is computed as a whole."""
+        return min(self.places_ahead, self.n_ubatch if self.reading.answers_exactly else len(self.engine.token))
 
     @property
     def places_ahead(self) -> int:
