@@ -25,8 +25,7 @@ def test_the_text_is_the_full_caches(smol: Callable[..., Any], capsys: Any) -> N
         counted, stats = llm.kvflash.spec.last, llm.kvflash
         pool = counted.by_source["pool"]
         with capsys.disabled():
-            print(f"
-lossless at temperature {temp}: {pool.accepted} of {pool.drafted} drafts of the pool stay")
+            print(f"\nlossless at temperature {temp}: {pool.accepted} of {pool.drafted} drafts of the pool stay")
         assert pool.accepted > 0
         assert stats.resident * 64 <= POOL < PROMPT
         assert stats.streamed_steps > counted.steps > 0
