@@ -11,13 +11,14 @@ from support.harness import TEXT
 
 from kvflash_ggml.config import SpecConfig
 
-PROMPT, COUNT, POOL, N_CTX = 1500, 40, 512, 2048
+PROMPT, COUNT, POOL = 1200, 40, 512
+SIZE = {"n_ctx": 1536, "n_batch": 128, "n_ubatch": 128}  # steps of a prompt that a pool takes too
 
 
 def test_the_text_is_the_full_caches(smol: Callable[..., Any], capsys: Any) -> None:
     """Token for token, greedy and with the same random numbers, but where two are as good as equally likely."""
-    full = smol(n_ctx=N_CTX)
-    llm = smol(n_ctx=N_CTX, kvflash=POOL, kvflash_answer="lossless", kvflash_spec=SpecConfig(types=("ngram",), width=6))
+    full = smol(**SIZE)
+    llm = smol(**SIZE, kvflash=POOL, kvflash_answer="lossless", kvflash_spec=SpecConfig(types=("ngram",), width=6))
     prompt = full.tokenize(TEXT.read_bytes()[:40_000])[:PROMPT]
     for temp in (0.0, 0.8):
         told, logits = _answer(full, prompt, temp)
