@@ -50,8 +50,15 @@ def check_pair(file: GGUF, target: GGUF) -> None:
     aim = target_facts.describe(target)
     for what, found, wanted in (
         ("general.architecture", file.architecture, aim.architecture),
-        ("embedding_length", file.own("embedding_length"), aim.hidden),
         ("the hash of the tokens", target_facts.vocabulary(file), aim.vocabulary),
+        *((key, file.get(key), target.get(key)) for key in sorted(_shape(file) & _shape(target))),
     ):
         if found != wanted:
             raise ConversionError(file.name, what, found=found, wanted=f"{wanted}, the target's", remedy=other)
+
+
+def _shape(file: GGUF) -> set[str]:
+    """The keys of numbers that say how the model is built, but for how many layers are in the file."""
+    own = f"{file.architecture}."
+    counts = {f"{own}{key}" for key in ("block_count", "nextn_predict_layers", "context_length")}
+    return {key for key in file.fields if key.startswith(own) and not isinstance(file.get(key), list)} - counts

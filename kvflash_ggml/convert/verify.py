@@ -188,6 +188,10 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
     for key, wanted in (("block_count", 1), ("attention.value_length", _whole(file, "attention.key_length"))):
         if (found := _whole(file, key)) != wanted:
             raise ConversionError(file.name, f"eagle3.{key}", found=found, wanted=str(wanted), remedy=_AGAIN)
+    if not 0 < (epsilon := _number(file, "attention.layer_norm_rms_epsilon")) < 1:
+        raise ConversionError(
+            file.name, "RMS norm epsilon", found=epsilon, wanted="a number between 0 and 1", remedy=_AGAIN
+        )  # fmt: skip
     if aim is not None:
         for name in ("token_embd.weight", "output.weight"):
             if name not in file.tensors and width != aim.hidden:

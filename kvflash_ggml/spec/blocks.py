@@ -20,13 +20,14 @@ class Positions:
     """DFlash: each masked token by itself."""
 
     size: int
+    first = 1
     name = "dflash"
     states = stock.NO_STATES
     outputs = True
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
         """See Reader."""
-        rows = range(1, 1 + min(most, self.size))
+        rows = range(self.first, self.first + min(most, self.size))
         ids, logp = context.top(rows, max(1, branches))
         return (
             chain(ids[:, 0], self.name, logp[:, 0]) if branches < 2 else tree.from_positions(ids, logp, most, self.name)
@@ -37,7 +38,7 @@ class Positions:
 class Markov:
     """DSpark: each token given the likeliest one before it, and how sure it is that it will be accepted.
 
-    first: the row of the first draft; with 0 the root's own row drafts too. confident: has it a head for that?
+    first: with 0 the root's own row drafts too. confident: has it a head for that?
     """
 
     size: int
@@ -68,13 +69,14 @@ class Lattice:
 
     size: int
     k: int
+    first = 1
     name = "dflash2"
     states = stock.ALL_STATES
     outputs = False
 
     def read(self, context: DraftContext, most: int, branches: int) -> Draft:
         """See Reader. DraftError if it holds what are no numbers."""
-        tokens, logp = self.unpacked(context.states(1 + min(most, self.size))[1:])
+        tokens, logp = self.unpacked(context.states(self.first + min(most, self.size))[self.first :])
         if branches > 1:
             return tree.from_lattice(tokens, logp[0, 0], logp[1:], most, self.name)
         found, sure, at = list[int](), list[float](), 0
@@ -101,7 +103,8 @@ class Lattice:
 
 
 Reader = Positions | Markov | Lattice
-"""name: of the kind. size: tokens that a block drafts. states: which of the context it needs. outputs: needs it logits?
+"""name: of the kind. size: tokens of a block that are drafts. first: the row of the first one. states: which it needs
+of the context. outputs: needs it logits?
 
 read: the draft in the block that was run last, of at most `most` tokens; with several branches a tree.
 """

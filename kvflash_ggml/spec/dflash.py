@@ -74,8 +74,10 @@ class DFlash:
         end = self._lag.end
         if context.end != end or context.first == end:
             return None  # nothing is known of the text
-        self._block[0] = root
-        context.run(end, self._block, outputs=len(self._block) if self._reader.outputs else 0)
+        # masks behind the tokens that are wanted take time, and make these no better
+        block = self._block[: self._reader.first + min(most, self.size)]
+        block[0] = root
+        context.run(end, block, outputs=len(block) if self._reader.outputs else 0)
         draft = self._reader.read(context, most, self._branches)
         context.cut(end)
         return draft

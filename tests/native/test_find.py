@@ -51,7 +51,7 @@ def dflash(target: Path, name: str, *extra: str) -> Path:
 def eagle3(target: Path, name: str, **changes: Any) -> Path:
     values = {
         "block_count": 1, "embedding_length": HIDDEN, "attention.key_length": 16, "attention.value_length": 16,
-        "target_hidden_size": HIDDEN, "target_layers": [1, 2, 3],
+        "target_hidden_size": HIDDEN, "target_layers": [1, 2, 3], "attention.layer_norm_rms_epsilon": 1e-6,
     } | changes  # fmt: skip
     fields = [Field.of("general.architecture", "eagle3"), *(Field.of(f"eagle3.{k}", v) for k, v in values.items())]
     tokens = gguf_read.read(target).fields["tokenizer.ggml.tokens"]
@@ -161,6 +161,10 @@ def _narrow(target: Path) -> Path:
     return eagle3(target, "e.gguf", **{"attention.value_length": 8})
 
 
+def _no_number(target: Path) -> Path:
+    return eagle3(target, "e.gguf", **{"attention.layer_norm_rms_epsilon": float("nan")})
+
+
 def _behind(target: Path) -> Path:
     return eagle3(target, "e.gguf", target_layers=[1, 2, 9])
 
@@ -175,6 +179,7 @@ def _assistant(target: Path) -> Path:
         (_wide, "fc.weight"),
         (_deep, r"eagle3.block_count is 2; wanted: 1"),
         (_narrow, r"eagle3.attention.value_length is 8; wanted: 16"),
+        (_no_number, "RMS norm epsilon is nan"),
         (_behind, r"target layers is \[1, 2, 9\]"),
         (_assistant, "gemma4-assistant; wanted: a drafter with a memory of its own"),
     ],

@@ -227,6 +227,11 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"dflash.target_layers": None}, "target_layers"),
     "layers that the target has not": ({"dflash.target_layers": [2, 4, 9]}, r"inputs up to 5"),
     "what comes out of the last layer": ({"dflash.target_layers": [2, 4, 6]}, r"inputs up to 5"),
+    "a window for no layer": (
+        {"dflash.attention.sliding_window": 512, "dflash.attention.sliding_window_pattern": [False, False]},
+        "layers that slide is none; wanted: one or more",
+    ),
+    "an epsilon that is none": ({"dflash.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
     "another width": ({"dflash.embedding_length": 128}, "hidden size is 128; wanted: 256"),
     "fewer tokens": ({"tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.mask_token_id": 2}, "vocabulary"),
 }
@@ -243,7 +248,7 @@ def test_a_file_that_does_not_fit_is_refused(dflash: Any, tmp_path: Path, name: 
 
     def change(fields: dict[str, Field]) -> None:
         for key, value in changes.items():
-            fields.pop(key)
+            fields.pop(key, None)
             if isinstance(value, list) and isinstance(value[0], str):
                 fields[key] = array(key, 8, [text(item) for item in value])
             elif value is not None:
