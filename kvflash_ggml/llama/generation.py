@@ -14,7 +14,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from ..arrays import common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
-from ..errors import ContextFull, SnapshotError
+from ..errors import ContextFull, KVFlashError, SnapshotError
 from ..native.logits import argmax
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
@@ -37,6 +37,8 @@ class GeneratingLlama(SavingLlama):
     _speculator: Speculator | None = None
     _greedy: bool = False  # the running answer takes the likeliest token, and nothing else changes it
     kvflash_progress: Progress | None = None
+    kvflash_most: int | None = None
+    """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
 
     # --- evaluation
 
@@ -77,13 +79,15 @@ class GeneratingLlama(SavingLlama):
 
     def _verify(self, tokens: Sequence[int]) -> bool:
         """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
-        session = self._session
+        session, speculator = self._session, self._speculator
         assert session is not None
+        assert speculator is not None
         try:
             self._catch_up(session)
             session.verify(np.asarray(tokens, np.int32))
-        except SnapshotError:
-            self._evaluate(tokens[:1])  # which reads again what is lost
+        except KVFlashError as err:
+            speculator.refused(err)
+            self._evaluate(tokens[:1])  # which reads again what is lost, and fails where this would fail without drafts
             return False
         return True
 
@@ -171,7 +175,8 @@ class GeneratingLlama(SavingLlama):
         if self._session is not None:
             self._session.settle()
         if self._speculator is not None:
-            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens))
+            most, self.kvflash_most = self.kvflash_most, None
+            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
         prompt = list(tokens)
         if reset:
             prompt = prompt[self._reuse_prefix(prompt) :]
@@ -225,21 +230,26 @@ class GeneratingLlama(SavingLlama):
         path: list[int] = []
         assert session is not None
         assert speculator is not None
-        ahead = self._verify([root, *draft.tokens.tolist()])
-        picks = argmax(self._context, range(len(draft) + 1)).tolist() if ahead and self._greedy else None
+        if not self._verify([root, *draft.tokens.tolist()]):
+            return (yield from self._sampled(self.n_tokens - 1, stopping))
+        picks = argmax(self._context, range(len(draft) + 1)).tolist() if self._greedy else None
         while True:
-            if ahead:
-                self._keep()
+            self._keep()
             token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[node + 1]
+            child = draft.child(node, token)
             if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
+                speculator.verified(path, len(draft) + 1, stopped=child is not None)
                 return None
             speculator.pause()
-            sent = yield token
+            try:
+                sent = yield token
+            except GeneratorExit:
+                speculator.verified(path, len(draft) + 1, stopped=child is not None)
+                raise
             speculator.resume()
-            child = draft.child(node, token) if session.ahead else None  # somebody may have settled them
-            if sent or child is None:
+            if sent or child is None or not session.ahead:  # somebody may have settled them
                 session.accept()
-                speculator.verified(path, len(draft) + 1)
+                speculator.verified(path, len(draft) + 1, stopped=child is not None)
                 return [token, *(sent or ())]
             node = child
             path.append(node)
@@ -309,4 +319,4 @@ class GeneratingLlama(SavingLlama):
         session, speculator = self._session, self._speculator
         if session is None or speculator is None:
             return None
-        return speculator.propose(session.tokens, pending[0], session.room_ahead - 1)
+        return speculator.propose(session, pending[0])
