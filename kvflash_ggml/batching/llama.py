@@ -97,7 +97,7 @@ class LlamaModel:
         self._watch.begin()
         for lo, hi in request.pins:
             self._stats.pin(lo, hi)
-        llm.kvflash_progress, llm.kvflash_branch = progress, branch
+        llm.kvflash_progress, llm.kvflash_branch, llm.kvflash_most = progress, branch, request.max_tokens
         # a folder is shared by all that read it
         shared = nullcontext() if request.reuse and not request.salt else llm.without_cache()
         try:
@@ -120,7 +120,7 @@ class LlamaModel:
             ):
                 yield from stream
         finally:
-            llm.kvflash_progress = llm.kvflash_branch = None
+            llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = None
 
     def piece(self, token: int) -> bytes:
         return self._known(token)[0]

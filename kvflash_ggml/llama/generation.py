@@ -13,7 +13,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from ..arrays import common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
-from ..errors import ContextFull, SnapshotError
+from ..errors import ContextFull, KVFlashError, SnapshotError
 from ..pool.branches import Branches
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
@@ -38,6 +38,8 @@ class GeneratingLlama(SavingLlama):
     _speculator: Speculator | None = None
     _greedy: bool = False  # the running answer takes the likeliest token, and nothing else changes it
     kvflash_progress: Progress | None = None
+    kvflash_most: int | None = None
+    """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
 
     # --- evaluation
 
@@ -78,13 +80,16 @@ class GeneratingLlama(SavingLlama):
 
     def _verify(self, rows: Rows, branches: Branches | None) -> bool:
         """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
-        session = self._session
+        session, speculator = self._session, self._speculator
         assert session is not None
+        assert speculator is not None
         try:
             self._catch_up(session)
             session.verify(rows.tokens, branches)
-        except SnapshotError:
-            self._evaluate(rows.tokens[:1].tolist())  # which reads again what is lost
+        except KVFlashError as err:
+            speculator.refused(err)
+            # which reads again what is lost, and fails where this would fail without drafts
+            self._evaluate(rows.tokens[:1].tolist())
             return False
         return True
 
@@ -172,7 +177,8 @@ class GeneratingLlama(SavingLlama):
         if self._session is not None:
             self._session.settle()
         if self._speculator is not None:
-            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens))
+            most, self.kvflash_most = self.kvflash_most, None
+            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
         prompt = list(tokens)
         if reset:
             prompt = prompt[self._reuse_prefix(prompt) :]
@@ -227,22 +233,27 @@ class GeneratingLlama(SavingLlama):
         assert session is not None
         assert speculator is not None
         rows = arranged(root, draft)
-        ahead = self._verify(rows, None if draft.is_chain else rows.branches)
-        picks = session.engine.argmax(range(len(rows))).tolist() if ahead and self._greedy else None
+        if not self._verify(rows, None if draft.is_chain else rows.branches):
+            return (yield from self._sampled(self.n_tokens - 1, stopping))
+        picks = session.engine.argmax(range(len(rows))).tolist() if self._greedy else None
         while True:
             row = rows.of(node)
-            if ahead:
-                self._keep(row)
+            self._keep(row)
             token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[row]
+            child = draft.child(node, token)
             if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
+                speculator.verified(path, len(rows), stopped=child is not None)
                 return None
             speculator.pause()
-            sent = yield token
+            try:
+                sent = yield token
+            except GeneratorExit:
+                speculator.verified(path, len(rows), stopped=child is not None)
+                raise
             speculator.resume()
-            child = draft.child(node, token) if session.ahead else None  # somebody may have settled them
-            if sent or child is None:
+            if sent or child is None or not session.ahead:  # somebody may have settled them
                 session.accept()
-                speculator.verified(path, len(rows))
+                speculator.verified(path, len(rows), stopped=child is not None)
                 return [token, *(sent or ())]
             node = child
             path.append(node)
@@ -308,5 +319,4 @@ class GeneratingLlama(SavingLlama):
         session, speculator = self._session, self._speculator
         if session is None or speculator is None:
             return None
-        places = session.places_ahead if session.takes_trees else 0
-        return speculator.propose(session.tokens, pending[0], session.room_ahead - 1, places=places)
+        return speculator.propose(session, pending[0])

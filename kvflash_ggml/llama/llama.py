@@ -210,7 +210,16 @@ class Llama(GeneratingLlama):
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
+        completion = self._limited(completion, kwargs.get("max_tokens"))
         return self._turns.pieces(completion) if kwargs.get("stream") else self._turns.whole(completion)
+
+    def _limited(self, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
+        """A completion whose `generate` knows how much it is asked for."""
+        self.kvflash_most = most if most and most > 0 else None
+        try:
+            yield from completion
+        finally:
+            self.kvflash_most = None
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

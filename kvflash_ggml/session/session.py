@@ -151,9 +151,12 @@ class Session(Text):
         return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
 
     @property
-    def takes_trees(self) -> bool:
-        """Can a step verify a tree? A window or recurrent state has no branches, and a stage shows rows in order."""
-        return self.engine.info.branches and not self.reading.answers_exactly
+    def branch_room(self) -> int:
+        """The same for trees; 0 where a step can verify none.
+
+        A window or recurrent state has no branches, and a stage shows rows in order.
+        """
+        return self.places_ahead if self.engine.info.branches and not self.reading.answers_exactly else 0
 
     def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.

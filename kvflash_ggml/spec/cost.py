@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from math import inf
-from statistics import median
 
 import numpy as np
 
 from .draft import Draft
 from .survival import Shares, Survival, expected
-from .times import SAMPLES, Times
+from .times import SAMPLES, Times, median
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Rows of a step, the root's included: few of them, since other rows than before cost a graph."""
@@ -40,6 +39,9 @@ STAY = 16.0
 FRESH = 128
 """Plain steps are timed again after the time of so many, and for an answer in a text that has grown by half."""
 
+LOOK = 16
+"""A source that is not worth asking is thought about again after so many steps: thinking takes time too."""
+
 CHEAP = 0.1
 """A proposal that takes less than this share of a plain step is asked for on the chance."""
 
@@ -50,7 +52,8 @@ class _Source:
     def __init__(self, serial: bool) -> None:
         self.survival = Survival()
         self.failed = 0  # proposals in a row that came to nothing
-        self.resting = 0  # steps until it is asked again
+        self.resting = 0  # steps until it is thought of again
+        self.why = ""  # it rests
         self.serial = serial
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
@@ -122,7 +125,7 @@ class Controller:
         if self._due or not self._times.known:
             self.off = "plain steps are being timed"
         elif known.resting:
-            self.off = f"{source} rests: its last {known.failed} proposals came to nothing"
+            self.off = known.why
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
             return most if self._affordable(self._widths[0], known.drafting(most)) else 0
         else:
@@ -131,6 +134,7 @@ class Controller:
                 self.off = f"{source} costs more than it wins"
             elif self._affordable(rows, known.drafting(rows - 1)):
                 return rows - 1 if known.serial else most
+            known.resting, known.why = LOOK, str(self.off)
         return 0
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
@@ -173,7 +177,8 @@ class Controller:
         if rows > 1:
             self.off = None
         for name, source in self._sources.items():
-            source.resting = max(0, source.resting - 1)
+            if source.resting:
+                source.resting -= 1
             if draft is not None and name == draft.source:
                 source.failed = 0
                 source.survival.told(draft, path, stopped=stopped)
@@ -263,6 +268,7 @@ class Controller:
         source.failed += 1
         repaid = source.drafting(1) / (self._eps / 2 * self._times(1)) if self._times.known else 0.0
         source.resting = min(1 << min(source.failed, 16), round(repaid))
+        source.why = f"{name} rests: its last {source.failed} proposals came to nothing"
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:

@@ -70,7 +70,8 @@ def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()
     """A draft that can be verified, of at most `most` tokens, without what would follow an end of generation.
 
     ends: the tokens that end a text. Log-probabilities that are no numbers are dropped. Raises DraftError for ids out
-    of the vocabulary, arrays that do not fit each other, parents that come later, or siblings that are the same.
+    of the vocabulary, arrays that do not fit each other, parents that come later, or siblings that are the same; what
+    comes after `most` tokens is not looked at.
     """
     tokens, parent = draft.tokens, draft.parent
     for name, values in (("tokens", tokens), ("parents", parent)):
@@ -78,16 +79,24 @@ def checked(draft: Draft, *, n_vocab: int, most: int, ends: Collection[int] = ()
             raise DraftError(f"{draft.source}: {name} must be a list of 32-bit integers, not {values!r}")
     if len(tokens) != len(parent):
         raise DraftError(f"{draft.source}: {len(tokens)} tokens and {len(parent)} parents")
+    logp = _numbers(draft.logp, len(tokens))
+    if len(tokens) > most:
+        tokens, parent = tokens[:most], parent[:most]
+        logp = None if logp is None else logp[:most]
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
         raise DraftError(f"{draft.source}: a token that is not among the {n_vocab} of the vocabulary")
     if np.any(parent < ROOT) or np.any(parent >= np.arange(len(parent))):
         raise DraftError(f"{draft.source}: a token follows one that comes later, or none")
     if len(set(zip(parent.tolist(), tokens.tolist(), strict=True))) < len(tokens):
         raise DraftError(f"{draft.source}: the same token follows another twice")
-    logp = draft.logp
-    if logp is not None and (np.shape(logp) != tokens.shape or not np.all(np.isfinite(logp))):
-        logp = None
-    return _before_ends(Draft(tokens, parent, draft.source, logp), ends).first(most)
+    return _before_ends(Draft(tokens, parent, draft.source, logp), ends)
+
+
+def _numbers(logp: object, count: int) -> Floats | None:
+    """So many log-probabilities; None if there are not so many, or they are no finite numbers."""
+    if not isinstance(logp, np.ndarray) or logp.dtype.kind != "f" or logp.shape != (count,):
+        return None
+    return logp if bool(np.isfinite(logp).all()) else None
 
 
 def _before_ends(draft: Draft, ends: Collection[int]) -> Draft:

@@ -25,6 +25,7 @@ class FeatureRows:
         self._layers = sorted({layer for drafter in drafters for layer in drafter.wants.layers})
         self._n_embd = n_embd
         self._engine = engine
+        self._columns: dict[Features, slice | npt.NDArray[np.intp]] = {}
         self._width = engine.open_features(self._layers, nextn=any(drafter.wants.nextn for drafter in drafters))
 
     def read(self, count: int) -> Floats:
@@ -35,12 +36,16 @@ class FeatureRows:
 
     def of(self, wants: Features, rows: Floats) -> Floats:
         """The columns that one drafter wants, in its order."""
-        columns = self._columns(wants)
-        return rows if len(columns) == self._width and bool(np.all(np.diff(columns) == 1)) else rows[:, columns]
+        columns = self._columns.get(wants)
+        if columns is None:
+            columns = self._columns[wants] = self._find(wants)
+        return rows[:, columns]
 
-    def _columns(self, wants: Features) -> npt.NDArray[np.intp]:
+    def _find(self, wants: Features) -> slice | npt.NDArray[np.intp]:
         n = self._n_embd
         parts = [np.arange(n) + n * self._layers.index(layer) for layer in wants.layers]
         if wants.nextn:
             parts.append(np.arange(n * len(self._layers), self._width))
-        return np.concatenate(parts)
+        columns = np.concatenate(parts)
+        adjacent = bool(np.all(np.diff(columns) == 1))  # a view is enough
+        return slice(int(columns[0]), int(columns[-1]) + 1) if adjacent else columns

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError
@@ -19,7 +21,38 @@ from .tally import Tally
 logger = logging.getLogger("kvflash_ggml")
 
 MOST_BAD = 3
-"""Drafts in a row that cannot be verified, after which a drafter is not asked any more."""
+"""Drafts in a row that cannot be verified, after which a drafter is not asked any more; the same of failed steps."""
+
+
+class Text(Protocol):
+    """What is drafted for. tokens: of the text, without the root. room_ahead: rows that one step can verify.
+
+    branch_room: positions that the rows of a tree can take, 0 where only chains can be verified.
+    """
+
+    @property
+    def tokens(self) -> Int32s: ...
+    @property
+    def room_ahead(self) -> int: ...
+    @property
+    def branch_room(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A drafter. known: how much of the text it was told. bad: drafts in a row that could not be verified.
+
+    deciding: seconds that it took last to find out what its draft is worth.
+    """
+
+    drafter: Drafter
+    known: int = 0
+    bad: int = 0
+    deciding: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.bad >= MOST_BAD
 
 
 class Speculator:
@@ -40,16 +73,17 @@ class Speculator:
         features: FeatureRows | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.drafters = list(drafters)
         self.controls = controls
         self.total, self.last = Tally(), Tally()
         self.off: str | None = None
+        self._asked = [_Asked(drafter) for drafter in drafters]
+        self._any_failed = False
+        self._refused = 0  # steps in a row that failed with a draft
         self._n_vocab = n_vocab
         self._ends = frozenset(ends)
         self._features = features
         self._clock = clock
-        self._known = [0] * len(self.drafters)
-        self._bad = [0] * len(self.drafters)
+        self._end: int | None = None  # the text becomes no longer in this request
         self._ahead: tuple[int, Int32s, Floats] | None = None
         self._running: float | None = None  # when the step that is timed began, or went on
         self._spent = 0.0
@@ -59,44 +93,35 @@ class Speculator:
     @property
     def types(self) -> tuple[str, ...]:
         """The names of those that are asked."""
-        return tuple(drafter.name for drafter in self.drafters)
+        return tuple(one.drafter.name for one in self._asked if not one.failed)
 
-    def begin(self, length: int) -> None:
-        """A request begins, with a text of so many tokens."""
+    def begin(self, length: int, most: int | None = None) -> None:
+        """A request begins, with a text of so many tokens, which becomes longer by at most `most`."""
         self.last = Tally()
         self._running = None
+        self._end = None if most is None else length + most
         self.controls.begin(length)
 
     # --- one step
 
-    def propose(self, text: Int32s, root: int, most: int, *, places: int = 0) -> Draft | None:
-        """What may follow a text and then `root`, at most `most` tokens of it; None to go on without.
+    def propose(self, text: Text, root: int) -> Draft | None:
+        """What may follow a text and then `root`, no more than a step can verify; None to go on without.
 
-        places: positions that the rows of a tree can take; of one that does not fit, the main chain is verified.
         From here on the step is timed, until `plain` or `verified`.
         """
-        self._remove_failed()
         self._spent = self._draft_seconds = 0.0
-        self._running = self._clock()
-        for at, drafter in enumerate(self.drafters):
-            asked = min(most, self.controls.ask(drafter.name)) if most > 0 else 0
-            if asked < 1:
-                continue
-            began = self._clock()
-            draft = self._ask(at, drafter, text, root, asked)
-            taken = self._clock() - began
-            self._draft_seconds += taken
-            self.controls.proposed(drafter.name, draft, taken)
-            if draft is None or len(draft) == 0:
-                continue
-            rows = min(self.controls.choose(draft, self.types[at + 1 :]), most + 1)
-            if rows > 1:
-                draft = draft.first(rows - 1)
-                if not draft.is_chain and tree.room(draft) > places:
-                    draft = tree.trunk(draft)
-                self._drafted = draft
-                return draft.padded(rows - 1, root)
-        return None
+        self._running = began = self._clock()
+        if self._any_failed:
+            self._remove_failed()
+        draft = None
+        for at, one in enumerate(self._asked):
+            wanted = self.controls.ask(one.drafter.name)
+            if wanted:
+                draft = self._draft(at, one, text, root, wanted)
+                self._draft_seconds = self._clock() - began
+                if draft is not None:
+                    break
+        return draft
 
     def pause(self) -> None:
         """What follows is not of the step: somebody else has the word."""
@@ -114,62 +139,108 @@ class Speculator:
             return  # the first token of a request is its prompt's
         self.pause()
         seconds = self._spent - self._draft_seconds
-        for tally in (self.total, self.last):
-            tally.plain(seconds)
-            tally.seconds_draft += self._draft_seconds
+        self.total.plain(seconds, self._draft_seconds)
+        self.last.plain(seconds, self._draft_seconds)
         self.controls.told(1, seconds)
 
-    def verified(self, path: Sequence[int], rows: int) -> None:
-        """The step that `propose` has begun has verified its draft in so many rows: the nodes of `path` were right."""
+    def verified(self, path: Sequence[int], rows: int, *, stopped: bool = False) -> None:
+        """The step that `propose` has begun has verified its draft in so many rows: the nodes of `path` were right.
+
+        stopped: the answer ended there, and what follows them was not looked at.
+        """
         self.pause()
         seconds, draft = self._spent - self._draft_seconds, self._drafted
         assert draft is not None
+        self._refused = 0
         right = [node for node in path if node < len(draft)]  # the rest was no draft, and a lucky guess
         for tally in (self.total, self.last):
-            tally.verified(draft, right, seconds)
+            tally.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
             tally.lucky += len(path) - len(right)
-            tally.seconds_draft += self._draft_seconds
-        self.controls.told(rows, seconds, draft, right)
+        self.controls.told(rows, seconds, draft, right, stopped=stopped)
 
-    def _ask(self, at: int, drafter: Drafter, text: Int32s, root: int, most: int) -> Draft | None:
+    def refused(self, why: Exception) -> None:
+        """A step with a draft has failed, and is done without: after a few in a row nothing is drafted any more."""
+        self._running = None
+        self._refused += 1
+        if self._refused >= MOST_BAD:
+            for one in self._asked:
+                one.bad = MOST_BAD
+            self._any_failed = True
+            self.off = f"{type(why).__name__}: {why}"
+            logger.warning("nothing is drafted any more: drafts cannot be verified: %s", why)
+
+    def _draft(self, at: int, one: _Asked, text: Text, root: int, wanted: int) -> Draft | None:
+        """What is to be verified of what one drafter proposes."""
+        tokens = text.tokens
+        most = min(wanted, text.room_ahead - 1)
+        if self._end is not None:
+            most = min(most, self._end - len(tokens) - 2)  # the root is told already, and one is chosen after a draft
+        if most < 1:
+            return None
+        name, began = one.drafter.name, self._clock()
+        draft = self._ask(one, tokens, root, most)
+        asked = self._clock()
+        self.controls.proposed(name, draft, asked - began + one.deciding)
+        if draft is None or len(draft) == 0:
+            return None
+        instead = tuple(other.drafter.name for other in self._asked[at + 1 :] if not other.failed)
+        rows = min(self.controls.choose(draft, instead), most + 1)
+        one.deciding = self._clock() - asked
+        if rows <= 1:
+            return None
+        draft = draft.first(rows - 1)
+        if not draft.is_chain and tree.room(draft) > text.branch_room:
+            draft = tree.trunk(draft)
+        self._drafted = draft
+        return draft.padded(rows - 1, root)
+
+    def _ask(self, one: _Asked, text: Int32s, root: int, most: int) -> Draft | None:
         """A draft that can be verified; None if there is none, whatever the drafter does."""
+        drafter = one.drafter
         try:
-            if not drafter.wants and self._known[at] < len(text):
-                drafter.observe(self._known[at], text[self._known[at] :], None)
-                self._known[at] = len(text)
+            if not drafter.wants and one.known < len(text):
+                drafter.observe(one.known, _locked(text[one.known :]), None)
+                one.known = len(text)
             proposed = drafter.propose(root, most)
             if proposed is None:
                 return None
-            draft = checked(proposed, n_vocab=self._n_vocab, most=most, ends=self._ends)
+            if not isinstance(proposed, Draft):
+                raise DraftError(f"{drafter.name}: {proposed!r:.100} is no draft")
+            draft = checked(replace(proposed, source=drafter.name), n_vocab=self._n_vocab, most=most, ends=self._ends)
         except DraftError as err:
-            self._count_bad(at)
-            if self._bad[at] >= MOST_BAD:
-                self._disable(at, str(err))
+            self._count_bad(one)
+            if one.failed:
+                self._disable(one, str(err))
             return None
         except Exception as err:  # it is anybody's code, and nothing depends on it
-            self._count_bad(at)
-            self._disable(at, f"{type(err).__name__}: {err}")
+            self._count_bad(one)
+            self._disable(one, f"{type(err).__name__}: {err}")
             return None
-        self._bad[at] = 0
+        one.bad = 0
         return draft
 
-    def _count_bad(self, at: int) -> None:
-        self._bad[at] += 1
+    def _count_bad(self, one: _Asked) -> None:
+        one.bad += 1
         self.total.bad_drafts += 1
         self.last.bad_drafts += 1
 
-    def _disable(self, at: int, why: str) -> None:
-        self._bad[at] = MOST_BAD
-        logger.warning("nothing is drafted by %s any more: %s", self.drafters[at].name, why)
-        self.off = why
+    def _disable(self, one: _Asked, why: str) -> None:
+        one.bad = MOST_BAD
+        self._any_failed = True
+        logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
+        if all(other.failed for other in self._asked):
+            self.off = why
 
     def _remove_failed(self) -> None:
-        failed = [at for at, bad in enumerate(self._bad) if bad >= MOST_BAD]
-        for at in reversed(failed):
-            self.drafters.pop(at).close()
-            del self._known[at], self._bad[at]
-        if self.drafters and failed:
-            self.off = None
+        """Close those that are not asked any more."""
+        failed = [one.drafter for one in self._asked if one.failed]
+        self._asked = [one for one in self._asked if not one.failed]
+        self._any_failed = False
+        for drafter in failed:
+            try:
+                drafter.close()
+            except Exception as err:
+                logger.info("%s could not be closed: %s", drafter.name, err)
 
     # --- what becomes of the text
 
@@ -193,21 +264,31 @@ class Speculator:
     def truncated(self, length: int) -> None:
         """See `session.step.Follower`."""
         self._ahead = None
-        for at, drafter in enumerate(self.drafters):
-            if self._known[at] > length:
-                self._known[at] = length
-                self._tell(at, partial(drafter.cut, length))
+        for one in self._asked:
+            if one.known > length:
+                one.known = length
+                self._tell(one, partial(one.drafter.cut, length))
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None
-        for at, drafter in enumerate(self.drafters):
-            if drafter.wants and len(tokens):
-                self._known[at] = start + len(tokens)
-                self._tell(at, partial(drafter.observe, start, tokens, self._features.of(drafter.wants, rows)))
+        for one in self._asked:
+            wants = one.drafter.wants
+            if wants and len(tokens):
+                one.known = start + len(tokens)
+                self._tell(one, partial(one.drafter.observe, start, tokens, self._features.of(wants, rows)))
 
-    def _tell(self, at: int, what: Callable[[], None]) -> None:
+    def _tell(self, one: _Asked, what: Callable[[], None]) -> None:
         """The text goes on, whatever a drafter makes of it."""
+        if one.failed:
+            return
         try:
             what()
         except Exception as err:
-            self._disable(at, f"{type(err).__name__}: {err}")
+            self._disable(one, f"{type(err).__name__}: {err}")
+
+
+def _locked(tokens: Int32s) -> Int32s:
+    """The same tokens, which nobody can change there."""
+    seen: Int32s = tokens.view()
+    seen.flags.writeable = False
+    return seen

@@ -44,17 +44,20 @@ class Survival:
     def __init__(self) -> None:
         self._reached = np.zeros((BINS + 1, POSITIONS))
         self._accepted = np.zeros((BINS + 1, POSITIONS))
+        self._rested = 0  # steps without evidence that are not accounted for yet
         self._misses = 0
         self._likelihood = 1.0  # of these misses, as things were thought to be
 
     def of(self, draft: Draft) -> Shares:
         """The probability of each node, given its parent; [n]."""
+        self._age()
         rows, columns = _cells(draft)
         chances: Shares = self._estimate()[rows, columns]
         return chances
 
     def by_position(self, count: int) -> Shares:
         """The probability of a token of each position, whatever the drafter thinks of it; [count]."""
+        self._age()
         reached, accepted = self._reached.sum(axis=0), self._accepted.sum(axis=0)
         shares = (accepted + TRUST * self._overall()) / (reached + TRUST)
         by_position: Shares = shares[np.minimum(np.arange(count), POSITIONS - 1)]
@@ -79,7 +82,12 @@ class Survival:
 
     def rest(self) -> None:
         """A step went by without a draft of this source."""
-        self._fade(FADE)
+        self._rested += 1
+
+    def _age(self) -> None:
+        if self._rested:
+            self._fade(FADE**self._rested)
+            self._rested = 0
 
     def _doubt(self, accepted: bool, chance: float, rows: npt.NDArray[np.intp]) -> None:
         """Forget what was known of these rows if nothing is accepted any more."""

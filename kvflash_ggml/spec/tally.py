@@ -62,13 +62,16 @@ class Tally:
         spent = self.seconds_plain + self.seconds_draft + self.seconds_verify
         return (self.plain_steps + self.steps + self.accepted + self.lucky) * plain / spent if plain and spent else None
 
-    def plain(self, seconds: float) -> None:
-        """One token was generated without a draft, in so much time."""
+    def plain(self, seconds: float, drafting: float = 0.0) -> None:
+        """One token was generated without a draft, in so much time, and in what drafters took."""
         self.plain_steps += 1
         self.seconds_plain += seconds
+        self.seconds_draft += drafting
 
-    def verified(self, draft: Draft, path: Sequence[int], seconds: float) -> None:
-        """Of a draft the nodes of `path` were right, from the first on."""
+    def verified(
+        self, draft: Draft, path: Sequence[int], seconds: float, drafting: float = 0.0, *, stopped: bool = False
+    ) -> None:
+        """Of a draft the nodes of `path` were right, from the first on. stopped: what follows was not looked at."""
         accepted = len(path)
         own = self.by_source.setdefault(draft.source, Source())
         for counts in (self, own):
@@ -76,7 +79,8 @@ class Tally:
             counts.drafted += len(draft)
             counts.accepted += accepted
         self.seconds_verify += seconds
-        looked_at = min(accepted + 1, int(draft.depths().max()))
+        self.seconds_draft += drafting
+        looked_at = min(accepted + (not stopped), int(draft.depths().max()))
         self.reached += [0] * (looked_at - len(self.reached))
         self.agreed += [0] * (looked_at - len(self.agreed))
         for at in range(looked_at):

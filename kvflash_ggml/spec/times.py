@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from collections.abc import Iterable
 
 SAMPLES = 9
 """The median of so many is taken."""
@@ -37,7 +37,8 @@ class Times:
         if news:
             self.switch = self._late()
         self.most = max(self.most, rows)
-        self._guessed = {}
+        if self._guessed:
+            self._guessed = {}
 
     @property
     def known(self) -> bool:
@@ -46,6 +47,8 @@ class Times:
 
     def __call__(self, rows: int) -> float:
         """Seconds of a step of so many rows, guessed low where none was timed. A plain one must be known."""
+        if rows == 1:
+            return self._known[1]
         if rows not in self._guessed:
             self._guessed[rows] = max(self._known[1], self._guess(rows))
         return self._guessed[rows]
@@ -65,6 +68,13 @@ class Times:
             for seconds in times
         ]
         return max(0.0, median(late)) if late else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    """Of at least one; without the care of `statistics.median`, since it is taken at each step."""
+    ranked = sorted(values)
+    middle = len(ranked) // 2
+    return ranked[middle] if len(ranked) % 2 else (ranked[middle - 1] + ranked[middle]) / 2
 
 
 def _between(timed: dict[int, float], rows: int) -> float:

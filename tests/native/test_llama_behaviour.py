@@ -17,6 +17,7 @@ import pytest
 from support.harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
 
 from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
 
 GREEDY = {"temp": 0.0}
@@ -112,7 +113,7 @@ def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
 
     size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 64}
     prompt = tokens[:900].tolist()
-    plain, drafted = llama(kind, **size), llama(kind, draft_model=wrong, **size)
+    plain, drafted = llama(kind, **size), llama(kind, draft_model=wrong, kvflash_spec=SpecConfig(width=5), **size)
     looks = []
     for llm in (plain, drafted):
         take(llm.generate(prompt, **GREEDY), 1)
@@ -135,7 +136,7 @@ def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> Non
         return np.full(100, 3, np.intc)
 
     size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
-    llm = llama(draft_model=wrong, **size)
+    llm = llama(draft_model=wrong, kvflash_spec=SpecConfig(width=101), **size)
     take(llm.generate(tokens[:900].tolist(), **GREEDY), 40)
     looks = llm._session.scoring.looks
     assert take(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), **GREEDY), 40)
@@ -148,7 +149,7 @@ def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any)
 
     prompt = np.tile(tokens[:150], 5).tolist()
     size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 512}
-    llm = llama(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), **size)
+    llm = llama(draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), kvflash_spec=SpecConfig(width=6), **size)
     told: list[int] = []
     ahead = 0
     for token in llm.generate(prompt, **GREEDY):
@@ -170,6 +171,7 @@ def drafting(llama: Any, tokens: Any) -> Any:
 
     def make(kind: str = "dense", **settings: Any) -> tuple[Any, Any, list[int]]:
         size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 512} | settings
+        size["kvflash_spec"] = SpecConfig(width=6)  # whatever steps take
         llm = llama(kind, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=5), **size)
         text = np.tile(tokens[:150], 5).tolist()
         stream = llm.generate(text, **GREEDY)

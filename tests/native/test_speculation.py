@@ -16,7 +16,9 @@ import pytest
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.session.step import EVERY
 from kvflash_ggml.spec.base import Features
+from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.draft import Draft
+from kvflash_ggml.spec.loop import Speculator
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 COUNT = 60
@@ -184,6 +186,12 @@ def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> 
     assert told(plain, prompt, 150, temp=0.0) == out
 
 
+def let_draft(llm: Any, drafter: Any, width: int) -> None:
+    """Have this one drafter, and steps of this many rows."""
+    llm._speculator = Speculator([drafter], Fixed(width), n_vocab=llm.n_vocab(), ends=())
+    llm._session.follower = llm._speculator
+
+
 class Bush:
     """Drafts a tree around what is known to come: the right tokens on any branch, and wrong ones beside them."""
 
@@ -233,9 +241,9 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
     plain = llama(**size)
     out, logits = told(plain, prompt, 80, **GREEDY)
     llm = llama(**size, kvflash_spec=SpecConfig(width=16, types=("ngram",)))
-    assert llm._session.takes_trees
+    assert llm._session.branch_room > 16
     bush = Bush([*prompt, *out], seed)
-    llm._speculator.drafters[:] = [bush]
+    let_draft(llm, bush, 16)
     got, theirs = told(llm, prompt, 80, **GREEDY)
     counted = llm.kvflash.spec.last
     assert bush.trees > 5
@@ -264,8 +272,8 @@ def test_where_memory_has_no_branches_the_main_chain_is_verified(kind: str, llam
     size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 1024}
     out = told(llama(kind, **size), prompt, 40, **GREEDY)[0]
     llm = llama(kind, **size, kvflash_spec=SpecConfig(width=8))
-    assert not llm._session.takes_trees
-    llm._speculator.drafters[:] = [Bush([*prompt, *out], 1)]
+    assert llm._session.branch_room == 0
+    let_draft(llm, Bush([*prompt, *out], 1), 8)
     assert told(llm, prompt, 40, **GREEDY)[0][:20] == out[:20]
     assert llm.kvflash.spec.last.steps > 0
 

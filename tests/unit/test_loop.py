@@ -1,0 +1,388 @@
+"""The loop between a text and its drafters: whatever these return, what is verified is sound, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflash_ggml.errors import DecodeError, DraftError
+from kvflash_ggml.spec.base import Features
+from kvflash_ggml.spec.control import Controls, Fixed
+from kvflash_ggml.spec.cost import Controller
+from kvflash_ggml.spec.draft import Draft, chain
+from kvflash_ggml.spec.loop import MOST_BAD, Speculator
+
+N_VOCAB, END = 100, 99
+ROOT = 5
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@dataclass
+class Text:
+    tokens: np.ndarray = field(default_factory=lambda: np.arange(10, 20, dtype=np.int32))
+    room_ahead: int = 32
+
+
+class Drafts:
+    """A drafter that does as it is told, and keeps what it was told of the text."""
+
+    wants = Features()
+
+    def __init__(self, does: Callable[[int, int], Any], name: str = "made up") -> None:
+        self.name = name
+        self.does = does
+        self.text: list[int] = []
+        self.asked: list[int] = []
+        self.closed = 0
+
+    def observe(self, start: int, tokens: Any, rows: Any) -> None:
+        self.text[start:] = tokens.tolist()
+
+    def propose(self, root: int, most: int) -> Any:
+        self.asked.append(most)
+        return self.does(root, most)
+
+    def cut(self, length: int) -> None:
+        del self.text[length:]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tokens(*values: int) -> Callable[[int, int], Draft]:
+    return lambda root, most: chain(list(values), "made up")
+
+
+def raises(error: BaseException) -> Callable[[int, int], Any]:
+    def propose(root: int, most: int) -> Any:
+        raise error
+
+    return propose
+
+
+def make(*drafters: Any, controls: Controls | None = None, **settings: Any) -> Speculator:
+    one = Speculator(drafters, controls or Fixed(4), n_vocab=N_VOCAB, ends=[END], **settings)
+    one.begin(10)
+    return one
+
+
+def drafted(one: Speculator, text: Text | None = None) -> list[int] | None:
+    draft = one.propose(text or Text(), ROOT)
+    return None if draft is None else draft.tokens.tolist()
+
+
+def test_a_draft_is_what_the_first_has_to_say() -> None:
+    silent, first, second = Drafts(lambda *_: None, "silent"), Drafts(tokens(1, 2, 3), "a"), Drafts(tokens(7), "b")
+    one = make(silent, first, second)
+    assert one.types == ("silent", "a", "b")
+    assert drafted(one) == [1, 2, 3]
+    assert (silent.asked, first.asked, second.asked) == ([3], [3], [])
+    assert first.text == [*range(10, 20)]
+    one.verified([0, 1], 4)
+    assert one.total.by_source.keys() == {"a"}, "whatever a drafter says it is"
+    assert (one.last.drafted, one.last.accepted, one.last.reached, one.last.agreed) == (3, 2, [1, 1, 1], [1, 1, 0])
+
+
+def test_it_is_told_each_token_once() -> None:
+    drafter = Drafts(tokens(1))
+    seen: list[tuple[int, list[int]]] = []
+    drafter.observe = lambda start, told, rows: seen.append((start, told.tolist()))  # type: ignore[method-assign]
+    one, text = make(drafter), Text()
+    drafted(one, text)
+    one.verified([0], 4)
+    text.tokens = np.append(text.tokens, ids(5, 1))
+    drafted(one, text)
+    one.truncated(4)
+    one.truncated(4)
+    text.tokens = ids(10, 11, 12, 13, 50)
+    drafted(one, text)
+    assert seen == [(0, [*range(10, 20)]), (10, [5, 1]), (4, [50])]
+
+
+def test_nobody_changes_the_text_that_he_is_told() -> None:
+    drafter, text = Drafts(tokens(1)), Text()
+
+    def spoil(start: int, told: Any, rows: Any) -> None:
+        told[0] = 77
+
+    drafter.observe = spoil  # type: ignore[method-assign]
+    one = make(drafter)
+    assert drafted(one, text) is None
+    assert text.tokens.tolist() == [*range(10, 20)]
+    assert "read-only" in str(one.off)
+
+
+GOOD: dict[str, tuple[Any, list[int] | None]] = {
+    "nothing": (None, None),
+    "an empty one": (chain([], "x"), None),
+    "too long": (chain(list(range(60)), "x"), [0, 1, 2]),
+    "far too long": (chain(np.zeros(10**6, np.int32), "x"), [0, 0, 0]),
+    "too long, and wrong behind": (chain([1, 2, 3] * 20 + [-1], "x"), [1, 2, 3]),
+    "NaN": (chain([1, 2, 3], "x", np.full(3, np.nan, np.float32)), [1, 2, 3]),
+    "infinity": (chain([1, 2, 3], "x", np.full(3, np.inf, np.float32)), [1, 2, 3]),
+    "a list of logarithms": (chain([1, 2, 3], "x", [-0.1] * 3), [1, 2, 3]),  # type: ignore[arg-type]
+    "words for logarithms": (chain([1, 2, 3], "x", np.array(["a"] * 3)), [1, 2, 3]),
+    "too few logarithms": (chain([1, 2, 3], "x", np.zeros(2, np.float32)), [1, 2, 3]),
+    "certain beyond doubt": (chain([1, 2, 3], "x", np.full(3, 1e30, np.float32)), [1, 2, 3]),
+    "doubles": (chain([1, 2, 3], "x", np.full(3, -1.0)), [1, 2, 3]),
+    "an end first": (chain([END, 1, 2], "x"), [END, ROOT, ROOT]),
+    "an end behind": (chain([1, END, 2], "x"), [1, END, ROOT]),
+    "another's name": (chain([1, 2, 3], ["no", "name"]), [1, 2, 3]),  # type: ignore[arg-type]
+    "a tree": (Draft(ids(1, 2, 3, 4), ids(-1, -1, 1, 0), "x", np.log([0.1, 0.8, 0.9, 0.2]).astype("f")), [2, 3, ROOT]),
+    "siblings": (Draft(ids(1, 2, 3), ids(-1, -1, -1), "x"), [1, ROOT, ROOT]),
+}
+
+BAD: dict[str, Any] = {
+    "below 0": chain([1, -1], "x"),
+    "beyond the vocabulary": chain([N_VOCAB], "x"),
+    "the largest": chain([2**31 - 1], "x"),
+    "floats": Draft(np.array([1.0, 2.0]), ids(-1, 0), "x"),  # type: ignore[arg-type]
+    "long": Draft(np.array([1, 2]), ids(-1, 0), "x"),  # type: ignore[arg-type]
+    "lists": Draft([1, 2], [-1, 0], "x"),  # type: ignore[arg-type]
+    "words": Draft(np.array(["a"]), ids(-1), "x"),  # type: ignore[arg-type]
+    "nobody": Draft(None, None, "x"),  # type: ignore[arg-type]
+    "circles": Draft(ids(1, 2), ids(1, 0), "x"),
+    "itself": Draft(ids(1), ids(0), "x"),
+    "twins": Draft(ids(1, 1), ids(-1, -1), "x"),
+    "too few parents": Draft(ids(1, 2), ids(-1), "x"),
+    "a word": "tokens",
+    "a number": 7,
+    "an array": ids(1, 2),
+    "refusal": DraftError("made up: no numbers"),
+}
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("what", GOOD)
+def test_what_can_be_verified_of_it(what: str, fixed: bool) -> None:
+    returned, wanted = GOOD[what]
+    drafter = Drafts(lambda *_: returned)
+    one = make(drafter, controls=Fixed(4) if fixed else Controller())
+    if fixed:
+        for _ in range(MOST_BAD + 2):
+            assert drafted(one) == wanted
+    else:
+        timed(one)
+        got = drafted(one)
+        assert got is None if wanted is None else got is not None
+    assert (one.off, one.total.bad_drafts, drafter.closed) == (None, 0, 0)
+
+
+def timed(one: Speculator) -> None:
+    """Plain steps are known, and take a second."""
+    for _ in range(4):
+        one.propose(Text(), ROOT)
+        one.controls.told(1, 1.0)
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_after_three_that_cannot_be_verified_it_is_not_asked(what: str, caplog: Any) -> None:
+    bad = BAD[what]
+    drafter = Drafts(raises(bad) if isinstance(bad, Exception) else lambda *_: bad)
+    one = make(drafter)
+    with caplog.at_level(logging.WARNING):
+        for asked in range(1, MOST_BAD + 4):
+            assert drafted(one) is None
+            assert one.total.bad_drafts == min(asked, MOST_BAD)
+            assert (one.off is None) == (asked < MOST_BAD)
+            one.plain()
+    assert len(drafter.asked) == MOST_BAD
+    assert drafter.closed == 1
+    assert one.types == ()
+    assert [record.message for record in caplog.records if "made up" in record.message] == [
+        f"nothing is drafted by made up any more: {one.off}"
+    ]
+
+
+def test_three_in_a_row_are_needed() -> None:
+    answers = iter([BAD["twins"], BAD["twins"], chain([1, 2, 3], "x")] * 4)
+    one = make(Drafts(lambda *_: next(answers)))
+    assert [drafted(one) for _ in range(12)] == [None, None, [1, 2, 3]] * 4
+    assert one.off is None
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), DecodeError("no"), StopIteration(), KeyError(3)])
+@pytest.mark.parametrize("where", ["propose", "observe", "cut"])
+def test_one_that_fails_is_not_asked_again(where: str, error: Exception, caplog: Any) -> None:
+    """And the next in line takes over."""
+    drafter, other = Drafts(tokens(1, 2, 3)), Drafts(tokens(7, 8, 9), "other")
+    one = make(drafter, other)
+    if where == "cut":
+        drafted(one)
+    setattr(drafter, where, lambda *_: raises(error)(0, 0))
+    drafter.close = lambda: raises(OSError("it is on fire"))(0, 0)  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        if where == "cut":
+            one.truncated(3)
+            one.truncated(1)
+        assert drafted(one) == [7, 8, 9]
+        assert drafted(one) == [7, 8, 9]
+    assert one.types == ("other",)
+    assert one.off is None
+    assert len(caplog.records) == 1
+
+
+def test_an_interrupt_is_no_failure() -> None:
+    drafter = Drafts(raises(KeyboardInterrupt()))
+    one = make(drafter)
+    with pytest.raises(KeyboardInterrupt):
+        drafted(one)
+    drafter.does = tokens(1, 2, 3)
+    assert drafted(one) == [1, 2, 3]
+
+
+def test_steps_that_fail_with_drafts_end_them(caplog: Any) -> None:
+    drafter = Drafts(tokens(1, 2, 3))
+    one = make(drafter)
+    for failed in [1, 1, 0, 1, 1, 1]:
+        assert drafted(one) == [1, 2, 3]
+        if failed:
+            one.refused(DecodeError("no room"))
+            one.plain()
+        else:
+            one.verified([], 4)
+    assert drafted(one) is None
+    assert "no room" in str(one.off)
+    assert drafter.closed == 1
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    assert one.total.plain_steps == 0, "what failed is no plain step's time"
+
+
+@pytest.mark.parametrize("room", range(1, 6))
+def test_no_more_is_drafted_than_a_step_can_verify(room: int) -> None:
+    drafter = Drafts(lambda root, most: chain(list(range(most)), "x"))
+    got = drafted(make(drafter), Text(room_ahead=room))
+    assert got == ([*range(min(3, room - 1))] or None)
+    assert drafter.asked == ([min(3, room - 1)] if room > 1 else [])
+
+
+@pytest.mark.parametrize("left", range(1, 7))
+def test_no_more_is_drafted_than_is_asked_for(left: int) -> None:
+    """The root is told already: of so many tokens one less can be drafted, since one is chosen after them."""
+    drafter = Drafts(lambda root, most: chain(list(range(most)), "x"))
+    one = make(drafter)
+    one.begin(10, 1 + left)
+    draft = one.propose(Text(), ROOT)
+    assert (0 if draft is None else len(draft)) == min(3, left - 1)
+
+
+def test_time_is_told_apart() -> None:
+    clock = Clock()
+
+    def slow(root: int, most: int) -> Draft:
+        clock.now += 5
+        return chain([1, 2, 3], "x")
+
+    told: list[tuple[int, float, Sequence[int], bool]] = []
+    controls = Fixed(4)
+    controls.told = lambda rows, seconds, draft=None, path=(), *, stopped=False: told.append(  # type: ignore[method-assign]
+        (rows, seconds, [*path], stopped)
+    )
+    drafter = Drafts(slow)
+    one = make(drafter, controls=controls, clock=clock)
+    drafted(one)
+    clock.now += 2
+    one.pause()
+    clock.now += 100  # the reader's
+    one.resume()
+    clock.now += 1
+    one.verified([0, 2], 4, stopped=True)
+    drafter.does = lambda root, most: None
+    drafted(one)
+    clock.now += 4
+    one.plain()
+    one.plain()  # more of the same step
+    assert told == [(4, 3.0, [0, 2], True), (1, 4.0, [], False)]
+    tally = one.last
+    assert (tally.seconds_draft, tally.seconds_verify, tally.seconds_plain) == (5, 3, 4)
+    assert (tally.steps, tally.plain_steps, tally.accepted) == (1, 1, 2)
+    assert one.total == tally
+    one.begin(0)
+    assert one.last != one.total == tally
+
+
+def test_rows_that_fill_a_step_are_no_drafts() -> None:
+    one = make(Drafts(tokens(1)))
+    assert drafted(one) == [1, ROOT, ROOT]
+    one.verified([0, 1], 4)
+    assert (one.last.drafted, one.last.accepted, one.last.lucky) == (1, 1, 1)
+    assert one.last.mean_length == 3
+
+
+def test_what_it_takes_to_decide_is_of_the_drafts_cost() -> None:
+    clock = Clock()
+    spent: list[float] = []
+
+    class Deciding(Fixed):
+        def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
+            spent.append(seconds)
+
+        def choose(self, draft: Draft, instead: Any = ()) -> int:
+            clock.now += 3
+            return 1
+
+    one = make(Drafts(tokens(1)), controls=Deciding(4), clock=clock)
+    for _ in range(3):
+        assert drafted(one) is None
+        clock.now += 1
+        one.plain()
+    assert spent == [0, 3, 3], "as it was the last time"
+    assert one.last.seconds_plain == 3
+    assert one.last.seconds_draft == 9
+
+
+class Rows:
+    """Features of the target, by position."""
+
+    def __init__(self) -> None:
+        self.newest = np.empty((0, 2), np.float32)
+
+    def read(self, count: int) -> Any:
+        return self.newest[:count]
+
+    def of(self, wants: Features, rows: Any) -> Any:
+        return rows
+
+
+def test_one_that_looks_into_the_target_is_told_what_stays() -> None:
+    drafter = Drafts(tokens(1))
+    seen: list[tuple[int, list[int], list[float]]] = []
+    drafter.wants = Features((1,))  # type: ignore[misc]
+    drafter.observe = lambda start, told, rows: seen.append(  # type: ignore[method-assign]
+        (start, told.tolist(), rows[:, 0].tolist())
+    )
+    features = Rows()
+    one = make(drafter, features=features)
+    features.newest = np.arange(8, dtype=np.float32).reshape(4, 2)
+    one.evaluated(0, ids(10, 11), ahead=False)
+    one.evaluated(2, ids(5, 1, 2, 3), ahead=True)
+    assert len(seen) == 1
+    one.settled(4)
+    one.settled(4)
+    one.evaluated(4, ids(6, 7), ahead=True)
+    one.truncated(4)
+    one.settled(4)
+    one.evaluated(4, ids(8, 9), ahead=True)
+    one.settled(4)
+    assert seen == [(0, [10, 11], [0, 2]), (2, [5, 1], [0, 2])]
+    drafter.observe = lambda *_: raises(ValueError("no"))(0, 0)  # type: ignore[method-assign]
+    one.evaluated(4, ids(8), ahead=False)
+    one.evaluated(5, ids(8), ahead=False)
+    assert one.off is not None
+    assert drafted(one) is None
