@@ -193,7 +193,7 @@ class DraftContext:
         """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
 
         What is in the data may come from anybody: llama.cpp compares its sizes with the context's own, and it counts
-        only if the positions are those that it should have. The values are believed.
+        only if the positions are those that it should have. Whether the values are numbers shows when it computes.
         """
         self.forget(saved.end)
         data = (ctypes.c_uint8 * len(saved.data)).from_buffer_copy(saved.data)

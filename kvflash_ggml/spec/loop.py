@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ..arrays import Floats, Int32s
-from ..errors import DraftError, SnapshotError
+from ..errors import DraftError
 from ..state.draft import SavedDraft
-from . import tree
-from .base import Drafter, Remembering
+from . import remember, tree
+from .base import Drafter
 from .control import Controls
 from .draft import Draft, checked
 from .features import FeatureRows
@@ -201,41 +201,13 @@ class Speculator:
 
     def freeze(self) -> list[SavedDraft]:
         """See `session.step.Follower`."""
-        saved = []
-        for at, drafter in enumerate(self.drafters):
-            if isinstance(drafter, Remembering) and self._known[at] and self._bad[at] < MOST_BAD:
-                try:
-                    one = drafter.freeze()
-                except SnapshotError as err:
-                    logger.warning("what %s knows of the text is not saved: %s", drafter.name, err)
-                except Exception as err:
-                    self._disable(at, f"{type(err).__name__}: {err}")
-                else:
-                    saved += [one] if one is not None else []
-        return saved
+        return remember.freeze(drafter for at, drafter in enumerate(self.drafters) if self._known[at])
 
     def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
-        """See `session.step.Follower`. A file without anything of drafters says nothing of them."""
-        by_name = {one.origin.name: one for one in saved}
+        """See `session.step.Follower`."""
         for at, drafter in enumerate(self.drafters):
-            if not saved or not isinstance(drafter, Remembering) or self._bad[at] >= MOST_BAD:
-                continue
             self._known[at] = len(tokens)  # an interrupt is followed by a cut to nothing
-            self._known[at] = self._adopt(at, drafter, by_name.get(drafter.name))
-
-    def _adopt(self, at: int, drafter: Drafter, saved: SavedDraft | None) -> int:
-        """How many tokens it knows then."""
-        assert isinstance(drafter, Remembering)
-        try:
-            if saved is None:
-                raise SnapshotError("it did not draft when the text was saved")
-            drafter.adopt(saved)
-            return saved.length
-        except SnapshotError as err:
-            logger.warning("%s begins anew behind the text that was restored: %s", self.drafters[at].name, err)
-        except Exception as err:
-            self._disable(at, f"{type(err).__name__}: {err}")
-        return 0
+            self._known[at] = remember.adopt(drafter, saved, tokens)
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None

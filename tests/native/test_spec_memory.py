@@ -206,6 +206,8 @@ def test_nothing_of_another_text_is_left(kind: str, drafting: Any, prompt: Any, 
     fresh = drafting(kind)
     fresh.load_state(state_of(llm, saved))
     assert go_on(llm, COUNT) == go_on(fresh, COUNT)
+    held, wanted = (drafter_of(one)._context.freeze() for one in (llm, fresh))
+    assert (held.first, held.end, len(held.data)) == (wanted.first, wanted.end, len(wanted.data))
     saved.release()
 
 
@@ -235,7 +237,7 @@ def test_a_prefix_cache_does_not_keep_it(drafting: Any, prompt: Any) -> None:
 
 
 @with_memory
-def test_hostile_bytes(kind: str, drafting: Any, prompt: Any) -> None:
+def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Sizes and places that cannot be are refused, and the drafter goes on."""
     llm = drafting(kind)
     within_a_block(llm, prompt).close()
@@ -258,6 +260,11 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any) -> None:
                 drafter.adopt(replace(saved, context=Bytes(changed)))
             except SnapshotError:
                 assert drafter._context.first == drafter._context.end
-    drafter.adopt(saved)
-    llm._speculator._known[0] = saved.length
+    everything = np.array(llm._session.tokens)
+    nothing = data[:-64] + b"\xff" * 64  # which are no numbers
+    llm._speculator.adopt([replace(saved, context=Bytes(nothing))], everything)
+    assert "begins anew behind the text that was restored: " in caplog.text
+    assert drafter._context.first == drafter._context.end
+    llm._speculator.adopt([saved], everything)
+    assert llm._speculator.off is None
     assert go_on(llm, 20)["steps"][0] > 0

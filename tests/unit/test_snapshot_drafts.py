@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from support.saving import dump, load, make, snapshot_store, text
 from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.arrays import Int32s
-from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.session.session import Session
 from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.state.draft import Origin, SavedDraft
@@ -251,7 +252,7 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
         one.adopt([KNOWN], tokens)
     one.propose(tokens, 1, 3)
     assert eagle.told == [(0, LENGTH + 10), 0, "eagle3", (LENGTH, 10)]
-    assert mtp.told == [(0, LENGTH + 10), 0, (0, LENGTH + 10)]
+    assert mtp.told == [(0, LENGTH + 10), 0, 0, (0, LENGTH + 10)]
     assert [record.message for record in caplog.records] == [
         "mtp begins anew behind the text that was restored: it did not draft when the text was saved"
     ]
@@ -261,23 +262,31 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_what_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [SnapshotError("another window"), ValueError("broken")])
+def test_what_fails_begins_anew(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked as before."""
     tokens = text(LENGTH)
-    refused = Knows("eagle3", SnapshotError("another window"))
+    refused = Knows("eagle3", error)
     one = speculator(refused)
     one.propose(tokens, 1, 3)
     assert one.freeze() == []
     one.truncated(0)
     one.adopt([KNOWN], tokens)
     one.propose(tokens, 1, 3)
-    assert refused.told == [(0, LENGTH), 0, (0, LENGTH)]
+    assert refused.told == [(0, LENGTH), 0, 0, (0, LENGTH)]
     assert one.off is None
-    assert "what eagle3 knows of the text is not saved: another window" in caplog.text
+    assert [record.message for record in caplog.records] == [
+        f"what eagle3 knows of the text is not saved: {error}",
+        f"eagle3 begins anew behind the text that was restored: {error}",
+    ]
 
-    broken = Knows("eagle3", ValueError("broken"))
-    one = speculator(broken)
-    one.adopt([KNOWN], tokens)
-    assert one.off == "ValueError: broken"
+
+def test_what_cannot_draft_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    one = speculator(drafter := Knows("eagle3"))
+    drafter.propose = mock.Mock(side_effect=DecodeError("no numbers"))  # type: ignore[method-assign]
+    one.adopt([KNOWN], text(LENGTH))
+    assert drafter.told == ["eagle3", 0]
+    assert "begins anew behind the text that was restored: no numbers" in caplog.text
 
 
 def test_an_interrupted_load_is_cut(world: Any) -> None:
