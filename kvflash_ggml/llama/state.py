@@ -175,10 +175,10 @@ class SavingLlama(llama_cpp.Llama):
             raise KVFlashError("this model is closed: make a new Llama")
         return self._snapshot_store
 
-    def _saved(self, length: int | None) -> SessionState:
+    def _saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
         assert self._session is not None
         self._catch_up(self._session)
-        saved = self._session.state(length)
+        saved = self._session.state(length, drafts=drafts)
         saved.seed = self._seed
         if length in (None, self.n_tokens) and self._logits_at_hand:
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
@@ -306,7 +306,7 @@ class SavingLlama(llama_cpp.Llama):
         if session is None or prefixes is None or session.engine.closed or prefixes.has(session.tokens):
             return
         try:
-            prefixes.put(self._saved(None))
+            prefixes.put(self._saved(None, drafts=False))
         except KVFlashError as err:
             logger.warning("the text is not kept for later: %s", err)
 

@@ -14,8 +14,10 @@ from ..state.session import SessionState
 from .text import Text
 
 
-def state(text: Text, length: int | None = None) -> SessionState:
+def state(text: Text, length: int | None = None, *, drafts: bool = True) -> SessionState:
     """The session as it is, or cut to its first `length` tokens, to be loaded later. It goes on unchanged.
+
+    drafts: with what drafters know of it, if it is whole.
 
     Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
     state or a sliding window is not known, HostMemoryError if there is no room for the copies.
@@ -49,6 +51,8 @@ def state(text: Text, length: int | None = None) -> SessionState:
         if whole:
             saved.policy = text.policy_state()
             saved.rebuild = text.rebuild
+            if drafts and text.follower is not None:
+                saved.drafts = text.follower.freeze()
     except BaseException:
         saved.release()
         raise
@@ -81,6 +85,8 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.queries.load(saved.queries, saved.queries_from, text.length)
         text.load_policy(saved.policy)
         text.rebuild = saved.rebuild
+        if text.follower is not None:
+            text.follower.adopt(saved.drafts, text.tokens)
         text.events.truncated(text.length, text.table.resident_chunks)
         if then is not None:
             then(saved)

@@ -356,9 +356,9 @@ class Session(Text):
 
     # --- state
 
-    def state(self, length: int | None = None) -> SessionState:
+    def state(self, length: int | None = None, *, drafts: bool = True) -> SessionState:
         """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
-        return restore.state(self, length)
+        return restore.state(self, length, drafts=drafts)
 
     def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
         """Replace everything by a saved session of this heap. See `restore.load`."""

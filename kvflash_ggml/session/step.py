@@ -10,6 +10,7 @@ from ..arrays import Int32s
 from ..pool.branches import Branches
 from ..pool.plan import Plan
 from ..pool.view import View
+from ..state.draft import SavedDraft
 
 AfterStep = Callable[[int, int], None]
 """Called as (start, count) once a text has the tokens of a step, while their logits are at hand."""
@@ -102,4 +103,12 @@ class Follower(Protocol):
 
     def truncated(self, length: int) -> None:
         """The text has `length` tokens left."""
+        ...
+
+    def freeze(self) -> Sequence[SavedDraft]:
+        """What is known of the text, to be adopted later. It goes on unchanged."""
+        ...
+
+    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+        """After it was cut to nothing, the text is this, of which so much is known. What does not fit is left out."""
         ...

@@ -207,6 +207,10 @@ class Container:
             raise SnapshotError(f"{self.source.name} has no section '{name}'")
         return self._sections[name]
 
+    def contradiction(self, name: str) -> SnapshotError:
+        """What is said under this name cannot be."""
+        return SnapshotError(f"{self.source.name} contradicts itself: '{name}' cannot be as it says")
+
     def part(self, prefix: str, facts: dict[str, Any]) -> Container:
         """The sections whose names begin with a prefix, as a container with facts of its own."""
         part = copy(self)

@@ -18,6 +18,7 @@ from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
 from ..state.blob import Blob
 from ..state.session import DrafterState, Limits, PolicyState, SessionState, Statistics, TokenAlignment, done
+from . import drafts
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 
@@ -47,6 +48,8 @@ def write(
     reader = None if saved.policy is None else saved.policy.reader
     if reader is not None:
         facts["drafter"] = _write_reader(writer, reader)
+    if saved.drafts:
+        facts["speculation"] = drafts.write(writer, saved.drafts)
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
 
@@ -106,6 +109,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
         saved.policy.statistics = _beside(read_rows)
     if saved.policy is not None and container.facts.get("drafter") is not None:
         saved.policy.reader = _read_reader(container, saved.length)
+    saved.drafts = drafts.read(container, saved.length)
     return saved
 
 
@@ -128,7 +132,7 @@ def _read_reader(container: Container, length: int) -> DrafterState:
     """A drafter's part, for a text of `length` tokens. Its session is read when the drafter is loaded."""
     facts = container.facts["drafter"]
     if not isinstance(facts, dict):
-        raise _damaged(container, "drafter")
+        raise container.contradiction("drafter")
     part = container.part(DRAFTER, facts)
     most = MAX_SPELLED * (length + 1)
     bridge = None
@@ -173,10 +177,10 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
     length, n_vocab = _count(container, "length", most=limits.n_ctx), limits.n_vocab
     tokens = container.section("tokens").array("<i4", most=length).astype(np.int32, copy=False)
     if length != len(tokens) or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
-        raise _damaged(container, "tokens")
+        raise container.contradiction("tokens")
     queries = container.section("queries")
     if queries.size % 4:
-        raise _damaged(container, "queries")
+        raise container.contradiction("queries")
     return SessionState(
         tokens=tokens,
         whole=read_whole(container, length),
@@ -215,7 +219,7 @@ def _ledger(table: PageTableState) -> npt.NDArray[np.void]:
 def _table(container: Container, length: int) -> PageTableState:
     rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
     if len(rows) != -(-length // CHUNK):
-        raise _damaged(container, "ledger")
+        raise container.contradiction("ledger")
     blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
     resident = [block for block in blocks if block not in (ABSENT, ANY)]
     scored = int(rows["scored"].sum(dtype=np.int64))
@@ -228,7 +232,7 @@ def _table(container: Container, length: int) -> PageTableState:
         and all(type(pin) is int and 0 <= pin <= LARGEST for pin in pins)
     )
     if not sound:
-        raise _damaged(container, "ledger")
+        raise container.contradiction("ledger")
     return PageTableState(
         blocks=blocks,
         last_use=uses,
@@ -253,7 +257,7 @@ def read_whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
         return np.zeros(length, np.bool_)
     bits = container.section("whole").array("u1", most=-(-length // 8))
     if len(bits) != -(-length // 8):
-        raise _damaged(container, "whole")
+        raise container.contradiction("whole")
     return np.unpackbits(bits, count=length).astype(np.bool_)
 
 
@@ -261,7 +265,7 @@ def _checkpoints(container: Container, length: int) -> dict[int, Blob]:
     positions = _facts(container, "checkpoints", list)
     sound = all(type(pos) is int and 0 < pos <= length for pos in positions)
     if not sound or len(positions) > MAX_CHECKPOINTS:
-        raise _damaged(container, "checkpoints")
+        raise container.contradiction("checkpoints")
     return {pos: container.section(f"checkpoint {pos}") for pos in positions}
 
 
@@ -270,11 +274,11 @@ def _policy(container: Container, chunks: int) -> PolicyState | None:
     if facts is None:
         return None
     if not isinstance(facts, dict) or not isinstance(facts.get("name"), str):
-        raise _damaged(container, "policy")
+        raise container.contradiction("policy")
     numbers = [facts.get(key) for key in ("tau", "since_look", "since_reselect", "due", "looks")]
     whole = [x for x in numbers if type(x) is int and -LARGEST <= x <= LARGEST]
     if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MAX_LOOKS:
-        raise _damaged(container, "policy")
+        raise container.contradiction("policy")
     tau, since_look, since_reselect, due, count = whole
     return PolicyState(
         name=facts["name"],
@@ -304,7 +308,7 @@ def read_statistics(container: Container, chunks: int, page_bytes: int) -> Stati
     """The statistics of so many chunks, which cannot be larger than what they are about."""
     rows = container.section("statistics").array(np.uint8, most=chunks * page_bytes)
     if chunks == 0 or len(rows) % chunks:
-        raise _damaged(container, "statistics")
+        raise container.contradiction("statistics")
     name = container.section("layout").array(np.uint8, most=MAX_LAYOUT) if "layout" in container else rows[:0]
     return Statistics(name.tobytes().decode("utf-8", "replace"), list(rows.reshape(chunks, len(rows) // chunks)))
 
@@ -314,33 +318,29 @@ def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | Non
         return None
     logits = container.section("logits").array("<f4", most=n_vocab).astype(np.float32, copy=False)
     if len(logits) != n_vocab:
-        raise _damaged(container, "logits")
+        raise container.contradiction("logits")
     return logits
 
 
 def _seed(container: Container) -> int:
     seed: int = _facts(container, "seed", int)
     if abs(seed) > 2**63:  # -1 asks for a random one
-        raise _damaged(container, "seed")
+        raise container.contradiction("seed")
     return seed
 
 
 def _count(container: Container, name: str, *, most: int = LARGEST) -> int:
     value = container.facts.get(name)
     if type(value) is not int or not 0 <= value <= most:
-        raise _damaged(container, name)
+        raise container.contradiction(name)
     return value
 
 
 def _facts(container: Container, name: str, kind: type) -> Any:
     value = container.facts.get(name)
     if type(value) is not kind:
-        raise _damaged(container, name)
+        raise container.contradiction(name)
     return value
-
-
-def _damaged(container: Container, name: str) -> SnapshotError:
-    return SnapshotError(f"{container.source.name} contradicts itself: '{name}' cannot be as it says")
 
 
 def _beside(work: Callable[[], Statistics]) -> Future[Statistics | None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..arrays import Floats, Int32s
+from ..state.draft import SavedDraft
 from .draft import Draft
 
 
@@ -52,4 +53,23 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Give back what it holds. Can be called again."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter that had to read what it knows of a text, and can be spared that."""
+
+    def freeze(self) -> SavedDraft | None:
+        """What it knows of the text that was observed, which it reads to its end; None for nothing.
+
+        SnapshotError if it cannot be put aside.
+        """
+        ...
+
+    def adopt(self, saved: SavedDraft) -> None:
+        """Know what one of the same origin knew, after the text was cut to nothing.
+
+        SnapshotError, and nothing known, if it is of another origin, or damaged.
+        """
         ...

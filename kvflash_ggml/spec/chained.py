@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..state.draft import SavedDraft
 from .base import Features
 from .context import DraftContext
 from .draft import Draft, chain
 from .lag import Lag
+from .memory import DraftMemory
 from .target import Target
 
 RECENT = 64
@@ -23,18 +26,19 @@ _OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their
 class Chained:
     """Reads pairs: a token, and what the target computed for the one before it. Then each token it drafts with its own.
 
-    own: what it holds, its context first; closed with it. place: where the pair of the token at p stands, 0 for p and
-    -1 for p - 1. state: makes what a pair has of what was observed, [n, width] to [n, state].
+    path: of its file. own: what it holds, its context first; closed with it. place: where the pair of the token at p
+    stands, 0 for p and -1 for p - 1. state: makes what a pair has of what was observed, [n, width] to [n, state].
     """
 
     def __init__(
-        self, name: str, wants: Features, target: Target, context: DraftContext, own: ExitStack, *, width: int,
-        place: int, state: Callable[[Floats], Floats] = lambda rows: rows,
+        self, name: str, wants: Features, target: Target, path: Path, context: DraftContext, own: ExitStack, *,
+        width: int, place: int, state: Callable[[Floats], Floats] = lambda rows: rows,
     ) -> None:  # fmt: skip
         self.name = name
         self.wants = wants
         self._target = target
         self._context = context
+        self._memory = DraftMemory(name, path, context)
         self._stack = own
         self._place = place
         self._state = state
@@ -59,15 +63,10 @@ class Chained:
         """See Drafter. DecodeError if what it computes are no numbers."""
         if not len(self._recent):
             return None  # what the target knew before the root is not known
-        start, tokens, rows = self._lag.take()
-        kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
-        start += kept.start
-        states = self._recent[-1:] if rows is None else np.concatenate([rows, self._recent[-1:]])[kept]
-        states = self._state(states)
-        tokens = np.append(tokens, np.int32(root))[kept]
+        at, tokens, rows = self._unread()
+        states = self._state(np.concatenate([rows, self._recent[-1:]]))
+        tokens = np.append(tokens, np.int32(root))
         end = self._length + self._place
-        at = start + self._place
-        self._context.cut(at)
         if len(tokens) > _OUTPUTS:
             self._context.feed(at, tokens[:-1], states[:-1])
             at, tokens, states = end, tokens[-1:], states[-1:]
@@ -90,10 +89,32 @@ class Chained:
     def cut(self, length: int) -> None:
         """See Drafter. The newest rows outlive it."""
         self._lag.cut(length)
+        self._context.cut(max(0, length + self._place))
         if length < self._length:
             stay = max(0, len(self._recent) - (self._length - length))
             self._recent = self._recent[:stay]
             self._length = length
+
+    def freeze(self) -> SavedDraft | None:
+        """See Remembering."""
+        at, tokens, rows = self._unread()
+        if len(tokens):
+            self._context.feed(at, tokens, self._state(rows))
+        return self._memory.freeze(self._length, self._recent, place=self._place)
+
+    def adopt(self, saved: SavedDraft) -> None:
+        """See Remembering."""
+        self._recent = self._memory.adopt(saved, self._recent.shape[1], place=self._place)[-RECENT:]
+        self._lag.forget(saved.length)
+        self._length = saved.length
+
+    def _unread(self) -> tuple[int, Int32s, Floats]:
+        """The pairs that lag behind the text, and where the first stands. They are taken: the context ends there."""
+        start, tokens, rows = self._lag.take()
+        kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
+        at = start + kept.start + self._place
+        self._context.cut(at)
+        return at, tokens[kept], self._recent[:0] if rows is None else rows[kept]
 
     def close(self) -> None:
         """See Drafter."""

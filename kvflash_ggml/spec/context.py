@@ -82,7 +82,7 @@ class DraftContext:
     embeddings or head. mtp: it is the heads for further tokens in the target's own file. states, causal: as in
     `native.stock`. Raises HostMemoryError if there is no memory.
 
-    A call that fails leaves it empty: what was read before must be read again.
+    types: ggml's, of K and V. A call that fails leaves it empty: what was read before must be read again.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class DraftContext:
         params.n_batch = params.n_ubatch = self.step
         params.n_threads, params.n_threads_batch = target.threads, target.batch_threads
         params.offload_kqv = target.offload
+        self.types = int(params.type_k), int(params.type_v)
         if mtp:
             params.ctx_type = llama_cpp.LLAMA_CONTEXT_TYPE_MTP
         if shares:
@@ -191,12 +192,15 @@ class DraftContext:
     def adopt(self, saved: SavedContext) -> None:
         """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
 
-        The data must be of this process or of a file that is trusted: llama.cpp does not expect an enemy there.
+        What is in the data may come from anybody: llama.cpp compares its sizes with the context's own, and it counts
+        only if the positions are those that it should have. Whether the values are numbers shows when it computes.
         """
         self.forget(saved.end)
         data = (ctypes.c_uint8 * len(saved.data)).from_buffer_copy(saved.data)
         taken = llama_cpp.llama_state_seq_set_data(self._context, data, len(saved.data), 0)
-        if taken == len(saved.data) and llama_cpp.llama_memory_seq_pos_max(self._memory, 0) == saved.end - 1:
+        lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
+        highest = llama_cpp.llama_memory_seq_pos_max(self._memory, 0)
+        if taken == len(saved.data) and saved.first <= lowest and highest == saved.end - 1:
             self.first = saved.first
         else:
             self.forget(saved.end)

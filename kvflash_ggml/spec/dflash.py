@@ -12,11 +12,13 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..convert import gguf_read, verify
 from ..convert import target as target_facts
+from ..state.draft import SavedDraft
 from . import blocks
 from .base import Features
 from .context import WINDOW, DraftContext, DraftModel
 from .draft import Draft
 from .lag import Lag
+from .memory import DraftMemory
 from .target import Target
 
 logger = logging.getLogger("kvflash_ggml")
@@ -49,6 +51,7 @@ class DFlash:
                 model.address, target, window=window, shares=shares, states=self._reader.states, causal=bool(it.causal)
             )  # fmt: skip
             stack.callback(self._context.close)
+            self._memory = DraftMemory(self.name, path, self._context)
             self._lag = Lag(self._context.window)
             self._stack = stack.pop_all()
 
@@ -66,12 +69,8 @@ class DFlash:
 
     def propose(self, root: int, most: int) -> Draft | None:
         """See Drafter. DecodeError or DraftError if what it computes are no numbers."""
-        context = self._context
-        start, _, rows = self._lag.take()
-        context.cut(start)
-        if rows is not None:
-            context.feed(start, None, rows)
-        end = self._lag.end
+        self._read()
+        context, end = self._context, self._lag.end
         if context.end != end or context.first == end:
             return None  # nothing is known of the text
         # masks behind the tokens that are wanted take time, and make these no better
@@ -85,6 +84,24 @@ class DFlash:
     def cut(self, length: int) -> None:
         """See Drafter."""
         self._lag.cut(length)
+        self._context.cut(length)
+
+    def freeze(self) -> SavedDraft | None:
+        """See Remembering."""
+        self._read()
+        return self._memory.freeze(self._lag.end)
+
+    def adopt(self, saved: SavedDraft) -> None:
+        """See Remembering."""
+        self._memory.adopt(saved)
+        self._lag.forget(saved.length)
+
+    def _read(self) -> None:
+        """Read what lags."""
+        start, _, rows = self._lag.take()
+        self._context.cut(start)
+        if rows is not None:
+            self._context.feed(start, None, rows)
 
     def close(self) -> None:
         """See Drafter."""

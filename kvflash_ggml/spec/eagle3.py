@@ -33,6 +33,6 @@ class Eagle3(Chained):
             context = DraftContext(model.address, target, window=window, shares=shares, states=stock.STATES)
             stack.callback(context.close)
             super().__init__(
-                "eagle3", wants, target, context, stack.pop_all(), width=len(layers) * aim.hidden, place=-1,
+                "eagle3", wants, target, path, context, stack.pop_all(), width=len(layers) * aim.hidden, place=-1,
                 state=context.encode,
             )  # fmt: skip

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError
-from . import tree
+from ..state.draft import SavedDraft
+from . import remember, tree
 from .base import Drafter
 from .control import Controls
 from .draft import Draft, checked
@@ -268,6 +269,16 @@ class Speculator:
             if one.known > length:
                 one.known = length
                 self._tell(one, partial(one.drafter.cut, length))
+
+    def freeze(self) -> list[SavedDraft]:
+        """See `session.step.Follower`."""
+        return remember.freeze(drafter for at, drafter in enumerate(self.drafters) if self._known[at])
+
+    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+        """See `session.step.Follower`."""
+        for at, drafter in enumerate(self.drafters):
+            self._known[at] = len(tokens)  # an interrupt is followed by a cut to nothing
+            self._known[at] = remember.adopt(drafter, saved, tokens)
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None

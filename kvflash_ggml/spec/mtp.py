@@ -42,4 +42,6 @@ class Mtp(Chained):
             context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)
             stack.callback(context.close)
             width = state_width(address)
-            super().__init__("mtp", Features(nextn=True), target, context, stack.pop_all(), width=width, place=0)
+            super().__init__(
+                "mtp", Features(nextn=True), target, path or target.path, context, stack.pop_all(), width=width, place=0
+            )

@@ -11,10 +11,12 @@ from .. import modelfile
 from ..arrays import Floats, Int32s
 from ..drafter.model import BOUND
 from ..errors import ConversionError
+from ..state.draft import SavedDraft
 from .base import Features
 from .context import WINDOW, DraftContext, DraftModel
 from .draft import Draft, chain
 from .lag import Lag
+from .memory import DraftMemory
 from .target import Target
 
 PADDING = 128
@@ -53,6 +55,7 @@ class Small:
                 )  # fmt: skip
             self._context = DraftContext(model.address, target, window=window)
             stack.callback(self._context.close)
+            self._memory = DraftMemory(self.name, path, self._context)
             self._lag = Lag(self._context.window)
             self._stack = stack.pop_all()
 
@@ -94,6 +97,19 @@ class Small:
     def cut(self, length: int) -> None:
         """See Drafter."""
         self._lag.cut(length)
+        self._context.cut(length)
+
+    def freeze(self) -> SavedDraft | None:
+        """See Remembering."""
+        start, tokens, _ = self._lag.take()
+        self._context.cut(start)
+        self._context.feed(start, tokens, None)
+        return self._memory.freeze(self._lag.end)
+
+    def adopt(self, saved: SavedDraft) -> None:
+        """See Remembering."""
+        self._memory.adopt(saved)
+        self._lag.forget(saved.length)
 
     def close(self) -> None:
         """See Drafter."""

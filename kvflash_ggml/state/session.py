@@ -16,6 +16,7 @@ from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import PageTableState
 from .blob import Blob
+from .draft import SavedDraft
 
 Row = npt.NDArray[np.uint8]
 
@@ -117,7 +118,8 @@ class SessionState:
     """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk,
     retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
     flat, true for positions from `queries_from` on. logits: of the last token, if it was just evaluated. rebuild: does
-    the next step bring the resident set to the scores of the table? seed: of the next random numbers.
+    the next step bring the resident set to the scores of the table? seed: of the next random numbers. drafts: what
+    drafters know of the text.
     """
 
     tokens: Int32s
@@ -133,6 +135,7 @@ class SessionState:
     logits: Floats | None = None
     rebuild: bool = False
     seed: int = 0
+    drafts: Sequence[SavedDraft] = ()
     _released: bool = field(default=False, init=False)
 
     @property
@@ -162,10 +165,11 @@ class SessionState:
     def own_size(self) -> int:
         """Bytes that no other text has: all but page images, copies of state and statistics."""
         arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
-        return sum(array.nbytes for array in arrays if array is not None)
+        kept: int = sum(array.nbytes for array in arrays if array is not None)
+        return kept + sum(one.size for one in self.drafts)
 
     def share(self) -> SessionState:
-        """The same for another holder, who releases it too. Without the drafter's part."""
+        """The same for another holder, who releases it too. Without the part of a policy's drafter."""
         if self._released:
             raise SnapshotError("this session has been released")
         for page in self.pages:
