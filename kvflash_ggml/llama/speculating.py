@@ -54,7 +54,8 @@ class Room:
     """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
 
     queries: that are captured beyond those that are looked at, so that rejected drafts leave these alone. planes:
-    recurrent states to go back to, beside the current one, in so many bytes of device memory.
+    recurrent states to go back to, beside the current one. plane_bytes: device memory that these take, and the one more
+    that a lossless answer keeps in front of what the pool drafts.
     """
 
     rows: int = 0
@@ -74,8 +75,9 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object) -> Ro
     rows = spec.width or spec.max_width or (HYBRID_ROWS if size else ROWS)
     rows = min(rows, params.n_batch)
     n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
-    planes = min(rows - 1, n_ubatch - 2) if size else 0  # llama.cpp wants that a step can fill all of them
-    return Room(rows, 2 * rows if spec.tree else rows, max(0, planes), max(0, planes) * size)
+    planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
+    states = planes + (config.answer == "lossless")
+    return Room(rows, 2 * rows if spec.tree else rows, planes, states * size)
 
 
 @dataclass(frozen=True, slots=True)

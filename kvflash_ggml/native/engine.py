@@ -278,6 +278,17 @@ class Engine(HostScoring):
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
 
+    def keep_state(self, *, seq: int = 0) -> None:
+        """Keep on the devices what `get_state` returns, in place of what was kept before. Nothing waits for it.
+
+        HostMemoryError if they have no room; nothing is kept then.
+        """
+        check(lib.kvf_state_keep(self._engine, seq))
+
+    def put_state(self, length: int, *, seq: int = 0) -> None:
+        """`set_state` with what `keep_state` has kept last, which stays kept. SnapshotError if there is nothing."""
+        check(lib.kvf_state_put(self._engine, seq, length))
+
     def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
         """The likeliest token of each of these rows of the newest step, [n]: `native.logits.argmax` of its context."""
         return logits.argmax(self._context, rows)

@@ -166,6 +166,12 @@ enum kvf_status kvf_state_get (kvf_engine * engine, int32_t seq, uint8_t * out, 
 // The state of a text of `length` tokens. The data may be hostile: STATE if it does not fit, and this part is empty then.
 enum kvf_status kvf_state_set (kvf_engine * engine, int32_t seq, const uint8_t * data, int64_t size, int32_t length);
 
+// As get and set do, but on the devices, and without waiting: behind the compute submitted so far, before what comes next. One
+// state is kept, as often as it is put back, until the next one is; in memory that is made when more of it is needed, and
+// freed with the engine. After MEMORY none is kept.
+enum kvf_status kvf_state_keep(kvf_engine * engine, int32_t seq);
+enum kvf_status kvf_state_put (kvf_engine * engine, int32_t seq, int32_t length);  // STATE as above, or if none is kept
+
 enum kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data);  // or MEMORY
 void            kvf_host_free (kvf_engine * engine, void * data);
 

@@ -3,6 +3,7 @@
 
 #include "kvf_lane.h"
 #include "kvf_pool.h"
+#include "kvf_stash.h"
 
 #include "llama-context.h"
 
@@ -41,6 +42,7 @@ struct kvf_engine {
     uint64_t                    n_plans = 0;
 
     kvf_features features;
+    kvf_stash    stash;
 
     std::mutex                           host_mutex;  // slabs are pinned by a background thread
     std::vector<ggml_backend_buffer_ptr> host;

@@ -10,19 +10,6 @@ ggml_backend_dev_t device_of(const ggml_tensor * tensor) {
     return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
 }
 
-// The backend of the context that computes on a device, or null.
-ggml_backend_t compute_on(const kvf_engine & engine, ggml_backend_dev_t dev) {
-    auto *         sched = engine.ctx.get_sched();
-    ggml_backend_t res   = nullptr;
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
-        auto * backend = ggml_backend_sched_get_backend(sched, i);
-        if (ggml_backend_get_device(backend) == dev) {
-            res = backend;
-        }
-    }
-    return res;
-}
-
 kvf_lane make_lane(ggml_backend_dev_t dev, ggml_backend_t compute) {
     kvf_lane lane;
     lane.dev     = dev;
@@ -42,18 +29,30 @@ kvf_lane make_lane(ggml_backend_dev_t dev, ggml_backend_t compute) {
 }
 
 int32_t lane_of(kvf_engine & engine, const ggml_tensor * tensor) {
-    auto *     dev     = device_of(tensor);
-    auto *     compute = compute_on(engine, dev);
+    auto *     compute = kvf_compute_of(engine, tensor);
     const auto same    = std::find_if(engine.lanes.begin(), engine.lanes.end(),
                                       [compute](const auto & lane) { return lane.compute == compute; });
     if (same != engine.lanes.end()) {
         return same - engine.lanes.begin();
     }
-    engine.lanes.push_back(make_lane(dev, compute));
+    engine.lanes.push_back(make_lane(device_of(tensor), compute));
     return engine.lanes.size() - 1;
 }
 
 }  // namespace
+
+ggml_backend_t kvf_compute_of(const kvf_engine & engine, const ggml_tensor * tensor) {
+    auto *         dev   = device_of(tensor);
+    auto *         sched = engine.ctx.get_sched();
+    ggml_backend_t res   = nullptr;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        auto * backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_get_device(backend) == dev) {
+            res = backend;
+        }
+    }
+    return res;
+}
 
 void kvf_lanes_init(kvf_engine & engine) {
     const auto & cached = kvf_access::layers(engine.kv);

@@ -45,7 +45,8 @@ struct kvf_lane {
 };
 
 // kvf_lane.cpp
-void kvf_lanes_init(kvf_engine & engine);
+void           kvf_lanes_init(kvf_engine & engine);
+ggml_backend_t kvf_compute_of(const kvf_engine & engine, const ggml_tensor * tensor);  // of the context, or null
 
 // kvf_staging.cpp
 std::unique_ptr<kvf_lane::staging> kvf_staging_init(const kvf_lane & lane, int32_t n_blocks);

@@ -103,7 +103,7 @@ void for_each_tensor(llama_kv_cache & kv, uint32_t count, F && f) {
     }
 }
 
-void write_window(llama_kv_cache & kv, writer & io) {
+void write_window(llama_kv_cache & kv, llama_io_write_i & io) {
     const auto & cells = kvf_access::cells(kv);
     const window_head head { kvf_access::head(kv), cells.used_max_p1() };
     io.write(&head, sizeof(head));
@@ -115,7 +115,7 @@ void write_window(llama_kv_cache & kv, writer & io) {
     for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.write_tensor(t, 0, n); });
 }
 
-void read_window(llama_kv_cache & kv, reader & io, int32_t seq, int32_t length, bool positions) {
+void read_window(llama_kv_cache & kv, llama_io_read_i & io, int32_t seq, int32_t length, bool positions) {
     auto & cells = kvf_access::cells(kv);
     window_head head;
     io.read(&head, sizeof(head));
@@ -147,15 +147,6 @@ void read_window(llama_kv_cache & kv, reader & io, int32_t seq, int32_t length, 
     kvf_access::head(kv) = head.head;
 }
 
-void write_state(kvf_engine & engine, int32_t seq, writer & io) {
-    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
-        write_window(*iswa->get_swa(), io);
-    }
-    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
-        recurrent->state_write(io, seq, 0);
-    }
-}
-
 // Empty what is not pooled.
 void clear_state(kvf_engine & engine) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
@@ -166,7 +157,7 @@ void clear_state(kvf_engine & engine) {
     }
 }
 
-void read_state(kvf_engine & engine, int32_t seq, reader & io, int32_t length) {
+void read_state(kvf_engine & engine, int32_t seq, llama_io_read_i & io, int32_t length) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
         auto * window = iswa->get_swa();
         read_window(*window, io, seq, length, engine.info.n_pos > 1);
@@ -201,12 +192,37 @@ llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory) {
     return nullptr;
 }
 
+void kvf_write_state(kvf_engine & engine, int32_t seq, llama_io_write_i & io) {
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        write_window(*iswa->get_swa(), io);
+    }
+    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
+        recurrent->state_write(io, seq, 0);
+    }
+}
+
+kvf_status kvf_restore_state(kvf_engine & engine, int32_t seq, llama_io_read_i & io, size_t size, int32_t length) {
+    clear_state(engine);
+    engine.reach = 0;  // the planes are still those of what was there before
+    try {
+        read_state(engine, seq, io, length);
+        if (io.n_bytes() != size) {
+            throw std::runtime_error("bytes are left over");
+        }
+        return KVF_STATUS_SUCCESS;
+    } catch (const std::exception & err) {
+        clear_state(engine);
+        return kvf_fail(KVF_STATUS_STATE, "a state of %lld bytes does not fit this context and %d tokens: %s",
+                        (long long) size, length, err.what());
+    }
+}
+
 kvf_status kvf_state_size(kvf_engine * engine, int32_t seq, int64_t * size) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;
     }
     writer io(nullptr, 0);
-    write_state(*engine, seq, io);
+    kvf_write_state(*engine, seq, io);
     *size = io.n_bytes();
     return KVF_STATUS_SUCCESS;
 }
@@ -218,7 +234,7 @@ kvf_status kvf_state_get(kvf_engine * engine, int32_t seq, uint8_t * out, int64_
     llama_synchronize(&engine->ctx);
     try {
         writer io(out, size);
-        write_state(*engine, seq, io);
+        kvf_write_state(*engine, seq, io);
         if (io.n_bytes() != (size_t) size) {
             throw std::runtime_error("the buffer is too large");
         }
@@ -236,20 +252,8 @@ kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data,
         return kvf_fail(KVF_STATUS_ARGUMENT, "a state of %lld bytes for %d tokens", (long long) size, length);
     }
     llama_synchronize(&engine->ctx);
-    clear_state(*engine);
-    engine->reach = 0;  // the planes are still those of what was there before
-    try {
-        reader io(data, size);
-        read_state(*engine, seq, io, length);
-        if (io.n_bytes() != (size_t) size) {
-            throw std::runtime_error("bytes are left over");
-        }
-        return KVF_STATUS_SUCCESS;
-    } catch (const std::exception & err) {
-        clear_state(*engine);
-        return kvf_fail(KVF_STATUS_STATE, "a state of %lld bytes does not fit this context and %d tokens: %s",
-                        (long long) size, length, err.what());
-    }
+    reader io(data, size);
+    return kvf_restore_state(*engine, seq, io, size, length);
 }
 
 bool kvf_access::set_logits(llama_context & ctx, const float * row) {

@@ -1,9 +1,20 @@
 // The parts of a memory beside the pool.
 #pragma once
 
+#include "kvf.h"
+
 struct llama_memory_i;
+class llama_io_read_i;
+class llama_io_write_i;
 class llama_kv_cache_iswa;
 class llama_memory_recurrent;
 
 llama_kv_cache_iswa *    kvf_find_iswa(llama_memory_i * memory);       // null if there is none
 llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory);  // null if there is none
+
+// The state of a sequence, wherever it goes; throws what `io` does.
+void kvf_write_state(kvf_engine & engine, int32_t seq, llama_io_write_i & io);
+
+// In place of what is there, the state of `length` tokens that `io` has in `size` bytes. STATE if it does not fit, and this
+// part is empty then.
+kvf_status kvf_restore_state(kvf_engine & engine, int32_t seq, llama_io_read_i & io, size_t size, int32_t length);

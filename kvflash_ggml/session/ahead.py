@@ -12,6 +12,7 @@ from ..arrays import Int32s
 from ..pool.branches import Branches, leaving, moving
 from ..pool.plan import Layout
 from .query_ring import QueryRing
+from .stash import Kept
 from .step import Step
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Ahead:
     start: int
     tokens: Int32s
     room: int
-    state: bytes | bytearray | None
+    state: Kept | None
     streamed: bool
     path: tuple[int, ...] = ()
     branches: Branches | None = None

@@ -11,6 +11,7 @@ from ..host.heap import PageHeap
 from ..pool.allocator import BlockAllocator
 from ..pool.masks import AlibiMask, MaskRows, SlotMask
 from ..pool.view import AlibiStageMask, StageMask
+from .stash import Stash
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -22,6 +23,7 @@ class Pool:
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
     streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
+    stash: where what is not pooled is kept in front of drafts.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Pool:
         self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
+        self.stash = Stash(engine)
         self.stage_slots = 0
         self.stage_bytes = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)

@@ -26,6 +26,7 @@ from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
 from .sight import Sight
+from .stash import Kept
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
 from .unfinished import Unfinished
 
@@ -170,7 +171,7 @@ class Text:
         seen = self.sight.of(plan, start, len(tokens), self.ranking, stream=stream)
         step = Step(start, tokens, output, plan, ahead, branches, *seen)
         needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
-        state = self.engine.get_state() if needed else None
+        state = self.pool.stash.keep() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
             self._run(step, generated=generated)
@@ -182,7 +183,7 @@ class Text:
             raise
 
     def _needs_state(self, count: int, *, sketch: bool) -> bool:
-        """Is a copy of the recurrent state needed to forget all but one of `count` rows, or all of a sketch?"""
+        """Must the recurrent state be kept to forget all but one of `count` rows, or all of a sketch?"""
         info = self.engine.info
         return info.recurrent and (sketch or count - 1 > info.rs_planes)
 
@@ -225,7 +226,7 @@ class Text:
         if step.computed and self.bounded and not step.ahead:
             self.paging.save()
 
-    def _end(self, step: Step, before: Ahead | None, state: bytes | bytearray | None) -> None:
+    def _end(self, step: Step, before: Ahead | None, state: Kept | None) -> None:
         """A step that was computed counts, also if it was interrupted then; of another one nothing stays.
 
         before: rows ahead of the text that it follows.
@@ -287,7 +288,7 @@ class Text:
         """Can the memory forget the rows from `length` on? Not where a window does not reach back so far."""
         try:
             if ahead.state is not None:
-                self.engine.set_state(ahead.state, length)
+                self.pool.stash.put(ahead.state, length)
         except SnapshotError as err:
             logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
             return False

@@ -272,13 +272,13 @@ class Speculator:
 
     def freeze(self) -> list[SavedDraft]:
         """See `session.step.Follower`."""
-        return remember.freeze(drafter for at, drafter in enumerate(self.drafters) if self._known[at])
+        return remember.freeze(one.drafter for one in self._asked if one.known and not one.failed)
 
     def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """See `session.step.Follower`."""
-        for at, drafter in enumerate(self.drafters):
-            self._known[at] = len(tokens)  # an interrupt is followed by a cut to nothing
-            self._known[at] = remember.adopt(drafter, saved, tokens)
+        for one in self._asked:
+            one.known = len(tokens)  # an interrupt is followed by a cut to nothing
+            one.known = remember.adopt(one.drafter, saved, tokens)
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.session.pool import Pool
@@ -83,12 +83,15 @@ class Transfer:
 
 @dataclass
 class Faults:
-    """step: steps until one fails. late: interrupted after its compute. spoil: recurrent state is lost."""
+    """step: steps until one fails. late: interrupted after its compute. spoil: recurrent state is lost. full: the
+    device has no room to keep a state.
+    """
 
     step: int | None = None
     error: Callable[[], BaseException] = field(default=lambda: DecodeError("llama_decode returned 2"))
     late: bool = False
     spoil: bool = False
+    full: bool = False
 
 
 class FakeEngine(FakeHost):
@@ -135,6 +138,7 @@ class FakeEngine(FakeHost):
         self.queries = np.zeros((self.info.query_rows, ROW_BYTES), np.float32)
         # tokens that the recurrent state or the window has seen; None: lost
         self._state: list[int] | None = []
+        self._kept: bytes | None = None
         self._window_first = 0
 
     # --- steps
@@ -402,6 +406,17 @@ class FakeEngine(FakeHost):
             self._state = None  # half read
             raise SnapshotError("the recurrent state does not fit this context")
         self._state, self._window_first = values[2:], values[1]
+
+    def keep_state(self) -> None:
+        self._kept = None
+        if self.faults.full:
+            raise HostMemoryError("no memory to keep a state")
+        self._kept = self.get_state()
+
+    def put_state(self, length: int) -> None:
+        if self._kept is None:
+            raise SnapshotError("no state is kept that could be put back")
+        self.set_state(self._kept, length)
 
     def adopt(self, truth: Sequence[bytes], tokens: Sequence[int]) -> None:
         """A saved text has been loaded: its rows were computed elsewhere."""

@@ -170,16 +170,16 @@ def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
 def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -> None:
     one = session(Counted(), recurrent=True)
     one.verify(np.arange(6, dtype=np.int32))
-    put_back, failed = one.engine.set_state, False
+    put_back, failed = one.engine.put_state, False
 
-    def fail_once(data: Any, length: int) -> None:
+    def fail_once(length: int) -> None:
         nonlocal failed
         if not failed:
             failed = True
             raise SnapshotError("on purpose")
-        put_back(data, length)
+        put_back(length)
 
-    one.engine.set_state = fail_once  # type: ignore[method-assign]
+    one.engine.put_state = fail_once  # type: ignore[method-assign]
     one.accept(0)
     assert failed
     assert one.ahead == 0

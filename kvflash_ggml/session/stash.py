@@ -1,0 +1,52 @@
+"""What is not pooled, as it was before rows ahead of a text: on the device, or on the host where that has no room."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import HostMemoryError
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """copy: the state on the host; None if the device keeps it, and until it keeps another one."""
+
+    copy: bytes | bytearray | None
+
+
+class Stash:
+    """Keeps states of an engine, and puts them back. A device keeps one: what was kept there before is void."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._on_host = False
+        self._newest: Kept | None = None
+
+    def keep(self) -> Kept:
+        """The state as it is now. On a device nothing waits for it."""
+        if not self._on_host:
+            try:
+                self._newest = None
+                self._engine.keep_state()
+                self._newest = Kept(None)
+                return self._newest
+            except HostMemoryError as err:
+                self._on_host = True  # for good: asking again would take its time at each draft
+                logger.warning("recurrent state goes to the host and back at each draft that needs it: %s", err)
+        return Kept(self._engine.get_state())
+
+    def put(self, kept: Kept, length: int) -> None:
+        """Put back the state of a text of `length` tokens, as often as that is needed. Without it on SnapshotError."""
+        if kept.copy is not None:
+            self._engine.set_state(kept.copy, length)
+            return
+        assert kept is self._newest, "the device keeps another state by now"
+        self._engine.put_state(length)

@@ -1,0 +1,74 @@
+"""Recurrent state in front of drafts: on the device, or on the host where that has no room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import FakeEngine, Faults, make_session
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.session.session import Session
+from kvflash_ggml.session.stash import Stash
+
+PROMPT = 300
+
+
+def session(engine: FakeEngine) -> Session:
+    one = make_session(engine, KVFlashConfig(pool=448), n_ctx=2048, n_batch=128, n_ubatch=128)
+    one.extend(np.arange(PROMPT, dtype=np.int32))
+    return one
+
+
+def counted(engine: FakeEngine, name: str) -> list[Any]:
+    """Takes the arguments of each call."""
+    calls: list[Any] = []
+    call = getattr(engine, name)
+
+    def count(*args: Any) -> Any:
+        calls.append(args)
+        return call(*args)
+
+    setattr(engine, name, count)
+    return calls
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens that the pool has sketched, and others that were verified. Without room on the device it says so once."""
+    engine = FakeEngine(448, 128, recurrent=True)
+    one, text = session(engine), [*range(PROMPT)]
+    engine.faults = Faults(full=full)
+    copies, kept = counted(engine, "get_state"), counted(engine, "put_state")
+    for accepted in (0, 2, 4):
+        for token in (7, 8, 9):
+            one.sketch(np.array([token], np.int32), room=4)
+        one.verify(np.arange(1000, 1004, dtype=np.int32))
+        one.accept(accepted)
+        text += range(1000, 1000 + accepted)
+        assert one.tokens.tolist() == engine.tokens == text
+    one.extend(np.array([5], np.int32))
+    assert engine.tokens == [*text, 5]
+    assert len(kept) == (0 if full else 5), "after each sketch, and before what was accepted in part or not at all"
+    assert len(copies) == 6, "the fake one has no other way to keep it"
+    told = [x for x in caplog.messages if "goes to the host and back" in x]
+    assert len(told) == full
+    one.close()
+
+
+def test_a_device_keeps_the_newest_one() -> None:
+    engine = FakeEngine(448, 128, recurrent=True)
+    stash = Stash(engine)  # type: ignore[arg-type]
+    first = stash.keep()
+    second = stash.keep()
+    stash.put(second, 0)
+    with pytest.raises(AssertionError, match="another state"):
+        stash.put(first, 0)
+    engine.faults = Faults(full=True)
+    third, fourth = stash.keep(), stash.keep()
+    for kept in (fourth, third):
+        stash.put(kept, 0)
+    with pytest.raises(AssertionError, match="another state"):
+        stash.put(second, 0)
+    engine.close()
