@@ -29,6 +29,7 @@ def ids(*values: int) -> np.ndarray:
 class Text:
     tokens: np.ndarray = field(default_factory=lambda: np.arange(10, 20, dtype=np.int32))
     room_ahead: int = 32
+    branch_room: int = 0
 
 
 class Drafts:
