@@ -61,7 +61,7 @@ kvf_status give_up(kvf_engine & engine, kvf_status status) {
 
 }  // namespace
 
-// Plans the memory of graphs anew. Without it features are kept of wrong bytes.
+// Plans the memory of graphs anew, with what is to be kept.
 void kvf_access::reserve(llama_context & ctx) {
     ctx.sched_need_reserve = true;
     ctx.sched_reserve();
