@@ -23,6 +23,7 @@ from kvflash_ggml.state.blob import Bytes
 
 KINDS: dict[str, tuple[str, str, Path | None]] = {
     "dflash": ("dense", "draft-dflash", MODELS / "recall-dflash.gguf"),
+    "trees": ("dense", "draft-dflash", MODELS / "recall-dflash.gguf"),
     "eagle3": ("dense", "draft-eagle3", MODELS / "recall-eagle3-q8_0.gguf"),
     "mtp": ("hybrid", "draft-mtp", MODELS / "mtp-recall-qwen35-q8_0.gguf"),
     "headed": ("headed", "draft-mtp", None),
@@ -41,13 +42,14 @@ with_memory = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind !=
 
 
 def rows(kind: str) -> dict[str, int]:
-    """One row at a time, so that drafts change no bit, where recurrent state does not need them together."""
-    return {"n_ubatch": 1 if KINDS[kind][0] == "dense" else 128}
+    """One row at a time, so that drafts change no bit, where neither recurrent state nor trees need them together."""
+    return {"n_ubatch": 1 if KINDS[kind][0] == "dense" and kind != "trees" else 128}
 
 
 def spec(kind: str, **settings: Any) -> SpecConfig:
     _, name, file = KINDS[kind]
-    return SpecConfig(**{"types": (name,), "draft": file, "width": WIDTH, "window": WINDOW} | settings)
+    shape: dict[str, Any] = {"width": 9, "tree": True} if kind == "trees" else {"width": WIDTH}
+    return SpecConfig(**{"types": (name,), "draft": file, "window": WINDOW} | shape | settings)
 
 
 @pytest.fixture
@@ -71,8 +73,8 @@ def within_a_block(llm: Any, prompt: list[int]) -> Any:
     """A stream that was told some of the rows of a step, and not the others."""
     stream = llm.generate(prompt, temp=0.0)
     for _ in islice(stream, 120):
-        session = llm._session
-        if session.ahead and 2 <= session.row_ahead < session.ahead:
+        ahead = llm._session._ahead
+        if ahead is not None and 2 <= ahead.kept < len(ahead.tokens):
             return stream
     raise AssertionError("no draft was accepted")
 
@@ -97,6 +99,7 @@ def test_another_process_goes_on_alike(kind: str, drafting: Any, prompt: Any, mo
         "settings": SETTINGS | rows(kind),
         "spec": {
             "types": one.types, "draft": one.draft and str(one.draft), "width": one.width, "window": one.window,
+            "tree": one.tree,
         },
         "path": str(path),
         "count": COUNT,
