@@ -185,8 +185,8 @@ def test_where_a_plain_step_fails_too_the_error_is_the_callers(llama: Any, token
     stream = llm.generate(prompt, **GREEDY)
     told = list(islice(stream, 9))
     engine = llm._session.engine
-    broken = mock.patch.object(engine, "step", failing(engine.step, DecodeError("no luck"), rows=0, times=9))
-    with broken, pytest.raises(DecodeError, match="no luck"):
+    fails_always = mock.patch.object(engine, "step", failing(engine.step, DecodeError("no luck"), rows=0, times=9))
+    with fails_always, pytest.raises(DecodeError, match="no luck"):
         told += islice(stream, 9)
     assert plain[: len(told)] == told
     check(llm)
@@ -234,10 +234,9 @@ def interrupted(llm: Any, prompt: list[int], line: int) -> list[int] | None:
     told: list[int] = []
 
     def work() -> None:
-        with_drafts = llm.generate(prompt, **GREEDY)
-        told.extend(islice(with_drafts, 1))  # the prompt is another test's
-        told.extend(islice(with_drafts, 11))
-        with_drafts.close()
+        stream = llm.generate(prompt, **GREEDY)
+        told.extend(islice(stream, 12))
+        stream.close()
 
     return told if Interrupter(line, LOOP).run(work) else None
 
