@@ -50,6 +50,14 @@ class Controls(Protocol):
         """
         ...
 
+    def idle(self, sources: Collection[str]) -> int:
+        """For so many steps from now on none of these is worth asking, so that these steps need not be told."""
+        ...
+
+    def passed(self, steps: int) -> float:
+        """So many plain steps were neither timed nor told. How long they took, as far as is known."""
+        ...
+
 
 class Fixed:
     """Always the same rows, whatever they take: what is verified depends on the tokens alone."""
@@ -79,3 +87,11 @@ class Fixed:
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
     ) -> None:
         """See `Controls`."""
+
+    def idle(self, sources: Collection[str]) -> int:
+        """See `Controls`."""
+        return 0
+
+    def passed(self, steps: int) -> float:
+        """See `Controls`."""
+        return 0.0

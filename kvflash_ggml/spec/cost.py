@@ -185,6 +185,26 @@ class Controller:
             else:
                 source.survival.rest()
 
+    def idle(self, sources: Collection[str]) -> int:
+        """See `control.Controls`."""
+        if self._due or self._rows != 1 or not self._times.known:
+            return 0
+        return min((self._source(name).resting for name in sources), default=LOOK)
+
+    def passed(self, steps: int) -> float:
+        """See `control.Controls`."""
+        seconds = steps * self._times(1)
+        self._plain += seconds
+        self._took += seconds
+        self._since_timed += seconds
+        self._length += steps
+        self._run += steps
+        self._since += steps
+        for source in self._sources.values():
+            source.resting = max(0, source.resting - steps)
+            source.survival.rest(steps)
+        return seconds
+
     def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
         """Enter a step into the books. A plain one after a plain one costs what plain decoding costs."""
         step = self._times(1)

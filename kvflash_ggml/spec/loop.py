@@ -60,8 +60,8 @@ class Speculator:
     """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
 
     controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
-    of the target's compute; None if they want nothing. total, last: what came of it, in all and since `begin`. off: why
-    nothing is drafted any more, None while something may be.
+    of the target's compute; None if they want nothing. off: why nothing is drafted any more, None while something may
+    be. Steps for which it is known before that nobody will be asked are neither timed nor told of one by one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controls = controls
-        self.total, self.last = Tally(), Tally()
+        self._total, self._last = Tally(), Tally()
         self.off: str | None = None
         self._asked = [_Asked(drafter) for drafter in drafters]
         self._any_failed = False
@@ -90,6 +90,20 @@ class Speculator:
         self._spent = 0.0
         self._draft_seconds = 0.0
         self._drafted: Draft | None = None
+        self._idle = 0  # steps to come that nobody is asked for
+        self._passed = 0  # such steps that are not told of yet
+
+    @property
+    def total(self) -> Tally:
+        """What came of it since the model was loaded."""
+        self._tell_passed()
+        return self._total
+
+    @property
+    def last(self) -> Tally:
+        """What came of it since `begin`."""
+        self._tell_passed()
+        return self._last
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -98,7 +112,9 @@ class Speculator:
 
     def begin(self, length: int, most: int | None = None) -> None:
         """A request begins, with a text of so many tokens, which becomes longer by at most `most`."""
-        self.last = Tally()
+        self._tell_passed()
+        self._last = Tally()
+        self._idle = 0
         self._running = None
         self._end = None if most is None else length + most
         self.controls.begin(length)
@@ -108,12 +124,17 @@ class Speculator:
     def propose(self, text: Text, root: int) -> Draft | None:
         """What may follow a text and then `root`, no more than a step can verify; None to go on without.
 
-        From here on the step is timed, until `plain` or `verified`.
+        From here on the step is timed, until `plain` or `verified`, unless it is known that nobody is to be asked.
         """
-        self._spent = self._draft_seconds = 0.0
-        self._running = began = self._clock()
+        if self._idle:
+            self._idle -= 1
+            self._passed += 1
+            return None
+        self._tell_passed()
         if self._any_failed:
             self._remove_failed()
+        self._spent = self._draft_seconds = 0.0
+        self._running = began = self._clock()
         draft = None
         for at, one in enumerate(self._asked):
             wanted = self.controls.ask(one.drafter.name)
@@ -140,9 +161,19 @@ class Speculator:
             return  # the first token of a request is its prompt's
         self.pause()
         seconds = self._spent - self._draft_seconds
-        self.total.plain(seconds, self._draft_seconds)
-        self.last.plain(seconds, self._draft_seconds)
+        self._total.plain(seconds, self._draft_seconds)
+        self._last.plain(seconds, self._draft_seconds)
         self.controls.told(1, seconds)
+        self._idle = self.controls.idle(self.types)
+
+    def _tell_passed(self) -> None:
+        """Steps that were not timed took what such steps take."""
+        steps, self._passed = self._passed, 0
+        if steps:
+            seconds = self.controls.passed(steps)
+            for tally in (self._total, self._last):
+                tally.plain_steps += steps
+                tally.seconds_plain += seconds
 
     def verified(self, path: Sequence[int], rows: int, *, stopped: bool = False) -> None:
         """The step that `propose` has begun has verified its draft in so many rows: the nodes of `path` were right.
@@ -154,7 +185,7 @@ class Speculator:
         assert draft is not None
         self._refused = 0
         right = [node for node in path if node < len(draft)]  # the rest was no draft, and a lucky guess
-        for tally in (self.total, self.last):
+        for tally in (self._total, self._last):
             tally.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
             tally.lucky += len(path) - len(right)
         self.controls.told(rows, seconds, draft, right, stopped=stopped)
@@ -222,8 +253,8 @@ class Speculator:
 
     def _count_bad(self, one: _Asked) -> None:
         one.bad += 1
-        self.total.bad_drafts += 1
-        self.last.bad_drafts += 1
+        self._total.bad_drafts += 1
+        self._last.bad_drafts += 1
 
     def _disable(self, one: _Asked, why: str) -> None:
         one.bad = MOST_BAD

@@ -80,9 +80,9 @@ class Survival:
         np.add.at(self._accepted, (rows[accepted], columns[accepted]), 1)
         self._doubt(bool(path), float(chance), rows)
 
-    def rest(self) -> None:
-        """A step went by without a draft of this source."""
-        self._rested += 1
+    def rest(self, steps: int = 1) -> None:
+        """So many steps went by without a draft of this source."""
+        self._rested += steps
 
     def _age(self) -> None:
         if self._rested:

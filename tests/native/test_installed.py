@@ -136,6 +136,19 @@ def test_install_reads_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         kvflash_ggml.install()
 
 
+def test_drafts_are_given_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kvflash_ggml.install(kvflash=512, kvflash_policy="lru", kvflash_spec="ngram")
+    assert made().kvflash.spec.types == ("ngram",)
+    assert made(kvflash_spec="none").kvflash.spec is None
+    for name, value in {"POOL": "512", "POLICY": "lru", "SPEC": "ngram"}.items():
+        monkeypatch.setenv(f"KVFLASH_{name}", value)
+    kvflash_ggml.install()
+    assert made().kvflash.spec.types == ("ngram",)
+    monkeypatch.setenv("KVFLASH_SPEC", "clairvoyance")
+    with pytest.raises(ConfigError, match="clairvoyance"):
+        kvflash_ggml.install()
+
+
 def test_a_program_that_turns_flash_attention_off_knows_nothing_of_the_pool(caplog: Any) -> None:
     kvflash_ggml.install(kvflash=512)
     with caplog.at_level(logging.WARNING):

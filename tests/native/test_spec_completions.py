@@ -1,0 +1,188 @@
+"""What callers of llama-cpp-python ask for, with drafts: the same answers, pieces and numbers as without."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvflash_ggml.config import KVFlashConfig, SpecConfig
+from kvflash_ggml.errors import KVFlashError
+
+STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
+WIDTH = 8
+
+
+class Knowing:
+    """Drafts what plain decoding has answered, one token of nine wrong."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def __call__(self, seen: Any, **_: Any) -> Any:
+        after = np.array(self.text[len(seen) : len(seen) + 20], np.intc)
+        return np.where((len(seen) + np.arange(len(after))) % 9 == 8, 7, after)
+
+
+@pytest.fixture
+def pair(llama: Any, tokens: Any) -> Any:
+    """A plain model, one that drafts what it answers, and the prompt."""
+
+    def make(**settings: Any) -> tuple[Any, Any, list[int]]:
+        prompt = tokens[300:420].tolist()
+        plain = llama(**(STRICT | settings))
+        text = [*prompt, *islice(plain.generate(prompt, temp=0.0), 60)]
+        plain.reset()
+        drafting = llama(**(STRICT | settings), kvflash_spec=SpecConfig(width=WIDTH, types=("ngram",)))
+        drafting.draft_model = Knowing(text)
+        return plain, drafting, prompt
+
+    return make
+
+
+def complete(llm: Any, prompt: list[int], **settings: Any) -> Any:
+    answer = llm.create_completion(prompt, **({"temperature": 0.0, "seed": 3} | settings))
+    return {key: answer[key] for key in ("choices", "usage")}
+
+
+@pytest.mark.parametrize("most", range(1, 18))
+def test_no_more_is_verified_than_is_asked_for(most: int, pair: Any) -> None:
+    plain, llm, prompt = pair()
+    rows: list[tuple[int, int]] = []
+    verify = llm._session.verify
+
+    def noted(tokens: Any) -> None:
+        rows.append((llm._session.length, len(tokens)))
+        verify(tokens)
+
+    llm._session.verify = noted
+    assert complete(llm, prompt, max_tokens=most) == complete(plain, prompt, max_tokens=most)
+    assert all(start + count < len(prompt) + most for start, count in rows)
+    assert bool(rows) == (most > 2)
+    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    assert llm.n_tokens == plain.n_tokens
+    rows.clear()
+    list(islice(llm.generate(prompt, temp=0.0), most + 20))
+    assert any(start + count > len(prompt) + most for start, count in rows), "the next call is asked for no less"
+
+
+@pytest.mark.parametrize("first", range(2, 14, 3))
+def test_stop_strings_within_and_across_what_is_accepted(first: int, pair: Any) -> None:
+    plain, llm, prompt = pair()
+    text = complete(plain, prompt, max_tokens=40)["choices"][0]["text"]
+    for length in (2, 9, 20):
+        stop = [text[4 * first : 4 * first + length]]
+        plain.reset()
+        llm.reset()
+        answers = [complete(one, prompt, max_tokens=40, stop=stop) for one in (llm, plain)]
+        assert answers[0] == answers[1]
+        assert answers[0]["choices"][0]["finish_reason"] == "stop"
+        assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    assert llm.kvflash.spec.total.accepted > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 30}, {"repeat_penalty": 1.2}])
+def test_log_probabilities(settings: Any, pair: Any) -> None:
+    plain, llm, prompt = pair(logits_all=True)
+    want = complete(plain, prompt, max_tokens=30, logprobs=4, **settings)
+    llm.draft_model = Knowing(plain.input_ids[: plain.n_tokens].tolist())
+    assert complete(llm, prompt, max_tokens=30, logprobs=4, **settings) == want
+    assert llm.kvflash.spec.last.accepted > 0
+    length = llm.n_tokens
+    assert np.array_equal(llm.scores[:length], plain.scores[:length])
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "top_p": 0.9}])
+def test_streamed_pieces(settings: Any, pair: Any) -> None:
+    plain, llm, prompt = pair()
+
+    def pieces(one: Any) -> list[str]:
+        stream = one.create_completion(prompt, max_tokens=40, stream=True, seed=3, **({"temperature": 0.0} | settings))
+        return [piece["choices"][0]["text"] for piece in stream]
+
+    mine, its = pieces(llm), pieces(plain)
+    assert mine == its
+    assert "".join(mine) == complete(llm, prompt, max_tokens=40, **settings)["choices"][0]["text"]
+    assert llm.kvflash.spec.total.accepted > 0
+
+
+def test_a_grammar(pair: Any) -> None:
+    from llama_cpp.llama_grammar import LlamaGrammar
+
+    plain, llm, prompt = pair()
+    rules = 'root ::= ([a-z]+ " ")+ "."'
+    told = []
+    for one in (plain, llm):
+        if one is llm:
+            llm.draft_model = Knowing([*prompt, *told[0]])
+        grammar = LlamaGrammar.from_string(rules, verbose=False)
+        told.append(list(islice(one.generate(prompt, temp=0.0, grammar=grammar), 40)))
+    assert told[0] == told[1]
+    assert llm.kvflash.spec.last.accepted > 0
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_tokens_that_are_sent(at: int, pair: Any) -> None:
+    """What was drafted beyond them is dropped."""
+    plain, llm, prompt = pair()
+    told = []
+    for one in (llm, plain):
+        stream = one.generate(prompt, temp=0.0)
+        got = list(islice(stream, at))
+        got.append(stream.send([11, 12, 13]))
+        got += islice(stream, 12)
+        assert one.n_tokens == len(prompt) + len(got) + 2
+        stream.close()
+        told.append((got, one._session.tokens.tolist()))
+    assert told[0] == told[1]
+
+
+def test_an_answer_that_ends(pair: Any) -> None:
+    """Where the end is drafted as well, and more behind it."""
+    plain, llm, prompt = pair()
+    settings = {"max_tokens": 60, "logit_bias": {plain.token_eos(): 14.0}}
+    want = complete(plain, prompt, **settings)
+    llm.draft_model = Knowing([*plain.input_ids[: plain.n_tokens].tolist(), plain.token_eos(), 5, 6])
+    assert complete(llm, prompt, **settings) == want
+    assert want["choices"][0]["finish_reason"] == "stop"
+    assert 3 < want["usage"]["completion_tokens"] < 60
+    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    counted = llm.kvflash.spec.last
+    assert counted.accepted + counted.steps + counted.plain_steps == want["usage"]["completion_tokens"]
+
+
+def test_several_threads(pair: Any, tokens: Any) -> None:
+    plain, llm, _ = pair()
+    prompts = [np.tile(tokens[at : at + 30], 3).tolist() for at in range(0, 400, 100)] * 2
+    wanted = [complete(plain, prompt, max_tokens=20) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda prompt: complete(llm, prompt, max_tokens=20), prompts)) == wanted
+    llm._session.table.check_integrity()
+
+
+def test_a_stream_whose_text_is_gone_says_so_amid_drafts(pair: Any) -> None:
+    _, llm, prompt = pair()
+    stream = llm.generate(prompt, temp=0.0)
+    list(islice(stream, 3))
+    assert llm._session.ahead > 0
+    other = complete(llm, prompt[:60], max_tokens=5)
+    with pytest.raises(KVFlashError, match="another call has used this model"):
+        next(stream)
+    llm.reset()
+    assert complete(llm, prompt[:60], max_tokens=5) == other
+
+
+def test_it_is_pickled_with_who_drafts(llama: Any, tokens: Any) -> None:
+    config = KVFlashConfig(pool=512, policy="lru", spec=SpecConfig(width=5, types=("ngram",)))
+    llm = llama(kvflash=config)
+    again = pickle.loads(pickle.dumps(llm))
+    assert again._config == config
+    assert again.kvflash.spec.types == ("ngram",)
+    prompt = np.tile(tokens[:60], 3).tolist()
+    assert [*islice(again.generate(prompt, temp=0.0), 20)] == [*islice(llm.generate(prompt, temp=0.0), 20)]
+    assert again.kvflash.spec.last == pickle.loads(pickle.dumps(again.kvflash.spec.last))
+    again.close()
