@@ -20,7 +20,7 @@ BLOCK_VALUES, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[Q4_K]
 COUNT = 65_521
 """Different blocks of weights; prime, so that as many rows of a matrix differ."""
 
-EMBEDDING = 4096.0
+EMBEDDING = 2.0**18
 """Times the other weights."""
 
 
@@ -73,8 +73,8 @@ SHAPES = {
 def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
     """Write the file. Weights are Q4_K with mean 0; norms are 1.
 
-    Greedy decoding counts on from a token, by so wide a margin that no rounding changes it: the embedding outweighs what
-    the layers add, and the head knows each token's by the id after it.
+    Greedy decoding counts on from a token, by so wide a margin that no rounding changes it: the embedding outweighs
+    what the layers add, and the head knows each token's by the id after it.
     """
     writer = gguf.GGUFWriter(path, "qwen35")
     _add_metadata(writer, shape)
@@ -186,7 +186,7 @@ def _scale(data: npt.NDArray[np.uint8], factor: float) -> None:
     """Multiply the values of blocks."""
     blocks = data.reshape(-1, BLOCK_BYTES)
     scales = np.ascontiguousarray(blocks[:, :4]).view(np.float16)
-    blocks[:, :4] = (scales * np.float16(factor)).view(np.uint8)
+    blocks[:, :4] = (scales * np.float32(factor)).astype(np.float16).view(np.uint8)
 
 
 def _vector(name: str, dims: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -93,9 +93,9 @@ class _Arm:
 def run(model: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], float, str]:
     """The points, plain decoding's tokens a second in a context without room for drafts, and the device."""
     with _opened(model, plan, options, None) as llm:
-        prompt = _prompt(llm, plan)
-        _generate(llm, prompt, plan.tokens)  # which builds the graphs
-        bare = float(np.median([_generate(llm, prompt, plan.tokens)[1] for _ in range(plan.repeats)]))
+        prompt = random_prompt(llm, plan.depth, plan.seed)
+        generate(llm, prompt, plan.tokens)  # which builds the graphs
+        bare = float(np.median([generate(llm, prompt, plan.tokens)[1] for _ in range(plan.repeats)]))
     with _opened(model, plan, options, SpecConfig(width=max(2, *plan.widths))) as llm:
         device = llm._session.engine.info.device if llm._session else ""
         return _measure(llm, prompt, plan), bare, device
@@ -111,7 +111,7 @@ def _measure(llm: Llama, prompt: list[int], plan: Plan) -> list[Point]:
     own = llm._speculator
     try:
         llm._speculator = None
-        text, _ = _generate(llm, prompt, plan.tokens)
+        text, _ = generate(llm, prompt, plan.tokens)
         pairs = [(width, accept) for width in plan.widths if width > 1 for accept in plan.accept if accept <= width]
         arms = [_Arm(width, accept, [], []) for width, accept in [(1, 1.0), *pairs]]
         for repeat in range(plan.repeats):
@@ -133,7 +133,7 @@ def _run_arm(llm: Llama, arm: _Arm, prompt: list[int], text: Int32s, plan: Plan,
     )
     drafters = [oracle] if arm.width > 1 else []
     llm._speculator = Speculator(drafters, watch, n_vocab=llm.n_vocab(), ends=())
-    got, tps = _generate(llm, prompt, plan.tokens)
+    got, tps = generate(llm, prompt, plan.tokens)
     arm.watches.append(watch)
     arm.tps.append(tps)
     arm.same = min(arm.same, common_prefix(got, text) / len(text))
@@ -165,12 +165,13 @@ def _points(arms: Sequence[_Arm], plan: Plan) -> Iterator[Point]:
         )
 
 
-def _prompt(llm: Llama, plan: Plan) -> list[int]:
-    rng = np.random.default_rng(plan.seed)
-    return [int(token) for token in rng.integers(10, min(llm.n_vocab() - 10, 4000), plan.depth)]
+def random_prompt(llm: Llama, depth: int, seed: int) -> list[int]:
+    """So many tokens that mean nothing."""
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(10, min(llm.n_vocab() - 10, 4000), depth)]
 
 
-def _generate(llm: Llama, prompt: list[int], count: int) -> tuple[Int32s, float]:
+def generate(llm: Llama, prompt: list[int], count: int) -> tuple[Int32s, float]:
     """The greedy continuation, and tokens a second after the first."""
     tokens: list[int] = []
     generator = llm.generate(prompt, temp=0.0, top_k=1)
