@@ -21,6 +21,7 @@ from .options import Names, Numbers, Shares, model_argument, model_options, user
 @click.option(
     "--accept", type=Names(), default="3,5,7", show_default=True, help="Tokens that a step wins, its own one included."
 )
+@click.option("--bare/--no-bare", default=True, show_default=True, help="Also run a context without room for drafts.")
 @click.option("--draft-ms", default=0.0, show_default=True, help="What a draft takes.")
 @click.option(
     "--lossless",
@@ -41,7 +42,7 @@ from .options import Names, Numbers, Shares, model_argument, model_options, user
 @model_options
 def spec(
     model: str, depth: tuple[int, ...], pool: tuple[int, ...], tokens: int, widths: tuple[int, ...],
-    accept: tuple[str, ...], draft_ms: float, lossless: tuple[int, ...], right: tuple[float, ...], full: bool,
+    accept: tuple[str, ...], bare: bool, draft_ms: float, lossless: tuple[int, ...], right: tuple[float, ...], full: bool,
     repeats: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Steps that verify drafts, beside plain decoding in the same process.
@@ -68,11 +69,12 @@ def spec(
     from .spec import Plan, rows_of, run
 
     plan = Plan(
-        pool=pool[0], depth=depth[0], tokens=tokens, widths=widths, accept=wanted, draft_ms=draft_ms, repeats=repeats
-    )
+        pool=pool[0], depth=depth[0], tokens=tokens, widths=widths, accept=wanted, draft_ms=draft_ms, bare=bare,
+        repeats=repeats,
+    )  # fmt: skip
     with user_errors():
-        points, bare, device = run(model, plan, options)
-    table = rows_of(points, bare)
+        points, bare_tps, device = run(model, plan, options)
+    table = rows_of(points, bare_tps)
     columns = {
         "width": "rows",
         "accept": "asked",
@@ -87,7 +89,7 @@ def spec(
     }
     report.table(list(columns.values()), [[row[key] for key in columns] for row in table])
     report.document({"bench": "spec", "model": Path(model).name, "options": options | asdict(plan),
-                     "environment": report.environment(device), "bare_tps": bare, "points": table})  # fmt: skip
+                     "environment": report.environment(device), "bare_tps": bare_tps, "points": table})  # fmt: skip
 
 
 def _lossless(model: str, plan: dict[str, Any], options: dict[str, Any]) -> None:
