@@ -6,7 +6,8 @@ import click
 
 from .conversing import agent, conversations
 from .relevance import loss, reading, recall, scores
-from .speed import depth, paging, random_model, restore, scoring, spec, streaming
+from .speed import depth, paging, random_model, restore, scoring, streaming
+from .verifying import spec
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

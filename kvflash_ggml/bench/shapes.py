@@ -17,6 +17,12 @@ Q4_K = gguf.GGMLQuantizationType.Q4_K
 F32 = gguf.GGMLQuantizationType.F32
 BLOCK_VALUES, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[Q4_K]
 
+COUNT = 65_521
+"""Different blocks of weights; prime, so that as many rows of a matrix differ."""
+
+EMBEDDING = 2.0**18
+"""Times the other weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShape:
@@ -65,7 +71,11 @@ SHAPES = {
 
 
 def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
-    """Write the file. Weights are Q4_K with mean 0; norms are 1."""
+    """Write the file. Weights are Q4_K with mean 0; norms are 1.
+
+    Greedy decoding counts on from a token, by so wide a margin that no rounding changes it: the embedding outweighs
+    what the layers add, and the head knows each token's by the id after it.
+    """
     writer = gguf.GGUFWriter(path, "qwen35")
     _add_metadata(writer, shape)
     tensors = list(_tensors(shape))
@@ -77,8 +87,7 @@ def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
     writer.write_ti_data_to_file()
     tile = _random_blocks(np.random.default_rng(seed))
     for name, dims, kind in tensors:
-        data = np.resize(tile, _bytes(dims, kind)) if kind == Q4_K else _vector(name, dims)
-        writer.write_tensor_data(data)
+        writer.write_tensor_data(_matrix(name, dims, tile) if kind == Q4_K else _vector(name, dims))
     writer.close()
 
 
@@ -153,13 +162,31 @@ def _bytes(dims: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
     return values * 4 if kind == F32 else values // BLOCK_VALUES * BLOCK_BYTES
 
 
-def _random_blocks(rng: np.random.Generator, count: int = 65_521) -> npt.NDArray[np.uint8]:
-    """Q4_K blocks of mean 0 and a standard deviation near 0.02; a prime count, so that rows do not repeat in step."""
-    blocks = rng.integers(0, 256, (count, BLOCK_BYTES), np.uint8)
+def _random_blocks(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Q4_K blocks of mean 0 and a standard deviation near 0.02."""
+    blocks = rng.integers(0, 256, (COUNT, BLOCK_BYTES), np.uint8)
     scale = np.float16(1e-4)
     blocks[:, 0:2] = np.frombuffer(scale.tobytes(), np.uint8)
     blocks[:, 2:4] = np.frombuffer(np.float16(7.5 * scale).tobytes(), np.uint8)
     return blocks.reshape(-1)
+
+
+def _matrix(name: str, dims: tuple[int, ...], tile: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    data = np.resize(tile, _bytes(dims, Q4_K))
+    if name == "token_embd.weight":
+        _scale(data, EMBEDDING)
+    elif name == "output.weight":
+        rows = data.reshape(dims[1], -1)
+        rows[:] = np.roll(rows, 1, axis=0)
+        _scale(rows[COUNT:].reshape(-1), 0.5)  # there the rows are those from the beginning again
+    return data
+
+
+def _scale(data: npt.NDArray[np.uint8], factor: float) -> None:
+    """Multiply the values of blocks."""
+    blocks = data.reshape(-1, BLOCK_BYTES)
+    scales = np.ascontiguousarray(blocks[:, :4]).view(np.float16)
+    blocks[:, :4] = (scales * np.float32(factor)).astype(np.float16).view(np.uint8)
 
 
 def _vector(name: str, dims: tuple[int, ...]) -> npt.NDArray[np.float32]:
