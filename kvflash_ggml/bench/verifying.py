@@ -42,8 +42,8 @@ from .options import Names, Numbers, Shares, model_argument, model_options, user
 @model_options
 def spec(
     model: str, depth: tuple[int, ...], pool: tuple[int, ...], tokens: int, widths: tuple[int, ...],
-    accept: tuple[str, ...], bare: bool, draft_ms: float, lossless: tuple[int, ...], right: tuple[float, ...], full: bool,
-    repeats: int, options: dict[str, Any],
+    accept: tuple[str, ...], bare: bool, draft_ms: float, lossless: tuple[int, ...], right: tuple[float, ...],
+    full: bool, repeats: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Steps that verify drafts, beside plain decoding in the same process.
 

@@ -374,13 +374,13 @@ def test_one_that_looks_into_the_target_is_told_what_stays() -> None:
     one.evaluated(0, ids(10, 11), ahead=False)
     one.evaluated(2, ids(5, 1, 2, 3), ahead=True)
     assert len(seen) == 1
-    one.settled(4)
-    one.settled(4)
+    one.settled([0, 1])
+    one.settled([0, 1])
     one.evaluated(4, ids(6, 7), ahead=True)
     one.truncated(4)
-    one.settled(4)
+    one.settled([])
     one.evaluated(4, ids(8, 9), ahead=True)
-    one.settled(4)
+    one.settled([])
     assert seen == [(0, [10, 11], [0, 2]), (2, [5, 1], [0, 2])]
     drafter.observe = lambda *_: raises(ValueError("no"))(0, 0)  # type: ignore[method-assign]
     one.evaluated(4, ids(8), ahead=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -232,6 +232,15 @@ class Knows:
         self.told.append(saved.origin.name)
 
 
+@dataclass
+class Written:
+    """A text, as those who draft for it see it."""
+
+    tokens: Any
+    room_ahead: int = 4
+    branch_room: int = 0
+
+
 def speculator(*drafters: Any) -> Any:
     from kvflash_ggml.spec.control import Fixed
     from kvflash_ggml.spec.loop import Speculator
@@ -245,12 +254,12 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
     eagle, mtp, tokens = Knows("eagle3"), Knows("mtp"), text(LENGTH + 10)
     one = speculator(NGram(), mtp, eagle)
     assert one.freeze() == []  # nobody has been told of anything
-    one.propose(tokens, 1, 3)
+    one.propose(Written(tokens), 1)
     assert [saved.origin.name for saved in one.freeze()] == ["mtp", "eagle3"]
     one.truncated(0)
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
         one.adopt([KNOWN], tokens)
-    one.propose(tokens, 1, 3)
+    one.propose(Written(tokens), 1)
     assert eagle.told == [(0, LENGTH + 10), 0, "eagle3", (LENGTH, 10)]
     assert mtp.told == [(0, LENGTH + 10), 0, 0, (0, LENGTH + 10)]
     assert [record.message for record in caplog.records] == [
@@ -268,11 +277,11 @@ def test_what_fails_begins_anew(error: Exception, caplog: pytest.LogCaptureFixtu
     tokens = text(LENGTH)
     refused = Knows("eagle3", error)
     one = speculator(refused)
-    one.propose(tokens, 1, 3)
+    one.propose(Written(tokens), 1)
     assert one.freeze() == []
     one.truncated(0)
     one.adopt([KNOWN], tokens)
-    one.propose(tokens, 1, 3)
+    one.propose(Written(tokens), 1)
     assert refused.told == [(0, LENGTH), 0, 0, (0, LENGTH)]
     assert one.off is None
     assert [record.message for record in caplog.records] == [
