@@ -80,7 +80,7 @@ def within_a_block(llm: Any, prompt: list[int]) -> Any:
 
 
 def drafter_of(llm: Any) -> Any:
-    return llm._speculator.drafters[0]
+    return llm._speculator._asked[0].drafter
 
 
 @every_kind
