@@ -55,9 +55,9 @@ def test_no_more_is_verified_than_is_asked_for(most: int, pair: Any) -> None:
     rows: list[tuple[int, int]] = []
     verify = llm._session.verify
 
-    def noted(tokens: Any) -> None:
+    def noted(tokens: Any, *branches: Any) -> None:
         rows.append((llm._session.length, len(tokens)))
-        verify(tokens)
+        verify(tokens, *branches)
 
     llm._session.verify = noted
     assert complete(llm, prompt, max_tokens=most) == complete(plain, prompt, max_tokens=most)

@@ -185,6 +185,16 @@ def test_what_can_be_verified_of_it(what: str, fixed: bool) -> None:
     assert (one.off, one.total.bad_drafts, drafter.closed) == (None, 0, 0)
 
 
+def test_a_tree_stays_one_where_it_can_be_verified() -> None:
+    """A node takes a position of its own, wherever it branches off."""
+    tree, _ = GOOD["a tree"]
+    one = make(Drafts(lambda *_: tree))
+    assert drafted(one, Text(branch_room=32)) == [1, 2, 3]
+    one.verified([1, 2], 4)
+    assert (one.last.drafted, one.last.accepted, one.last.reached) == (3, 2, [1, 1])
+    assert drafted(one, Text(branch_room=1)) == [2, 3, ROOT], "the likeliest chain of it"
+
+
 def timed(one: Speculator) -> None:
     """Plain steps are known, and take a second."""
     for _ in range(4):
@@ -374,16 +384,57 @@ def test_one_that_looks_into_the_target_is_told_what_stays() -> None:
     one.evaluated(0, ids(10, 11), ahead=False)
     one.evaluated(2, ids(5, 1, 2, 3), ahead=True)
     assert len(seen) == 1
-    one.settled([0, 1])
-    one.settled([0, 1])
+    one.settled([0, 2])
+    one.settled([0, 2])
     one.evaluated(4, ids(6, 7), ahead=True)
     one.truncated(4)
-    one.settled([])
+    one.settled([0])
     one.evaluated(4, ids(8, 9), ahead=True)
     one.settled([])
-    assert seen == [(0, [10, 11], [0, 2]), (2, [5, 1], [0, 2])]
+    assert seen == [(0, [10, 11], [0, 2]), (2, [5, 2], [0, 4])], "the path of a tree"
     drafter.observe = lambda *_: raises(ValueError("no"))(0, 0)  # type: ignore[method-assign]
     one.evaluated(4, ids(8), ahead=False)
     one.evaluated(5, ids(8), ahead=False)
     assert one.off is not None
     assert drafted(one) is None
+
+
+def test_steps_that_nobody_is_asked_for_are_told_of_together() -> None:
+    """And in the end all of them are counted, as long as those that were timed."""
+    clock, text = Clock(), Text()
+    drafter = Drafts(lambda *_: None)
+    controls = Controller()
+    one = make(drafter, controls=controls, clock=clock)
+
+    def slow(root: int, most: int) -> None:
+        clock.now += 0.05  # of a plain step: worth asking for now and then
+
+    drafter.does = slow
+    timed_steps = 0
+    told = controls.told
+
+    def counted(*args: Any, **settings: Any) -> None:
+        nonlocal timed_steps
+        timed_steps += 1
+        told(*args, **settings)
+
+    controls.told = counted  # type: ignore[method-assign]
+    for steps in range(1, 201):
+        assert one.propose(text, ROOT) is None
+        clock.now += 1
+        one.plain()
+        if steps % 50 == 0:
+            assert one.last.plain_steps == one.total.plain_steps == steps
+            assert one.last.seconds_plain == pytest.approx(steps)
+    assert timed_steps < 120
+    assert 5 < len(drafter.asked) < 60
+    assert one.last.seconds_draft <= 0.02 * 200
+    drafter.does = lambda root, most: chain([1] * min(most, 8), "x")  # type: ignore[assignment,return-value]
+    asked = len(drafter.asked)
+    for _ in range(40):
+        draft = one.propose(text, ROOT)
+        clock.now += 1
+        if draft is not None:
+            break
+        one.plain()
+    assert len(drafter.asked) > asked, "it is not forgotten"
