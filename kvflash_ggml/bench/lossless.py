@@ -191,11 +191,12 @@ def _points(arms: Sequence[_Arm], alone: dict[int, float], full_tps: float | Non
         )  # fmt: skip
     for arm in arms:
         speed, won = float(np.median(arm.tps)), arm.won / arm.steps
-        known = alone[arm.drafts + 1] + arm.drafts * pool_s if arm.name in ("exact", "lossless") else None
+        drafts = arm.drafted / arm.steps  # fewer where the recorded text ends
+        known = alone[arm.drafts + 1] + drafts * pool_s if arm.name in ("exact", "lossless") else None
         yield Point(
             arm=arm.name,
             right=arm.right,
-            drafts=arm.drafted / arm.steps,
+            drafts=drafts,
             won=won,
             draft_ms=arm.draft_s / arm.steps * 1e3,
             step_ms=arm.step_s / arm.steps * 1e3,

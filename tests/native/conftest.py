@@ -26,6 +26,12 @@ GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 
 
 @pytest.fixture(scope="session")
+def on_gpu() -> bool:
+    """Are steps of other widths computed by other kernels?"""
+    return GPU_LAYERS > 0
+
+
+@pytest.fixture(scope="session")
 def loaded() -> None:
     """llama_cpp can be imported from here on."""
     library.load()

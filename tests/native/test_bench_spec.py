@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,39 @@ def test_a_slow_drafter_has_more_to_win(models: dict[str, Path], loaded: None) -
     plain, drafted = document["points"]
     assert drafted["tps"] < 4 / 0.05
     assert drafted["break_even"] == pytest.approx((drafted["step_ms"] + 50) / plain["step_ms"], rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_lossless_answers_are_drafted_by_the_pool(kind: str, models: dict[str, Path], loaded: None) -> None:
+    document = bench(
+        models[kind], "--depth", "1500", "--pool", 1024, "--tokens", 60, "--lossless", "2,5", "--right", "80,100",
+        "--repeats", 1, "-ub", 128,
+    )  # fmt: skip
+    points = {(p["arm"], p["right"], round(p["drafts"])): p for p in document["points"] if p["arm"] != "chosen"}
+    plain = [(name, None, 0) for name in ("full", "exact", "pool")]
+    assert [*points][:3] == plain
+    assert [p["arm"] for p in document["points"][-2:]] == ["chosen", "chosen"]
+    for key in plain:
+        assert points[key]["won"] == 1
+    for right, drafts in ((0.8, 2), (1.0, 2), (0.8, 5), (1.0, 5)):
+        point = points["lossless", right, drafts]
+        assert point["won"] == pytest.approx(sum(right**n for n in range(drafts + 1)), rel=0.25)
+        assert point["draft_ms"] > 0
+        assert point["of_formula"] == pytest.approx(point["tps"] / point["formula_tps"])
+        assert point["of_exact"] == pytest.approx(point["tps"] / points["exact", None, 0]["tps"])
+    assert all(p["same_text"] == 1 for p in document["points"] if p["arm"] != "pool")
+
+
+def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
+    """Each token is followed by the next one, whatever the rounding."""
+    from kvflash_ggml import Llama
+    from kvflash_ggml.bench.shapes import SHAPES, write
+
+    path = tmp_path / "tiny.gguf"
+    write(path, SHAPES["tiny"])
+    llm = Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
+    assert [*islice(llm.generate([900, 30, 500], temp=0.0), 8)] == [*range(501, 509)]
+    llm.close()
 
 
 @pytest.mark.parametrize(("option", "value"), [("--accept", "many"), ("--depth", "1K,2K")])

@@ -15,7 +15,20 @@ SIZE = {"n_ctx": 1280, "n_batch": 128, "n_ubatch": 128}
 LOSSLESS = {"kvflash": 512, "kvflash_reading": "exact", "kvflash_answer": "lossless", "kvflash_policy": "qk"}
 
 
-def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[int], list[Any]]:
+Told = tuple[list[int], list[Any]]
+
+
+def assert_alike(one: Told, other: Told) -> None:
+    """Up to rounding: at the first other token the two are as near as rounding brings them."""
+    for a, b, mine, its in zip(one[0], other[0], one[1], other[1], strict=True):
+        near = 0.02 * np.abs(mine).max()
+        assert np.abs(mine - its).max() <= near
+        if a != b:
+            assert abs(mine[a] - mine[b]) <= 2 * near
+            break
+
+
+def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> Told:
     tokens, logits = [], []
     for token in islice(llm.generate(prompt, **sampler), count):
         tokens.append(token)
@@ -26,8 +39,12 @@ def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[
 @pytest.mark.parametrize("width", [2, 5, 9])
 @pytest.mark.parametrize("temp", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
-def test_the_text_is_that_of_the_full_cache(kind: str, temp: float, width: int, llama: Any, tokens: Any) -> None:
+def test_the_text_is_that_of_the_full_cache(
+    kind: str, temp: float, width: int, llama: Any, tokens: Any, on_gpu: bool
+) -> None:
     """Tokens and logits, which the CPU computes alike in steps of any width but for rounding."""
+    if on_gpu and kind == "latent":
+        pytest.skip("flash attention there knows no heads of this size")
     prompt = (tokens[:1100] % 128 if kind == "latent" else tokens[:1100]).tolist()
     full, theirs = told(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=width, types=("ngram",)))
@@ -35,7 +52,9 @@ def test_the_text_is_that_of_the_full_cache(kind: str, temp: float, width: int, 
     same = next((i for i, (a, b) in enumerate(zip(full, tokens_out, strict=True)) if a != b), len(full))
     for a, b in zip(theirs[: same + 1], logits[: same + 1], strict=True):
         assert np.abs(a - b).max() <= 0.02 * np.abs(a).max()
-    assert same >= 40 or temp > 0
+    assert same >= 40 or temp > 0 or on_gpu
+    if temp == 0:
+        assert_alike((full, theirs), (tokens_out, logits))
     counted, stats = llm.kvflash.spec.last, llm.kvflash
     assert counted.by_source["pool"].steps > 0
     assert stats.streamed_steps > 0
@@ -46,14 +65,15 @@ def test_the_text_is_that_of_the_full_cache(kind: str, temp: float, width: int, 
 def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
     """What the pool has drafted is never of the text."""
     prompt = tokens[:1100].tolist()
-    full = told(llama(**SIZE, kvflash=1280), prompt, 40, temp=0.0)[0]
+    full, logits = told(llama(**SIZE, kvflash=1280), prompt, 40, temp=0.0)
     for stop in (1, 2, 5, 8):
         llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
         stream = llm.generate(prompt, temp=0.0)
         assert [*islice(stream, stop)] == full[:stop]
         stream.close()
         assert llm._session.tokens.tolist() == [*prompt, *full[: stop - 1]]
-        assert [*islice(llm.generate([*prompt, *full[:stop]], temp=0.0), 16)] == full[stop : stop + 16]
+        going_on = told(llm, [*prompt, *full[:stop]], 16, temp=0.0)
+        assert_alike((full[stop : stop + 16], logits[stop : stop + 16]), going_on)
         llm._session.table.check_integrity()
 
 
@@ -71,7 +91,7 @@ def test_a_sampler_that_calls_python_is_drafted_for_too(llama: Any, tokens: Any)
 
     prompt = tokens[:1100].tolist()
     settings = {"temp": 0.0, "logits_processor": llama_cpp.LogitsProcessorList([higher])}
-    full = told(llama(**SIZE, kvflash=1280), prompt, 30, **settings)[0]
+    full = told(llama(**SIZE, kvflash=1280), prompt, 30, **settings)
     llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
-    assert told(llm, prompt, 30, **settings)[0] == full
+    assert_alike(full, told(llm, prompt, 30, **settings))
     assert llm.kvflash.spec.last.accepted > 0
