@@ -72,6 +72,10 @@ class QueryRing:
         # newer tokens have taken the place of older queries
         return min(cut, max(self.valid_from, length - self.ring))
 
+    def saved_from(self, cut: int, length: int) -> int:
+        """The same of what `read` gives: no more than are looked at."""
+        return max(self.valid_after(cut, length), cut - self.rows) if self.rows else self.valid_after(cut, length)
+
     def newest(self, flat: Floats, order: npt.NDArray[np.intp], end: int, count: int) -> Floats:
         """The queries of positions [end - count, end) out of a copy of the ring, flat: per layer [count, ...].
 
@@ -114,7 +118,7 @@ class QueryRing:
             for to, source in zip(_layers(flat, self._rings), _layers(saved, self._shapes), strict=True):
                 to[self.order[positions % self.ring]] = source[positions % self.rows]
             self._engine.write_queries(flat)
-            self.valid_from = max(valid_from, length - self.rows)
+            self.valid_from = valid_from
 
 
 def _layers(flat: Floats, shapes: Sequence[tuple[int, ...]]) -> Iterator[Floats]:

@@ -44,7 +44,7 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
         state=unpooled,
         checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
         queries=text.queries.read(length),
-        queries_from=text.queries.valid_after(length, text.length),
+        queries_from=text.queries.saved_from(length, text.length),
         policy=None,
     )
     try:

@@ -81,6 +81,14 @@ class Session(Text):
         """The state of a policy that has not scored yet."""
         return None if self.scoring is None else self.scoring.blank_state()
 
+    @property
+    def page_ins(self) -> int:
+        return self.paging.page_ins
+
+    @property
+    def page_outs(self) -> int:
+        return self.paging.page_outs
+
     # --- extend
 
     def extend(
@@ -184,8 +192,8 @@ class Session(Text):
         """The first `count` of the tokens that were verified are of the text, or those that were kept."""
         self.unfinished.settle()
         if self.ahead:
-            for row in range(count or 0):
-                self.keep(row)
+            if count is not None:
+                self.keep_first(count)
             self.settle()
             self._repair(None)
 

@@ -99,14 +99,6 @@ class Text:
         """Is all of the text in the pool?"""
         return not self.bounded or everything_is_resident(self.table.layout, self.length)
 
-    @property
-    def page_ins(self) -> int:
-        return self.paging.page_ins
-
-    @property
-    def page_outs(self) -> int:
-        return self.paging.page_outs
-
     def settle(self) -> None:
         """Complete or take back what an interrupt has left half done: so begins everything that changes the text.
 
@@ -136,6 +128,11 @@ class Text:
         self._ahead = ahead = ahead.with_row(row)
         if ahead.branches is not None:
             self.logits = Logits(ahead.start, ahead.kept, path=ahead.path)
+
+    def keep_first(self, count: int) -> None:
+        """The first `count` rows of a chain at once: an interrupt leaves all of them, or none."""
+        assert self._ahead is not None
+        self._ahead = replace(self._ahead, path=tuple(range(count)))
 
     # --- steps
 

@@ -175,12 +175,18 @@ def test_another_theta_can_be_meant(tmp_path: Path, drafter: Path, target: Path)
 def eagle3(path: Path, *, layers: list[int] | None = None, hidden: int = HIDDEN) -> Path:
     fields = [
         Field.of("general.architecture", "eagle3"),
-        Field.of("eagle3.embedding_length", 32),
+        Field.of("eagle3.embedding_length", HIDDEN),
+        Field.of("eagle3.block_count", 1),
+        Field.of("eagle3.attention.head_count", 2),
+        Field.of("eagle3.attention.head_count_kv", 2),
+        Field.of("eagle3.attention.key_length", 16),
+        Field.of("eagle3.attention.value_length", 16),
+        Field.of("eagle3.attention.layer_norm_rms_epsilon", 1e-6),
         Field.of("eagle3.target_hidden_size", hidden),
         Field.of("eagle3.target_layers", layers or [1, 2, 3]),
         *(field for field in target_fields() if field.name.startswith("tokenizer.")),
     ]
-    return write_gguf(path, fields, {"fc.weight": np.zeros((32, 3 * HIDDEN), np.float32)})
+    return write_gguf(path, fields, {"fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32)})
 
 
 def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: Path) -> None:
