@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .config import KVFlashConfig
+from .config import KVFlashConfig, SpecConfig
 from .errors import KVFlashError
 from .native import library
 from .native.library import build_info
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["KVFlashConfig", "KVFlashError", "Llama", "PrefixCache", "__version__", "build_info", "errors", "install"]
+__all__ = [
+    "KVFlashConfig",
+    "KVFlashError",
+    "Llama",
+    "PrefixCache",
+    "SpecConfig",
+    "__version__",
+    "build_info",
+    "errors",
+    "install",
+]
 
 # a program may import llama_cpp between this import and its first use of Llama
 library.announce()
