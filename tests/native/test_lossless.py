@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.replay import let_replay, noted
 
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError
@@ -60,6 +61,28 @@ def test_the_text_is_that_of_the_full_cache(
     assert stats.streamed_steps > 0
     assert stats.page_outs > 0
     assert stats.last.generated_whole == stats.last.generated > 0
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
+def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
+    kind: str, temp: float, llama: Any, tokens: Any, on_gpu: bool
+) -> None:
+    """The same rows in the same steps: what differs is only where the text's keys and values are."""
+    if on_gpu:
+        pytest.skip("another layout of buffers lets CUDA fuse other nodes")
+    prompt = (tokens[:1100] % 128 if kind == "latent" else tokens[:1100]).tolist()
+    llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
+    drafts = noted(llm)
+    answer = told(llm, prompt, 50, temp=temp)
+    assert sum(draft is not None for draft in drafts.values()) >= 10
+    assert llm.kvflash.spec.last.by_source["pool"].accepted > 0
+    full = llama(kind, **SIZE, kvflash=1280, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
+    let_replay(full, drafts, 5)
+    tokens_out, logits = told(full, prompt, 50, temp=temp)
+    assert tokens_out == answer[0]
+    for mine, its in zip(answer[1], logits, strict=True):
+        assert np.array_equal(mine, its)
 
 
 def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
