@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SPEC_TYPES = ("ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mtp")
 """Who can draft, by upstream's names: the text itself, a small model, and kinds that look into the target."""
 
+SPEC_WINDOW = 256
+"""Tokens that a drafting model has to see, at least."""
+
 _ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
 
@@ -29,7 +32,7 @@ class SpecConfig:
     memory of the model has branches; None to leave that open, which is no so far. width: rows of a step, the newest
     token's with them, wherever a draft is so long: then no clock decides, and the same call takes the same steps; None
     to go by what steps cost. max_width: rows at most. window: newest tokens that a drafting model sees. n_gpu_layers:
-    of a drafting model, None for those of the target.
+    0 keeps a drafting model off the device, any other number puts all of it there; None to go by the target's.
     """
 
     types: tuple[str, ...] = ()
@@ -44,12 +47,22 @@ class SpecConfig:
         for name in self.types:
             if name not in SPEC_TYPES:
                 raise ConfigError(f"speculative decoding has no type {name!r}: there are {', '.join(SPEC_TYPES)}")
-        for name, least in (("width", 2), ("max_width", 2), ("window", CHUNK)):
+        if len(set(self.types)) < len(self.types):
+            raise ConfigError(f"types of speculative decoding are named once each, not {', '.join(self.types)}")
+        if self.draft is not None:
+            object.__setattr__(self, "draft", Path(self.draft))
+        for name, least in (("width", 2), ("max_width", 2), ("window", SPEC_WINDOW)):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(
                     f"{name} of speculative decoding is a whole number of at least {least}, not {value!r}"
                 )
+        if self.tree not in (None, True, False):
+            raise ConfigError(f"tree of speculative decoding is True, False or None, not {self.tree!r}")
+        if self.n_gpu_layers is not None and not _is_int(self.n_gpu_layers):
+            raise ConfigError(
+                f"n_gpu_layers of speculative decoding is a whole number or None, not {self.n_gpu_layers!r}"
+            )
 
     @classmethod
     def read(cls, text: str) -> SpecConfig | None:

@@ -142,6 +142,7 @@ def spec_counters(spec: Any) -> dict[str, Any] | None:
     return {
         "types": spec.types,
         "off": spec.off,
+        "idle": spec.idle,
         "speedup": spec.speedup,
         "excess_s": spec.excess,
         **asdict(last),

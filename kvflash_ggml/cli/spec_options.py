@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ..config import SpecConfig
+from ..config import SPEC_WINDOW, SpecConfig
+from ..errors import ConfigError
 from .sections import collected, option
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,7 +21,6 @@ REMOVED = {
     "--draft": "--spec-draft-n-max",
     "--draft-n": "--spec-draft-n-max",
     "--draft-max": "--spec-draft-n-max",
-    "--draft-min": "--spec-draft-n-max",
 }
 """Names that llama.cpp has had, and what took their place."""
 
@@ -37,8 +37,17 @@ class SpecOptions:
     spec_draft_ngl: int | None
 
     def over(self, config: SpecConfig | None) -> SpecConfig | None:
-        """What the types of drafts say, and these options. A file without types is one of `auto`."""
+        """What the types of drafts say, and these options. A file without types is one of `auto`.
+
+        ConfigError for options that would change nothing.
+        """
+        if self.spec_fixed and self.spec_draft_n_max is None:
+            raise ConfigError("--spec-fixed verifies --spec-draft-n-max tokens: say how many")
         if self.spec_draft_model is None and config is None:
+            given = [name for name, value in asdict(self).items() if value is not None and value is not False]
+            asked = [f"--{name.replace('_', '-')}" for name in given]
+            if asked:
+                raise ConfigError(f"{', '.join(asked)}: nobody drafts: add --kvflash-spec auto, or -md and a file")
             return None
         config = config or SpecConfig()
         if self.spec_draft_model is not None:
@@ -94,7 +103,7 @@ spec_options = collected(
     ),
     _spec(
         "--spec-window",
-        type=click.IntRange(min=64),
+        type=click.IntRange(min=SPEC_WINDOW),
         metavar="N",
         help="Newest tokens that a drafting model sees.  [default: 4096]",
     ),
@@ -103,7 +112,7 @@ spec_options = collected(
         "--spec-draft-ngl",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Layers of a drafting model on the GPU; 0 for none.  [default: as the model]",
+        help="0 keeps a drafting model off the GPU, any other number puts all of it there.  [default: as the model]",
     ),
     *map(_removed, REMOVED),
 )

@@ -251,7 +251,8 @@ class GeneratingLlama(SavingLlama):
                 speculator.verified(path, len(rows), stopped=child is not None)
                 raise
             speculator.resume()
-            if sent or child is None or not session.ahead:  # somebody may have settled them
+            # somebody may have settled them, or set n_tokens
+            if sent or child is None or not session.ahead or session.length != self.n_tokens:
                 session.accept()
                 speculator.verified(path, len(rows), stopped=child is not None)
                 return [token, *(sent or ())]
@@ -317,6 +318,6 @@ class GeneratingLlama(SavingLlama):
     def _propose(self, pending: Sequence[int]) -> Draft | None:
         """What may follow the newest token, no more than one step can verify."""
         session, speculator = self._session, self._speculator
-        if session is None or speculator is None:
+        if session is None or speculator is None or session.engine.closed:
             return None
         return speculator.propose(session, pending[0])

@@ -180,6 +180,8 @@ class Llama(GeneratingLlama):
     def draft_model(self, model: Any) -> None:
         self._draft_model = model
         if self._session is not None and self._config is not None:
+            if self._speculator is not None:
+                self._drafting = self._drafting.among(self._speculator.drafters)
             self._speculator = self._session.follower = make_speculator(self, self._config, self._drafting)
 
     def _replace_batch(self) -> None:

@@ -94,9 +94,16 @@ def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
     model = upstream.get("draft_model")
     if not isinstance(model, (str, Path)):
         return
+    kvflash = fields.get(_PREFIX)
+    if kvflash is None or kvflash == "off":
+        raise ConfigError(f"draft_model={str(model)!r}: a file drafts for a pool: give kvflash a pool size or 'auto'")
     if "spec" in fields:
         raise ConfigError(
             f"draft_model={str(model)!r} and kvflash_spec: name the file in kvflash_spec=SpecConfig(draft=...)"
+        )
+    if isinstance(kvflash, KVFlashConfig):
+        raise ConfigError(
+            f"draft_model={str(model)!r} and a KVFlashConfig: name the file there, as spec=SpecConfig(draft=...)"
         )
     del upstream["draft_model"]
     fields["spec"] = SpecConfig(draft=Path(model))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,10 @@ class Drafting:
     drafters: Sequence[Drafter] = ()
     features: FeatureRows | None = None
     rows: int = ROWS
+
+    def among(self, asked: Collection[Drafter]) -> Drafting:
+        """Without drafters that are not asked any more: these may be closed."""
+        return replace(self, drafters=[drafter for drafter in self.drafters if drafter in asked])
 
 
 def search(model: Path, spec: SpecConfig | None) -> tuple[Found, ...]:

@@ -363,6 +363,7 @@ class Text:
 
     def close(self) -> None:
         self.engine.synchronize()
+        self._ahead, self.logits = None, NO_LOGITS
         self.paging.clear()
         self.table.close()
 

@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..config import SPEC_WINDOW
 from ..constants import round_up
 from ..drafter.model import same_vocabulary
 from ..errors import ConfigError, ConversionError, HostMemoryError
@@ -25,7 +26,7 @@ WINDOW = 4096
 STEP = 512
 """Tokens that a drafter reads at once, at most."""
 
-_SLACK = 256  # the window moves by so much: each move looks at every cell
+_SLACK = SPEC_WINDOW  # the window moves by so much: each move looks at every cell
 
 
 @dataclass(frozen=True, slots=True)

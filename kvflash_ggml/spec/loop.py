@@ -108,7 +108,12 @@ class Speculator:
     @property
     def types(self) -> tuple[str, ...]:
         """The names of those that are asked."""
-        return tuple(one.drafter.name for one in self._asked if not one.failed)
+        return tuple(drafter.name for drafter in self.drafters)
+
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """Those that are asked. Others have been closed, or will be."""
+        return tuple(one.drafter for one in self._asked if not one.failed)
 
     def begin(self, length: int, most: int | None = None) -> None:
         """A request begins, with a text of so many tokens, which becomes longer by at most `most`."""

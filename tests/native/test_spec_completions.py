@@ -186,3 +186,62 @@ def test_it_is_pickled_with_who_drafts(llama: Any, tokens: Any) -> None:
     assert [*islice(again.generate(prompt, temp=0.0), 20)] == [*islice(llm.generate(prompt, temp=0.0), 20)]
     assert again.kvflash.spec.last == pickle.loads(pickle.dumps(again.kvflash.spec.last))
     again.close()
+
+
+@pytest.mark.parametrize("settings", [{"temp": 0.0}, {"temp": 0.8}], ids=["greedy", "sampled"])
+def test_a_model_that_is_closed_within_what_is_accepted(settings: Any, pair: Any) -> None:
+    plain, llm, prompt = pair()
+    llm.draft_model = Knowing([*prompt, *islice(plain.generate(prompt, **settings), 20)])
+    stream = llm.generate(prompt, **settings)
+    assert len(list(islice(stream, 4))) == 4
+    assert llm._session.ahead
+    asked: list[int] = []
+    llm.draft_model.__dict__["text"] = Noting(asked)
+    llm.close()
+    with pytest.raises(KVFlashError, match="closed"):
+        next(stream)
+    assert not asked, "what drafts is closed, too"
+
+
+class Noting(list[int]):
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    def __getitem__(self, where: Any) -> Any:
+        self.asked.append(where.start)
+        return []
+
+
+def test_a_length_that_is_set_within_what_is_accepted(pair: Any) -> None:
+    def told(one: Any) -> list[int]:
+        answer = []
+        for at, token in enumerate(islice(one.generate(prompt, temp=0.0), 12)):
+            answer.append(token)
+            if at == 4:
+                one.n_tokens -= 2
+        return answer
+
+    plain, llm, prompt = pair()
+    assert told(llm) == told(plain)
+    assert llm.kvflash.spec.last.accepted > 0
+    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+
+
+def test_what_has_failed_is_not_asked_again_with_another_draft_model(
+    llama: Any, models: Any, tokens: Any, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    spec = SpecConfig(types=("ngram", "draft-eagle3"), draft=models["eagle3"], width=4)
+    llm = llama(**(STRICT | {"n_ubatch": 256}), kvflash_spec=spec)
+    prompt = tokens[300:420].tolist()
+    eagle3 = llm._drafting.drafters[1]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("it has failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle3, "_chain", fail)
+        list(islice(llm.generate(prompt, temp=0.9), 20))
+    assert llm.kvflash.spec.types == ("ngram",)
+    llm.draft_model = Knowing([])
+    assert llm.kvflash.spec.types == ("draft_model", "ngram")
+    list(islice(llm.generate(prompt, temp=0.9), 20))
