@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_i
 _prompt = option("Prompt")
 
 _NEED_A_POOL = (
-    "policy", "tau", "calibrate", "deterministic", "pin", "host_limit", "spill", "cache", "cache_size", "report",
+    "policy", "drafter", "tau", "calibrate", "deterministic", "reading", "stage", "answer", "repair", "spec", "pin",
+    "host_limit", "spill", "cache", "cache_size", "report",
 )  # fmt: skip
+
+_DRAFTS = tuple(field.name for field in fields(SpecOptions))
 
 _EPILOG = """\b
 With a chat template the prompt is a user message, and without a prompt a chat begins;
@@ -217,7 +221,7 @@ def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: Snapshot
 
     if pool.kvflash == "off":
         names = [f"kvflash_{name}" for name in _NEED_A_POOL]
-        for name in (*names, "snapshot", "snapshot_ro", "snapshot_compress"):
+        for name in (*names, *_DRAFTS, "snapshot", "snapshot_ro", "snapshot_compress"):
             if given(name):
                 raise click.UsageError(f"--{name.replace('_', '-')} needs a pool: add --kvflash TOKENS or auto")
     elif saving.snapshot is None:

@@ -94,6 +94,9 @@ class Llama(GeneratingLlama):
         if self._config is None:
             logits_all = logits_all or settings.get("draft_model") is not None
         self._draft_model = settings.get("draft_model")
+        self._steps = {
+            name: settings.get(name, parameters.UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")
+        }
         self._pickled_tokenizer = settings.get("tokenizer")
         with contextlib.ExitStack() as self._pool_requests:
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
@@ -131,7 +134,7 @@ class Llama(GeneratingLlama):
             tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos)
         self._tokenizer = tokenizer
         if self._config is not None:
-            self._room = room(self, self._config, self._draft_model)
+            self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
             self._size = self._size_pool(self._config)
             rows = self._scorer.query_rows if self._scorer is not None else 0

@@ -64,17 +64,21 @@ class Room:
     plane_bytes: int = 0
 
 
-def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object) -> Room:
-    """What the drafts that a model is asked for need. The model is loaded, its context is not made yet."""
+def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
+    """What the drafts that a model is asked for need. The model is loaded, its context is not made yet.
+
+    n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if n_ctx is 0.
+    """
     from ..native.engine import plane_bytes
 
     if config.spec is None and draft_model is None and config.answer != "lossless":
         return Room()
-    spec, params = config.spec or SpecConfig(), llm.context_params
+    spec = config.spec or SpecConfig()
+    n_batch = min(n_batch, llm.context_params.n_ctx or llm._model.n_ctx_train())
     size = plane_bytes(address(llm._model))
     rows = spec.width or spec.max_width or (HYBRID_ROWS if size else ROWS)
-    rows = min(rows, params.n_batch)
-    n_ubatch = min(params.n_ubatch or params.n_batch, params.n_batch)
+    rows = min(rows, n_batch)
+    n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"
     planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
     states = planes + (config.answer == "lossless")
     return Room(rows, 2 * rows if spec.tree else rows, planes, states * size)
