@@ -85,7 +85,7 @@ class GeneratingLlama(SavingLlama):
         assert speculator is not None
         try:
             self._catch_up(session)
-            session.verify(rows.tokens, branches)
+            session.verify(rows.tokens, branches, self._after_step)
         except KVFlashError as err:
             speculator.refused(err)
             # which reads again what is lost, and fails where this would fail without drafts
@@ -253,7 +253,7 @@ class GeneratingLlama(SavingLlama):
             speculator.resume()
             # somebody may have settled them, or set n_tokens
             if sent or child is None or not session.ahead or session.length != self.n_tokens:
-                session.accept()
+                session.accept(after=self._after_step)
                 speculator.verified(path, len(rows), stopped=child is not None)
                 return [token, *(sent or ())]
             node = child

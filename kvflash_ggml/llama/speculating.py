@@ -167,6 +167,8 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
     """By costs, or a fixed width."""
     if spec.width is not None:
         return Fixed(spec.width)
+    if drafting.rows < 2:
+        return Fixed(1)  # n_batch leaves no row for a draft
     widths = [width for width in WIDTHS if width <= drafting.rows]
     return Controller(widths, serial=SERIAL)
 
