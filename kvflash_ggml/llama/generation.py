@@ -171,7 +171,8 @@ class GeneratingLlama(SavingLlama):
             grammar=grammar,
         )
         neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
-        self._greedy = temp == 0.0 and neutral and logits_processor is None and grammar is None
+        inherited = "sample" not in vars(self) and type(self).sample is GeneratingLlama.sample
+        self._greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
         if self._finder is not None and not self._deterministic:
             self._finder.settle()
         if self._session is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 
 from ..config import KVFlashConfig, SpecConfig
+from ..drafter.model import COMPUTE_BYTES
 from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..spec.base import Drafter
@@ -103,9 +104,10 @@ def loads_head(found: Sequence[Found]) -> bool:
     return any(one.type == MTP and one.file is None for one in found)
 
 
-def file_bytes(found: Sequence[Found]) -> int:
-    """Device memory that the weights of drafters take, at most."""
-    return sum(one.file.stat().st_size for one in found if one.file is not None)
+def device_bytes(found: Sequence[Found]) -> int:
+    """Device memory that drafting models take, roughly: their weights, and what they compute with."""
+    models = [one for one in found if one.type != NGRAM]
+    return sum((one.file.stat().st_size if one.file is not None else 0) + COMPUTE_BYTES for one in models)
 
 
 def open_drafting(
