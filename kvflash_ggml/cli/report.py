@@ -120,7 +120,8 @@ def drafts(spec: Any) -> list[str]:
         return []
     last = spec.last
     if not last.steps:
-        return [f"drafts: none verified ({spec.off or spec.idle or 'nothing was generated'})"]
+        why = spec.off or spec.idle or ("nobody proposed any" if last.plain_steps else "nothing was generated")
+        return [f"drafts: none verified ({why})"]
     names = ", ".join(last.by_source)
     faster = f", {spec.speedup:.1f}x" if spec.speedup is not None else ""
     return [f"drafts by {names}: {last.mean_length:.1f} tokens a step ({last.rate * 100:.0f} % accepted){faster}"]

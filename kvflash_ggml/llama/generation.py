@@ -85,7 +85,7 @@ class GeneratingLlama(SavingLlama):
         assert speculator is not None
         try:
             self._catch_up(session)
-            session.verify(rows.tokens, branches)
+            session.verify(rows.tokens, branches, self._after_step)
         except KVFlashError as err:
             speculator.refused(err)
             # which reads again what is lost, and fails where this would fail without drafts
@@ -171,7 +171,8 @@ class GeneratingLlama(SavingLlama):
             grammar=grammar,
         )
         neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
-        self._greedy = temp == 0.0 and neutral and logits_processor is None and grammar is None
+        inherited = "sample" not in vars(self) and type(self).sample is GeneratingLlama.sample
+        self._greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
         if self._finder is not None and not self._deterministic:
             self._finder.settle()
         if self._session is not None:
@@ -253,7 +254,7 @@ class GeneratingLlama(SavingLlama):
             speculator.resume()
             # somebody may have settled them, or set n_tokens
             if sent or child is None or not session.ahead or session.length != self.n_tokens:
-                session.accept()
+                session.accept(after=self._after_step)
                 speculator.verified(path, len(rows), stopped=child is not None)
                 return [token, *(sent or ())]
             node = child

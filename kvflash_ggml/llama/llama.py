@@ -31,7 +31,7 @@ from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import file_bytes, loads_head, make_speculator, open_drafting, room, search
+from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns
@@ -145,7 +145,7 @@ class Llama(GeneratingLlama):
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
-        reserved += self._room.plane_bytes + file_bytes(self._found)
+        reserved += self._room.plane_bytes + device_bytes(self._found)
         return sizing.fit(config, self._model, self.context_params, reserved=reserved)
 
     def _open_session(self, size: PoolSize) -> None:

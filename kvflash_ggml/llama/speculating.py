@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 
 from ..config import KVFlashConfig, SpecConfig
+from ..drafter.model import COMPUTE_BYTES
 from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..spec.base import Drafter
@@ -107,9 +108,10 @@ def loads_head(found: Sequence[Found]) -> bool:
     return any(one.type == MTP and one.file is None for one in found)
 
 
-def file_bytes(found: Sequence[Found]) -> int:
-    """Device memory that the weights of drafters take, at most."""
-    return sum(one.file.stat().st_size for one in found if one.file is not None)
+def device_bytes(found: Sequence[Found]) -> int:
+    """Device memory that drafting models take, roughly: their weights, and what they compute with."""
+    models = [one for one in found if one.type != NGRAM]
+    return sum((one.file.stat().st_size if one.file is not None else 0) + COMPUTE_BYTES for one in models)
 
 
 def open_drafting(
@@ -171,6 +173,8 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
     """By costs, or a fixed width."""
     if spec.width is not None:
         return Fixed(spec.width)
+    if drafting.rows < 2:
+        return Fixed(1)  # n_batch leaves no row for a draft
     widths = [width for width in WIDTHS if width <= drafting.rows]
     return Controller(widths, serial=SERIAL)
 

@@ -166,16 +166,16 @@ class Session(Text):
         """
         return self.places_ahead if self.engine.info.branches and not self.reading.answers_exactly else 0
 
-    def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
+    def verify(self, tokens: Int32s, branches: Branches | None = None, after: AfterStep | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
 
         They fit the step and `room_ahead`, as does the room of a tree. `keep` says which of them are of the text, from
         then on in `length`, and whatever changes the text next settles them: until then nothing of them is saved or
-        scored, and the others have never been.
+        scored, and the others have never been. after: of the steps of a repair that is due before, as in `extend`.
         """
         room = len(tokens) if branches is None else branches.room
         self._begin(room)
-        self._repair(None)
+        self._repair(after)
         self._generate_step(tokens, EVERY, None, ahead=room, branches=branches)
 
     def sketch(self, tokens: Int32s, *, room: int) -> None:
@@ -188,14 +188,17 @@ class Session(Text):
             self._take_ready()
         self.evaluate(tokens, LAST, generated=True, ahead=room, sketch=True)
 
-    def accept(self, count: int | None = None) -> None:
-        """The first `count` of the tokens that were verified are of the text, or those that were kept."""
+    def accept(self, count: int | None = None, after: AfterStep | None = None) -> None:
+        """The first `count` of the tokens that were verified are of the text, or those that were kept.
+
+        after: as in `verify`.
+        """
         self.unfinished.settle()
         if self.ahead:
             if count is not None:
                 self.keep_first(count)
             self.settle()
-            self._repair(None)
+            self._repair(after)
 
     def settle(self) -> None:
         kept = 0 if self._ahead is None else self._ahead.kept

@@ -245,3 +245,52 @@ def test_what_has_failed_is_not_asked_again_with_another_draft_model(
     llm.draft_model = Knowing([])
     assert llm.kvflash.spec.types == ("draft_model", "ngram")
     list(islice(llm.generate(prompt, temp=0.9), 20))
+
+
+def test_scores_are_those_of_the_text_as_it_is_repaired(llama: Any, tokens: Any) -> None:
+    settings = STRICT | {"kvflash": 256, "kvflash_reading": "exact", "kvflash_repair": 16, "logits_all": True}
+    plain = llama(**settings)
+    drafting = llama(**settings, kvflash_spec=SpecConfig(width=6, types=("ngram",)))
+    prompt = tokens[300:900].tolist()
+    text = [*prompt, *islice(plain.generate(prompt, temp=0.0), 60)]
+    drafting.draft_model = Knowing(text)
+    assert list(islice(drafting.generate(prompt, temp=0.0), 60)) == text[len(prompt) :]
+    assert drafting.kvflash.spec.last.accepted > 0
+    repaired = min(one._session.repair.start for one in (plain, drafting))
+    assert repaired > len(prompt) + 16
+    assert np.array_equal(drafting.scores[:repaired], plain.scores[:repaired])
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_batch_that_has_no_room_for_drafts(kind: str, llama: Any, tokens: Any) -> None:
+    llm = llama(kind, **(STRICT | {"n_batch": 1}), kvflash_spec=SpecConfig(types=("ngram",)))
+    assert len(list(islice(llm.generate(tokens[:20].tolist(), temp=0.0), 10))) == 10
+    assert llm.kvflash.spec.last.plain_steps == 9
+
+
+@pytest.mark.parametrize("on", ["class", "object"])
+def test_a_sample_of_ones_own_is_asked_for_each_token(on: str, pair: Any) -> None:
+    _, llm, prompt = pair()
+    inherited, asked = type(llm).sample, list[int]()
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> int:
+        asked.append(inherited(self, *args, **kwargs))
+        return asked[-1]
+
+    if on == "class":
+        llm.__class__ = type("Own", (type(llm),), {"sample": sample})
+    else:
+        llm.sample = sample.__get__(llm)
+    assert list(islice(llm.generate(prompt, temp=0.0), 30)) == asked
+    assert llm.kvflash.spec.last.accepted > 0
+
+
+def test_an_automatic_pool_leaves_room_for_what_drafts(models: Any) -> None:
+    from kvflash_ggml.drafter.model import COMPUTE_BYTES
+    from kvflash_ggml.llama.speculating import device_bytes
+    from kvflash_ggml.spec.find import EAGLE3, MTP, NGRAM, Found
+
+    file = models["eagle3"]
+    assert device_bytes([Found(NGRAM)]) == 0
+    assert device_bytes([Found(NGRAM), Found(MTP)]) == COMPUTE_BYTES
+    assert device_bytes([Found(EAGLE3, file)]) == COMPUTE_BYTES + file.stat().st_size

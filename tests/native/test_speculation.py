@@ -159,9 +159,9 @@ def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> 
     made: dict[int, int] = {}
     verify = drafting._session.verify
 
-    def noted(rows: Any, branches: Any) -> None:
+    def noted(rows: Any, *others: Any) -> None:
         made[drafting._session.length] = len(rows)
-        verify(rows, branches)
+        verify(rows, *others)
 
     drafting._session.verify = noted
     out = told(drafting, prompt, 150, temp=0.0)
