@@ -315,3 +315,12 @@ def test_queries_of_the_text_outlive_drafts_that_were_wrong(llama: Any, tokens: 
     mine, its = (s.queries.newest_now(length, rows) for s in (one, other))
     assert length - other.queries.valid_from >= other.queries.rows
     assert np.array_equal(mine, its)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("dense", 32), ("hybrid", 8)])
+def test_there_is_room_for_drafts_in_a_context_of_the_trained_length(kind: str, rows: int, llama: Any) -> None:
+    """The context's parameters have no batch yet when the room is made."""
+    llm = llama(kind, n_ctx=0, n_batch=256, n_ubatch=128, kvflash=512, kvflash_spec="ngram")
+    assert llm._room.rows == rows
+    assert llm._session.engine.info.rs_planes == (rows - 1 if kind == "hybrid" else 0)
+    assert llm._session.room_ahead >= rows
