@@ -16,7 +16,7 @@ import click
 from .. import logs
 from ..config import KVFlashConfig
 from ..constants import KV_TYPES
-from ..errors import ConfigError, KVFlashError, LibraryError
+from ..errors import KVFlashError, LibraryError
 from ..native import library
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
@@ -82,11 +82,7 @@ def open_model(
 
 
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
-    if config is not None:
-        return replace(config, spec=drafts.over(config.spec))
-    if drafts.spec_draft_model is not None:
-        raise ConfigError(f"-md {drafts.spec_draft_model} drafts for a pool, which is off: add --kvflash, as auto")
-    return None
+    return None if config is None else replace(config, spec=drafts.over(config.spec))
 
 
 def gpu_layers(loading: ModelOptions) -> int:
