@@ -76,7 +76,8 @@ class SpecConfig:
         files = [Path(file) for _, _, file in words if file]
         if len(files) > 1:
             raise ConfigError(f"one file drafts at a time, not {', '.join(map(str, files))}")
-        return cls(types=tuple(_type(name) for name, _, _ in words), draft=files[0] if files else None)
+        types = dict.fromkeys(_type(name) for name, _, _ in words)  # several of upstream's names are one here
+        return cls(types=tuple(types), draft=files[0] if files else None)
 
 
 def _type(name: str) -> str:

@@ -52,9 +52,10 @@ def test_a_file_can_be_named_by_a_string() -> None:
     assert SpecConfig(draft="a.gguf") == SpecConfig(draft=Path("a.gguf"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["auto", "none", "ngram,eagle3=a=b.gguf", "draft-mtp"])
+@pytest.mark.parametrize("text", ["auto", "none", "ngram,eagle3=a=b.gguf", "draft-mtp", "ngram-mod,mtp,ngram-simple"])
 def test_read(text: str) -> None:
     want = {
+        "ngram-mod,mtp,ngram-simple": SpecConfig(types=("ngram", "draft-mtp")),
         "auto": SpecConfig(),
         "none": None,
         "ngram,eagle3=a=b.gguf": SpecConfig(types=("ngram", "draft-eagle3"), draft=Path("a=b.gguf")),
