@@ -29,10 +29,11 @@ class SpecConfig:
 
     types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. draft: GGUF file of a
     drafter; None takes one found beside the model, or in its file. tree: drafters of blocks propose trees, where the
-    memory of the model has branches; None to leave that open, which is no so far. width: rows of a step, the newest
-    token's with them, wherever a draft is so long: then no clock decides, and the same call takes the same steps; None
-    to go by what steps cost. max_width: rows at most. window: newest tokens that a drafting model sees. n_gpu_layers:
-    0 keeps a drafting model off the device, any other number puts all of it there; None to go by the target's.
+    memory of the model has branches; None to leave that open, which is no so far. width: rows of a step that verifies
+    a draft, the newest token's with them; a shorter chain is filled up. Then no clock decides, and the same call
+    takes the same steps; None to go by what steps cost. max_width: rows at most. window: newest tokens that a
+    drafting model sees. n_gpu_layers: 0 keeps a drafting model off the device, any other number puts all of it there;
+    None to go by the target's.
     """
 
     types: tuple[str, ...] = ()

@@ -29,7 +29,10 @@ class SpecStats:
 
     @property
     def speedup(self) -> float | None:
-        """Estimated: how many times faster than plain decoding the newest answer is. None before that is known."""
+        """Estimated: how many times faster than plain decoding the newest answer is.
+
+        None before that is known, and where the width is fixed.
+        """
         return self._speculator.controls.speedup
 
     @property
