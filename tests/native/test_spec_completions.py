@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvflash_ggml.config import KVFlashConfig, SpecConfig
-from kvflash_ggml.errors import KVFlashError
+from kvflash_ggml.errors import ConfigError, KVFlashError
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 WIDTH = 8
@@ -294,3 +295,29 @@ def test_an_automatic_pool_leaves_room_for_what_drafts(models: Any) -> None:
     assert device_bytes([Found(NGRAM)]) == 0
     assert device_bytes([Found(NGRAM), Found(MTP)]) == COMPUTE_BYTES
     assert device_bytes([Found(EAGLE3, file)]) == COMPUTE_BYTES + file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({}, "give kvflash a pool size"),
+        ({"kvflash": "off"}, "give kvflash a pool size"),
+        ({"kvflash": 512, "kvflash_spec": "auto"}, "kvflash_spec=SpecConfig"),
+        ({"kvflash": KVFlashConfig(pool=512)}, "a KVFlashConfig: name the file there"),
+    ],
+    ids=["none", "off", "spec", "config"],
+)
+def test_draft_model_names_a_file_where_that_can_be(keywords: dict[str, Any], told: str, loaded: None) -> None:
+    from kvflash_ggml.llama import parameters
+
+    with pytest.raises(ConfigError, match=r"draft_model='d\.gguf'") as caught:
+        parameters.read({"draft_model": "d.gguf", **keywords}, {})
+    assert told in str(caught.value)
+
+
+def test_draft_model_as_a_file(loaded: None) -> None:
+    from kvflash_ggml.llama import parameters
+
+    request = parameters.read({"draft_model": "d.gguf", "kvflash": 512}, {})
+    assert request.config == KVFlashConfig(pool=512, spec=SpecConfig(draft=Path("d.gguf")))
+    assert "draft_model" not in request.upstream

@@ -11,9 +11,8 @@ import pytest
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.cli.report import spec_counters
-from kvflash_ggml.config import SPEC_WINDOW, KVFlashConfig, SpecConfig
+from kvflash_ggml.config import SPEC_WINDOW, SpecConfig
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.llama import parameters
 from kvflash_ggml.spec.tally import Tally
 
 
@@ -62,28 +61,6 @@ def test_read(text: str) -> None:
         "draft-mtp": SpecConfig(types=("draft-mtp",)),
     }
     assert SpecConfig.read(text) == want[text]
-
-
-@pytest.mark.parametrize(
-    ("keywords", "told"),
-    [
-        ({}, "give kvflash a pool size"),
-        ({"kvflash": "off"}, "give kvflash a pool size"),
-        ({"kvflash": 512, "kvflash_spec": "auto"}, "kvflash_spec=SpecConfig"),
-        ({"kvflash": KVFlashConfig(pool=512)}, "a KVFlashConfig: name the file there"),
-    ],
-    ids=["none", "off", "spec", "config"],
-)
-def test_draft_model_names_a_file_where_that_can_be(keywords: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=r"draft_model='d\.gguf'") as caught:
-        parameters.read({"draft_model": "d.gguf", **keywords}, {})
-    assert told in str(caught.value)
-
-
-def test_draft_model_as_a_file() -> None:
-    request = parameters.read({"draft_model": "d.gguf", "kvflash": 512}, {})
-    assert request.config == KVFlashConfig(pool=512, spec=SpecConfig(draft=Path("d.gguf")))
-    assert "draft_model" not in request.upstream
 
 
 def test_the_command_line(cli: Stage, file: str) -> None:
