@@ -172,6 +172,11 @@ class KVFlashConfig:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
+        timed = self.spec is not None or self.answer == "lossless"
+        if self.deterministic and timed and (self.spec is None or self.spec.width is None):
+            raise ConfigError(
+                "deterministic: how much of a draft is verified depends on the clock; give a width of spec"
+            )
         for span in self.pins:
             if (
                 not isinstance(span, (tuple, list))

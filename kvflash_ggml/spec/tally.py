@@ -55,13 +55,6 @@ class Tally:
         """Share accepted of those drafts that were right before, by their position after the newest token."""
         return tuple(b / a for a, b in zip(self.reached, self.agreed, strict=True))
 
-    @property
-    def speedup(self) -> float | None:
-        """Estimated: tokens a second against those of plain steps of the same time. None without plain steps."""
-        plain = self.seconds_plain / self.plain_steps if self.plain_steps else 0.0
-        spent = self.seconds_plain + self.seconds_draft + self.seconds_verify
-        return (self.plain_steps + self.steps + self.accepted + self.lucky) * plain / spent if plain and spent else None
-
     def plain(self, seconds: float, drafting: float = 0.0) -> None:
         """One token was generated without a draft, in so much time, and in what drafters took."""
         self.plain_steps += 1

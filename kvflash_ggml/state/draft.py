@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .blob import Blob
 
@@ -31,8 +31,8 @@ class SavedDraft:
     length: int
     first: int
     end: int
-    context: Blob
-    rows: Blob
+    context: Blob = field(repr=False)
+    rows: Blob = field(repr=False)
 
     @property
     def size(self) -> int:

@@ -153,7 +153,7 @@ def test_the_same_seed_says_the_same() -> None:
         ([MODEL, "hi", "--kvflash", "many"], 2, "'many' is not a number of tokens"),
         ([MODEL, "hi", "--kvflash", "1024", "-fa", "off"], 1, "flash attention"),
         ([MODEL, "word " * 600, "-c", "256"], 1, "exceed context window of 256: give a larger context with -c"),
-        ([MODEL.parent, "hi"], 1, f"{MODEL.parent} is a folder: give one of its files, recall-"),
+        ([MODEL.parent, "hi"], 1, f"{MODEL.parent} is a folder: give one of its files, mtp-recall-"),
         ([TEXT, "hi"], 1, "is not a GGUF file, it begins with b'"),
     ],
 )

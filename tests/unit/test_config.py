@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.config import KVFlashConfig, SpecConfig
 from kvflash_ggml.constants import round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
@@ -95,3 +95,10 @@ def test_is_frozen_and_by_keyword() -> None:
 @pytest.mark.parametrize(("value", "step", "want"), [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512)])
 def test_round_up(value: int, step: int, want: int) -> None:
     assert round_up(value, step) == want
+
+
+@pytest.mark.parametrize("fields", [{"spec": SpecConfig()}, {"answer": "lossless"}])
+def test_what_a_clock_decides_does_not_repeat(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="give a width"):
+        KVFlashConfig(deterministic=True, **fields)
+    KVFlashConfig(deterministic=True, **(fields | {"spec": SpecConfig(width=4)}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.tally import Tally
@@ -11,10 +10,9 @@ from kvflash_ggml.spec.tally import Tally
 
 def test_nothing_is_known_of_nothing() -> None:
     tally = Tally()
-    assert (tally.rate, tally.mean_length, tally.speedup, tally.per_position) == (None, None, None, ())
+    assert (tally.rate, tally.mean_length, tally.per_position) == (None, None, ())
     tally.plain(0.5)
     assert (tally.rate, tally.mean_length) == (None, None)
-    assert tally.speedup == 1
 
 
 def test_steps_and_what_they_won() -> None:
@@ -31,7 +29,6 @@ def test_steps_and_what_they_won() -> None:
     assert (tally.reached, tally.agreed) == ([4, 2, 2, 1], [3, 2, 1, 1])
     assert tally.per_position == (3 / 4, 1, 1 / 2, 1)
     assert (tally.seconds_draft, tally.seconds_verify, tally.seconds_plain) == (1.25, 7, 1)
-    assert tally.speedup == pytest.approx((1 + 4 + 7) * 1.0 / 9.25)
     assert {name: (of.steps, of.drafted, of.accepted) for name, of in tally.by_source.items()} == {
         "a": (3, 12, 6),
         "b": (1, 1, 1),
