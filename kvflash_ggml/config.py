@@ -20,6 +20,9 @@ SPEC_TYPES = ("ngram", "draft-simple", "draft-dflash", "draft-eagle3", "draft-mt
 SPEC_WINDOW = 256
 """Tokens that a drafting model has to see, at least."""
 
+SPEC_DEFAULT_WINDOW = 4096
+"""Tokens that it sees, if nothing else is asked for."""
+
 _ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
 
@@ -41,7 +44,7 @@ class SpecConfig:
     tree: bool | None = None
     width: int | None = None
     max_width: int | None = None
-    window: int = 4096
+    window: int = SPEC_DEFAULT_WINDOW
     n_gpu_layers: int | None = None
 
     def __post_init__(self) -> None:

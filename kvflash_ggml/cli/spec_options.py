@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..config import SPEC_WINDOW, SpecConfig
+from ..config import SPEC_DEFAULT_WINDOW, SPEC_WINDOW, SpecConfig
 from ..errors import ConfigError
 from .sections import collected, option
 
@@ -105,7 +105,7 @@ spec_options = collected(
         "--spec-window",
         type=click.IntRange(min=SPEC_WINDOW),
         metavar="N",
-        help="Newest tokens that a drafting model sees.  [default: 4096]",
+        help=f"Newest tokens that a drafting model sees.  [default: {SPEC_DEFAULT_WINDOW}]",
     ),
     _spec(
         "-ngld",

@@ -173,10 +173,11 @@ class GeneratingLlama(SavingLlama):
         neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
         inherited = "sample" not in vars(self) and type(self).sample is GeneratingLlama.sample
         self._greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
+        if self._session is not None:
+            self._session.check_open()
+            self._session.settle()
         if self._finder is not None and not self._deterministic:
             self._finder.settle()
-        if self._session is not None:
-            self._session.settle()
         if self._speculator is not None:
             most, self.kvflash_most = self.kvflash_most, None
             self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)

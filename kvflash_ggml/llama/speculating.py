@@ -87,11 +87,15 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step."""
+    """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
+
+    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary.
+    """
 
     drafters: Sequence[Drafter] = ()
     features: FeatureRows | None = None
     rows: int = ROWS
+    ends: frozenset[int] = frozenset()
 
     def among(self, asked: Collection[Drafter]) -> Drafting:
         """Without drafters that are not asked any more: these may be closed."""
@@ -122,20 +126,24 @@ def open_drafting(
     Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target; where
     nobody was named, a warning is all, and the text drafts alone.
     """
+    if not rows:
+        return Drafting()
+    ends = _ends(llm)
     if spec is None:
-        return Drafting(rows=rows or ROWS)
+        return Drafting(rows=rows, ends=ends)
     try:
         with ExitStack() as opening:
-            drafters = [_open(one, _target(llm, spec), spec, opening) for one in found]
+            target = _target(llm, spec, ends)
+            drafters = [_open(one, target, spec, opening) for one in found]
             given = [drafter for drafter in drafters if drafter.wants]
             features = FeatureRows(engine, given, llm.n_embd()) if given else None
             stack.push(opening.pop_all())
-            return Drafting(drafters, features, rows)
+            return Drafting(drafters, features, rows, ends)
     except (ConversionError, HostMemoryError, UnsupportedError) as error:
         if spec.types or spec.draft is not None:
             raise
         logger.warning("drafts by the text alone: %s", error)
-        return Drafting([NGram()], None, rows)
+        return Drafting([NGram()], None, rows, ends)
 
 
 def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> Drafter:
@@ -163,10 +171,9 @@ def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Draft
     drafters: list[Drafter] = [*given, *drafting.drafters, *pool]
     if not drafters:
         return None
-    spec = config.spec or SpecConfig()
-    return Speculator(
-        drafters, _controls(spec, drafting), n_vocab=llm.n_vocab(), ends=_ends(llm), features=drafting.features
-    )
+    controls = _controls(config.spec or SpecConfig(), drafting)
+    ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
+    return Speculator(drafters, controls, n_vocab=llm.n_vocab(), ends=ends, features=drafting.features)
 
 
 def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
@@ -179,7 +186,7 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
     return Controller(widths, serial=SERIAL)
 
 
-def _target(llm: GeneratingLlama, spec: SpecConfig) -> Target:
+def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Target:
     params = llm.context_params
     offload = llm.model_params.n_gpu_layers if spec.n_gpu_layers is None else spec.n_gpu_layers
     return Target(
@@ -189,7 +196,7 @@ def _target(llm: GeneratingLlama, spec: SpecConfig) -> Target:
         n_embd=llm.n_embd(),
         n_vocab=llm.n_vocab(),
         n_ctx=llm.n_ctx(),
-        ends=_ends(llm),
+        ends=ends,
         threads=params.n_threads,
         batch_threads=params.n_threads_batch,
         offload=offload != 0,

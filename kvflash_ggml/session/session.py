@@ -231,9 +231,13 @@ class Session(Text):
         super().close()
         self.pool.close()
 
-    def _begin(self, count: int) -> None:
+    def check_open(self) -> None:
+        """KVFlashError for a model that was closed."""
         if self.engine.closed:
             raise KVFlashError("this model is closed: make a new Llama")
+
+    def _begin(self, count: int) -> None:
+        self.check_open()
         self.settle()
         if self.length + count > self.n_ctx:
             raise ContextFull(

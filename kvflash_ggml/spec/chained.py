@@ -23,6 +23,31 @@ RECENT = 64
 _OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their logits would cost too much
 
 
+def go_on(
+    context: DraftContext, target: Target, at: int, tokens: Int32s, states: Floats | None = None, *,
+    most: int, source: str,
+) -> Draft:  # fmt: skip
+    """What follows these tokens, the first at `at`: the likeliest one each time, up to `most` or an end of generation.
+
+    states: what each goes on from, for a graph that takes them and gives the next one; None for a model that reads a
+    text by itself. It ends before a token that the target does not have.
+    """
+    found, logps = list[int](), list[float]()
+    while len(found) < most:
+        context.run(at, tokens, states, outputs=1 if states is None else len(tokens))
+        ids, logp = context.top([len(tokens) - 1], 1)
+        if ids[0, 0] >= target.n_vocab:
+            break
+        found.append(int(ids[0, 0]))
+        logps.append(float(logp[0, 0]))
+        if found[-1] in target.ends:
+            break
+        if states is not None and len(found) < most:
+            states = context.states(len(tokens))[-1:]
+        at, tokens = context.end, ids[0]
+    return chain(found, source, np.array(logps, np.float32))
+
+
 class Chained:
     """Reads pairs: a token, and what the target computed for the one before it. Then each token it drafts with its own.
 
@@ -70,21 +95,9 @@ class Chained:
         if len(tokens) > _OUTPUTS:
             self._context.feed(at, tokens[:-1], states[:-1])
             at, tokens, states = end, tokens[-1:], states[-1:]
-        draft = self._chain(at, tokens, states, most)
+        draft = go_on(self._context, self._target, at, tokens, states, most=most, source=self.name)
         self._context.cut(end)
         return draft
-
-    def _chain(self, at: int, tokens: Int32s, states: Floats, most: int) -> Draft:
-        """What follows these pairs, the first at `at`, token by token."""
-        context, found, logps = self._context, list[int](), list[float]()
-        while True:
-            context.run(at, tokens, states, outputs=len(tokens))
-            ids, logp = context.top([len(tokens) - 1], 1)
-            found.append(int(ids[0, 0]))
-            logps.append(float(logp[0, 0]))
-            if len(found) >= most or found[-1] in self._target.ends:
-                return chain(found, self.name, np.array(logps, np.float32))
-            at, tokens, states = context.end, ids[0], context.states(len(tokens))[-1:]
 
     def cut(self, length: int) -> None:
         """See Drafter. The newest rows outlive it."""

@@ -13,15 +13,12 @@ import llama_cpp
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..config import SPEC_WINDOW
+from ..config import SPEC_DEFAULT_WINDOW, SPEC_WINDOW
 from ..constants import round_up
 from ..drafter.model import same_vocabulary
 from ..errors import ConfigError, ConversionError, HostMemoryError
 from ..native import logits, stock
 from .target import Target
-
-WINDOW = 4096
-"""Tokens of the text that a drafter sees, if nothing else is asked for."""
 
 STEP = 512
 """Tokens that a drafter reads at once, at most."""
@@ -87,7 +84,7 @@ class DraftContext:
     """
 
     def __init__(
-        self, model: Any, target: Target, *, window: int = WINDOW, shares: bool = False, mtp: bool = False,
+        self, model: Any, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, shares: bool = False, mtp: bool = False,
         states: int = stock.NO_STATES, causal: bool = True,
     ) -> None:  # fmt: skip
         if window < _SLACK:

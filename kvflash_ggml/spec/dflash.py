@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..config import SPEC_DEFAULT_WINDOW
 from ..convert import gguf_read, verify
 from ..convert import target as target_facts
 from ..state.draft import SavedDraft
 from . import blocks
 from .base import Features
-from .context import WINDOW, DraftContext, DraftModel
+from .context import DraftContext, DraftModel
 from .draft import Draft
 from .lag import Lag
 from .memory import DraftMemory
@@ -32,7 +33,7 @@ class DFlash:
     that is not a drafter of this target, and what DraftModel and DraftContext raise.
     """
 
-    def __init__(self, path: Path, target: Target, *, window: int = WINDOW, branches: int = 1) -> None:
+    def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, branches: int = 1) -> None:
         file, aim = gguf_read.read(path), target_facts.describe(gguf_read.read(target.path))
         verify.check(file, aim, rope_differs=True)
         it = verify.describe(file)

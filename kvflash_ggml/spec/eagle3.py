@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..config import SPEC_DEFAULT_WINDOW
 from ..convert import gguf_read, verify
 from ..convert import target as target_facts
 from ..native import stock
 from .base import Features
 from .chained import Chained
-from .context import WINDOW, DraftContext, DraftModel
+from .context import DraftContext, DraftModel
 from .target import Target
 
 
@@ -20,7 +21,7 @@ class Eagle3(Chained):
     Raises ConversionError for a file that is not a drafter of this target, and what DraftModel and DraftContext raise.
     """
 
-    def __init__(self, path: Path, target: Target, *, window: int = WINDOW) -> None:
+    def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
         file, aim = gguf_read.read(path), target_facts.describe(gguf_read.read(target.path))
         verify.check(file, aim)
         layers = verify.target_layers(file)

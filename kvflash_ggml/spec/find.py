@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from .. import modelfile
@@ -62,9 +62,9 @@ class _Search:
         file = gguf_read.read(draft)
         found = _type(file)
         if found == MTP:
-            heads.check_pair(file, self._target())
+            heads.check_pair(file, self._target)
         elif found != SIMPLE:
-            verify.check(file, target_facts.describe(self._target()), rope_differs=True)
+            verify.check(file, target_facts.describe(self._target), rope_differs=True)
         return found
 
     def best(self) -> Found | None:
@@ -110,10 +110,12 @@ class _Search:
                     yield path
 
     def _own_head(self) -> bool:
-        file = self._target()
+        file = self._target
         return file.architecture in heads.GRAPHS and heads.count(file) == 1
 
+    @cached_property
     def _target(self) -> GGUF:
+        """Read once: a large vocabulary takes its time."""
         return gguf_read.read(self._model)
 
 

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..config import SPEC_DEFAULT_WINDOW
 from ..convert import gguf_read, heads
 from ..errors import ConversionError
 from ..native import stock
 from .base import Features
 from .chained import Chained
-from .context import WINDOW, DraftContext, DraftModel, state_width
+from .context import DraftContext, DraftModel, state_width
 from .target import Target
 
 
@@ -23,7 +24,7 @@ class Mtp(Chained):
     raise.
     """
 
-    def __init__(self, path: Path | None, target: Target, *, window: int = WINDOW) -> None:
+    def __init__(self, path: Path | None, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
         file = gguf_read.read(path or target.path)
         with ExitStack() as stack:
             address: Any = target.model

@@ -9,12 +9,14 @@ import numpy as np
 
 from .. import modelfile
 from ..arrays import Floats, Int32s
+from ..config import SPEC_DEFAULT_WINDOW
 from ..drafter.model import BOUND
 from ..errors import ConversionError
 from ..state.draft import SavedDraft
 from .base import Features
-from .context import WINDOW, DraftContext, DraftModel
-from .draft import Draft, chain
+from .chained import go_on
+from .context import DraftContext, DraftModel
+from .draft import Draft
 from .lag import Lag
 from .memory import DraftMemory
 from .target import Target
@@ -33,7 +35,7 @@ class Small:
     name = "draft"
     wants = Features()
 
-    def __init__(self, path: Path, target: Target, *, window: int = WINDOW) -> None:
+    def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
         if (architecture := modelfile.architecture(path)) in BOUND:
             raise ConversionError(
                 path.name, "general.architecture", found=architecture, wanted="a model that reads a text by itself",
@@ -79,20 +81,9 @@ class Small:
         if len(unread) > context.step:
             context.feed(start, tokens, None)
             start, unread = end, unread[-1:]
-        found: list[int] = []
-        logps: list[float] = []
-        while len(found) < most:
-            context.run(start, unread, outputs=1)
-            ids, logp = context.top([len(unread) - 1], 1)
-            if ids[0, 0] >= self._target.n_vocab:
-                break  # of its own only
-            found.append(int(ids[0, 0]))
-            logps.append(float(logp[0, 0]))
-            if found[-1] in self._target.ends:
-                break
-            start, unread = context.end, ids[0]
+        draft = go_on(context, self._target, start, unread, most=most, source=self.name)
         context.cut(end)
-        return chain(found, self.name, np.array(logps, np.float32))
+        return draft
 
     def cut(self, length: int) -> None:
         """See Drafter."""

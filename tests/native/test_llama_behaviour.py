@@ -957,3 +957,10 @@ def test_the_pool_says_what_it_is(llama: Any) -> None:
     assert everything.kvflash.banner().endswith(", sliding-window layers keep all 1024 tokens (swa_full=True)")
     assert repr(llm.kvflash) == f"<{llm.kvflash.banner()}>"
     assert "sliding" not in llama(kvflash=512).kvflash.banner()
+
+
+def test_a_closed_model_says_that_it_is(llama: Any, tokens: Any) -> None:
+    llm = llama(kvflash=512)
+    llm.close()
+    with pytest.raises(KVFlashError, match="this model is closed"):
+        next(llm.generate(tokens[:10].tolist(), **GREEDY))
