@@ -49,7 +49,7 @@ def write(
     if reader is not None:
         facts["drafter"] = _write_reader(writer, reader)
     if saved.drafts:
-        facts["speculation"] = drafts.write(writer, saved.drafts)
+        facts[drafts.FACT] = drafts.write(writer, saved.drafts)
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
 
