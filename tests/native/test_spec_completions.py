@@ -240,7 +240,7 @@ def test_what_has_failed_is_not_asked_again_with_another_draft_model(
         raise RuntimeError("it has failed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle3, "_chain", fail)
+        patch.setattr(eagle3, "propose", fail)
         list(islice(llm.generate(prompt, temp=0.9), 20))
     assert llm.kvflash.spec.types == ("ngram",)
     llm.draft_model = Knowing([])
