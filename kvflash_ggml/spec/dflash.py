@@ -39,7 +39,6 @@ class DFlash:
         it = verify.describe(file)
         if not math.isclose(it.theta, aim.theta, rel_tol=1e-6):
             logger.warning("%s was made with a RoPE theta of %g, its target with %g", path.name, it.theta, aim.theta)
-        self.wants = Features(it.target_layers)
         self._reader = blocks.reader(file, it.block)
         self._block = np.full(it.block, it.mask, np.int32)
         self._branches = branches
@@ -54,6 +53,7 @@ class DFlash:
             stack.callback(self._context.close)
             self._memory = DraftMemory(self.name, path, self._context)
             self._lag = Lag(self._context.window)
+            self.wants = Features(it.target_layers, newest=self._context.window)
             self._stack = stack.pop_all()
 
     @property
