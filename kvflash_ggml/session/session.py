@@ -188,15 +188,10 @@ class Session(Text):
             self._take_ready()
         self.evaluate(tokens, LAST, generated=True, ahead=room, sketch=True)
 
-    def accept(self, count: int | None = None, after: AfterStep | None = None) -> None:
-        """The first `count` of the tokens that were verified are of the text, or those that were kept.
-
-        after: as in `verify`.
-        """
+    def accept(self, after: AfterStep | None = None) -> None:
+        """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""
         self.unfinished.settle()
         if self.ahead:
-            if count is not None:
-                self.keep_first(count)
             self.settle()
             self._repair(after)
 

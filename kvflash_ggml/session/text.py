@@ -129,11 +129,6 @@ class Text:
         if ahead.branches is not None:
             self.logits = Logits(ahead.start, ahead.kept, path=ahead.path)
 
-    def keep_first(self, count: int) -> None:
-        """The first `count` rows of a chain at once: an interrupt leaves all of them, or none."""
-        assert self._ahead is not None
-        self._ahead = replace(self._ahead, path=tuple(range(count)))
-
     # --- steps
 
     def evaluate(
