@@ -16,7 +16,7 @@ import click
 from .. import logs
 from ..config import KVFlashConfig
 from ..constants import KV_TYPES
-from ..errors import KVFlashError, LibraryError
+from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
@@ -44,7 +44,7 @@ def ensure_gpu_offload(layers: int) -> None:
 @contextmanager
 def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
-    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
+    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose, **_servers(loading)}
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -68,6 +68,7 @@ def open_model(
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
+        **_servers(loading),
     }
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
@@ -81,6 +82,10 @@ def open_model(
         yield llm
 
 
+def _servers(loading: ModelOptions) -> dict[str, Any]:
+    return {} if loading.rpc is None else {"rpc": loading.rpc, "rpc_trust": loading.rpc_trust}
+
+
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
     return None if config is None else replace(config, spec=drafts.over(config.spec))
 
@@ -88,6 +93,8 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
 def gpu_layers(loading: ModelOptions) -> int:
     """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
     layers = loading.n_gpu_layers
+    if loading.rpc is not None:
+        return -1 if layers == "auto" else layers
     if layers == "auto":
         return -1 if supports_gpu_offload() else 0
     try:
@@ -108,7 +115,10 @@ def first_seed(seed: int) -> int:
 
 @contextmanager
 def plain_errors(*, verbose: bool) -> Iterator[None]:
-    """What a user can cause ends with its message and exit code 1; `-v` adds the traceback."""
+    """What a user can cause ends with its message and exit code 1, or 2 for a server that cannot be used.
+
+    `-v` adds the traceback.
+    """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
@@ -116,7 +126,9 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
     except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
         if verbose:
             traceback.print_exc(file=sys.stderr)
-        raise click.ClickException(in_words(error)) from error
+        told = click.ClickException(in_words(error))
+        told.exit_code = 2 if isinstance(error, RemoteError) else 1
+        raise told from error
 
 
 def log_to_stderr(output: OutputOptions) -> None:

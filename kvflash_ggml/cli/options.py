@@ -30,6 +30,8 @@ class ModelOptions:
     cache_type_k: str
     cache_type_v: str
     flash_attn: str
+    rpc: str | None
+    rpc_trust: bool
 
 
 model_options = collected(
@@ -97,6 +99,16 @@ model_options = collected(
         metavar="on|off|auto",
         default="auto",
         help="Flash attention; a pool needs it, and auto is on.  [default: auto]",
+    ),
+    _model(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
+    ),
+    _model(
+        "--rpc-trust",
+        is_flag=True,
+        help="Also of servers that are neither on this machine nor in a private network.",
     ),
 )
 

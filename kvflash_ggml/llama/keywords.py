@@ -37,6 +37,14 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_progress: Progress | None
 
 
+class RemoteKeywords(TypedDict, total=False):
+    """Devices of other machines, which this package adds too. rpc_servers: as upstream's server names them."""
+
+    rpc: str | Sequence[str] | None
+    rpc_servers: str | None
+    rpc_trust: bool | None
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -86,5 +94,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, RemoteKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

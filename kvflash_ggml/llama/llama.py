@@ -14,13 +14,14 @@ import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from .. import modelfile, policy
+from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
 from ..errors import KVFlashError
 from ..native import engine as native
 from ..native import library
+from ..native import remote as servers
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
@@ -54,6 +55,9 @@ class Llama(GeneratingLlama):
         fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
+    rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all
+        layers are offloaded then unless n_gpu_layers is given. rpc_trust: also servers that are neither on this machine
+        nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
@@ -66,7 +70,8 @@ class Llama(GeneratingLlama):
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.
 
-    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning.
+    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning;
+    RemoteError for a server that cannot be used. One that is lost later is DeviceLost.
     """
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
@@ -87,8 +92,11 @@ class Llama(GeneratingLlama):
             else:
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
+        self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
+        endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
         settings = request.upstream
-        library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
+        if not endpoints:
+            library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
 
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
@@ -98,9 +106,11 @@ class Llama(GeneratingLlama):
             name: settings.get(name, parameters.UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")
         }
         self._pickled_tokenizer = settings.get("tokenizer")
-        with contextlib.ExitStack() as self._pool_requests:
+        with contextlib.ExitStack() as self._pool_requests, servers.connected(endpoints):
+            self._devices = servers.device_list(endpoints) if endpoints else None
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
             super().__init__(model_path, logits_all=False, **settings)
+            self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._replace_batch()
@@ -121,6 +131,8 @@ class Llama(GeneratingLlama):
     def model_params(self, params: Any) -> None:
         # upstream sets this before loading the model
         params.load_mtp = loads_head(self._found)
+        if self._devices is not None:
+            params.devices = servers.address(self._devices)
         self._model_params = params
 
     @property
@@ -231,4 +243,5 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
+        state |= self._rpc
         return state

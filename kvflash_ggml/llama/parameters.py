@@ -18,14 +18,15 @@ from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from .keywords import PoolKeywords
+from .keywords import PoolKeywords, RemoteKeywords
 
 logger = logging.getLogger("kvflash_ggml")
 
 # keywords that upstream's server passes although upstream's constructor does nothing with them
-STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
+STRAY_KEYWORDS = {"mul_mat_q"}
 UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
+REMOTE_KEYWORDS = tuple(RemoteKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -36,11 +37,15 @@ defaults: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The keywords of one constructor call, sorted. config: None without a pool."""
+    """The keywords of one constructor call, sorted. config: None without a pool. rpc: servers whose devices are used,
+    as they were written; rpc_trust: wherever they are.
+    """
 
     config: KVFlashConfig | None
     cache: PrefixCache | None
     progress: Progress | None
+    rpc: tuple[str, ...]
+    rpc_trust: bool
     upstream: dict[str, Any]
 
 
@@ -48,7 +53,12 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
-    upstream = {name: value for name, value in given.items() if not name.startswith(_PREFIX)}
+    rpc, trust = _servers(given)
+    upstream = {
+        name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
+    }
+    if rpc:
+        upstream.setdefault("n_gpu_layers", -1)
     fields = {
         name.removeprefix(f"{_PREFIX}_"): value
         for name, value in given.items()
@@ -66,7 +76,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
-    return Request(config=config, cache=store, progress=progress, upstream=upstream)
+    return Request(config=config, cache=store, progress=progress, rpc=rpc, rpc_trust=trust, upstream=upstream)
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +88,7 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - STRAY_KEYWORDS
+    unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *POOL_KEYWORDS, *REMOTE_KEYWORDS, *STRAY_KEYWORDS}
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
             known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
@@ -87,6 +97,16 @@ def check_names(keywords: dict[str, Any]) -> None:
             raise TypeError(f"Llama() has no keyword {name}{hint}")
     if unknown:
         _warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
+
+
+def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """Which servers are asked for, and are they trusted wherever they are? ConfigError if they are named twice."""
+    named = [given[name] for name in ("rpc", "rpc_servers") if given.get(name)]
+    if len(named) > 1:
+        raise ConfigError("rpc and rpc_servers name the same thing: give one of them")
+    servers = named[0] if named else ()
+    words = servers.split(",") if isinstance(servers, str) else servers
+    return tuple(word.strip() for word in words), bool(given.get("rpc_trust"))
 
 
 def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
@@ -165,7 +185,7 @@ def signature() -> inspect.Signature:
     names = inspect.signature(llama_cpp.Llama.__init__).parameters
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
-        for name, annotation in PoolKeywords.__annotations__.items()
+        for name, annotation in {**PoolKeywords.__annotations__, **RemoteKeywords.__annotations__}.items()
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])

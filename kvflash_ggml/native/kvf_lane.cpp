@@ -1,6 +1,7 @@
 // Which devices hold the pool.
 #include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_remote.h"
 
 #include <algorithm>
 
@@ -14,6 +15,7 @@ kvf_lane make_lane(ggml_backend_dev_t dev, ggml_backend_t compute) {
     kvf_lane lane;
     lane.dev     = dev;
     lane.compute = compute;
+    lane.remote  = kvf_is_remote(dev);
     ggml_backend_dev_props props {};
     if (compute && dev) {
         ggml_backend_dev_get_props(dev, &props);
@@ -67,7 +69,7 @@ void kvf_lanes_init(kvf_engine & engine) {
         }
     }
     for (auto & lane : engine.lanes) {
-        if (lane.copy) {
+        if (lane.copy && !lane.remote) {  // a graph of its own would push that of the steps out of the server
             lane.stage = kvf_staging_init(lane, engine.info.n_slots/KVF_BLOCK);
             engine.info.device_bytes += lane.stage ? ggml_backend_buffer_get_size(lane.stage->buffer.get()) : 0;
         }

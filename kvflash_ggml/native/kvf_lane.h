@@ -17,6 +17,8 @@ struct kvf_lane {
     ggml_backend_dev_t     dev     = nullptr;
     ggml_backend_t         compute = nullptr;  // belongs to the context
     ggml_backend_ptr       copy;               // null: transfers are plain copies
+    bool                   remote = false;     // on a server: all that is sent to it is done in that order
+    uint64_t               sound  = 0;         // of a server: it answered at least until this transfer was done
     ggml_backend_event_ptr compute_mark;
     std::array<ggml_backend_event_ptr, N_EVENTS> done;  // of transfer t, at t % N_EVENTS
     int32_t                n_layers = 0;

@@ -1,6 +1,7 @@
 // Moves whole blocks between the pool and host memory.
 #include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_remote.h"
 
 #include <algorithm>
 
@@ -109,7 +110,11 @@ uint64_t kvf_transfer_begin(kvf_engine & engine) {
 void kvf_transfer_end(kvf_engine & engine, uint64_t ticket) {
     for (auto & lane : engine.lanes) {
         if (lane.copy) {
-            ggml_backend_event_record(lane.done[ticket % kvf_lane::N_EVENTS].get(), lane.copy.get());
+            auto * event = lane.done[ticket % kvf_lane::N_EVENTS].get();
+            if (lane.remote && ticket > kvf_lane::N_EVENTS && kvf_event_sound(event)) {
+                lane.sound = ticket - kvf_lane::N_EVENTS;
+            }
+            ggml_backend_event_record(event, lane.copy.get());
         }
     }
 }
@@ -145,6 +150,16 @@ void kvf_wait(kvf_engine * engine, uint64_t ticket) {
             ggml_backend_event_synchronize(lane.done[ticket % kvf_lane::N_EVENTS].get());
         }
     }
+}
+
+int kvf_sound(kvf_engine * engine, uint64_t ticket) {
+    return std::all_of(engine->lanes.begin(), engine->lanes.end(), [ticket](const auto & lane) {
+        return !lane.remote || ticket <= lane.sound || kvf_event_sound(lane.done[ticket % kvf_lane::N_EVENTS].get());
+    });
+}
+
+kvf_status kvf_check_lost(const kvf_engine * engine) {
+    return kvf_check_servers(engine->servers);
 }
 
 kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data) {

@@ -34,6 +34,11 @@ _PREFIX = "" if sys.platform == "win32" else "lib"
 _STRUCTS = ("llama_context_params", "llama_model_params", "llama_batch")
 _MISSING_OBJECT = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
 
+HOST_BACKENDS = frozenset({"cpu", "blas", "rpc"})
+"""Backends of a build that bring no GPU of this machine: RPC has devices only where somebody connects to a server."""
+
+_GPU_TYPES = (1, 2)  # ggml_backend_dev_type: GPU, IGPU
+
 REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps kvflash-ggml"
 
 
@@ -110,10 +115,22 @@ def build_info() -> dict[str, Any]:
 
 def supports_gpu_offload() -> bool:
     """Whether the loaded library has a GPU backend with a device to use."""
-    load()
-    import llama_cpp
+    return bool(gpu_devices())
 
-    return bool(llama_cpp.llama_supports_gpu_offload())
+
+def gpu_devices() -> list[str]:
+    """The GPUs of this machine that the loaded library can use, by ggml's names; none of servers."""
+    load()
+    ggml = ctypes.CDLL(None)
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for name, result in (("get", ctypes.c_void_p), ("type", ctypes.c_int), ("name", ctypes.c_char_p)):
+        function = getattr(ggml, f"ggml_backend_dev_{name}")
+        function.restype = result
+    devices = [ctypes.c_void_p(ggml.ggml_backend_dev_get(i)) for i in range(ggml.ggml_backend_dev_count())]
+    return [
+        ggml.ggml_backend_dev_name(dev).decode() for dev in devices if ggml.ggml_backend_dev_type(dev) in _GPU_TYPES
+    ]
 
 
 def ensure_gpu_offload(n_gpu_layers: int) -> None:
@@ -125,7 +142,7 @@ def ensure_gpu_offload(n_gpu_layers: int) -> None:
     if n_gpu_layers == 0 or supports_gpu_offload():
         return
     backends = build_info()["backends"]
-    gpu = [b for b in backends if b not in {"cpu", "blas"}]
+    gpu = [b for b in backends if b not in HOST_BACKENDS]
     if gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         why = f"it has {', '.join(gpu)} but found no device (CUDA_VISIBLE_DEVICES: {visible})"
