@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.harness import CHUNK, go_on, row
-from support.servers import Wire, running
+from support.servers import COMPUTE, Wire, running
 
 from kvflash_ggml.errors import DeviceLost, RemoteError, SnapshotError
 
@@ -65,14 +65,14 @@ def test_a_killed_server_is_an_error_and_the_text_goes_on_elsewhere(
     for when in ("prompt", "token", "idle"):
         llm = load()
         if when == "prompt":
-            llm.eval(tokens[:700].tolist())
-            two.cut = ("graph", 4)  # the next of these steps is the last, or none is
-            error = lost(llm, tokens[700:1000])
+            llm.eval(tokens[:704].tolist())
+            two.cut = COMPUTE, 3
+            error = lost(llm, tokens[704:1000])
             assert 512 <= error.kept <= 960
         else:
             llm.eval(tokens[:1000].tolist())
             if when == "token":
-                two.cut = ("get", 0)
+                two.cut = ["get"], 0
             else:
                 assert two.server.kill() != 0
             error = lost(llm, tokens[1000:1001])
@@ -105,7 +105,7 @@ def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: A
     llm.eval(tokens[:640].tolist())
     session = llm._session
     layers = len(session.engine.layers)
-    wire.cut = ("get", 2 * layers + 1 + 3)  # a page and the logits, then three layers of the next page
+    wire.cut = ["get"], 2 * layers + 1 + 3  # a page and the logits, then three layers of the next page
     error = lost(llm, tokens[640:896])
     assert error.kept < 896
     zeros = bytes(session.engine.info.page_bytes)

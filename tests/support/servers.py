@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 SERVE = [sys.executable, "-m", "kvflash_ggml", "rpc", "serve", "--port", "0", "-t", "1", "--device", "CPU"]
 
 REPLIES = {0, 1, 2, 3, 7, 8, 9, 11, 13, 15}
 """Commands that are answered, of protocol 7."""
+
+COMPUTE = ("graph", "again")
 
 NAMES = {6: "set", 8: "get", 9: "copy", 10: "graph", 11: "memory", 16: "again"}
 
@@ -59,12 +61,12 @@ class Server:
 class Wire:
     """Between a client and a server: counts the messages by what they are, and can cut the connection at one.
 
-    sent: by name. cut: (name, how many more of them come through), or None.
+    sent: by name. cut: which of them, and how many more come through; or None.
     """
 
     def __init__(self, server: Server) -> None:
         self.sent: Counter[str] = Counter()
-        self.cut: tuple[str, int] | None = None
+        self.cut: tuple[Collection[str], int] | None = None
         self.server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -89,10 +91,11 @@ class Wire:
             head = _take(client, 9)
             command, size = struct.unpack("<BQ", head)
             name = NAMES.get(command, "other")
-            if self.cut is not None and self.cut[0] == name:
-                if self.cut[1] == 0:
+            if self.cut is not None and name in self.cut[0]:
+                which, left = self.cut
+                if left == 0:
                     return
-                self.cut = (name, self.cut[1] - 1)
+                self.cut = which, left - 1
             self.sent[name] += 1
             server.sendall(head + _take(client, size))
             if hello or command in REPLIES:
