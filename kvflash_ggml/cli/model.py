@@ -25,6 +25,12 @@ from .remedy import in_words
 from .spec_options import SpecOptions
 
 
+class UnusableServer(click.ClickException):
+    """A server of devices that cannot be used."""
+
+    exit_code = 2
+
+
 def create_llama(**settings: Any) -> Any:
     from kvflash_ggml import Llama
 
@@ -126,9 +132,8 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
     except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
         if verbose:
             traceback.print_exc(file=sys.stderr)
-        told = click.ClickException(in_words(error))
-        told.exit_code = 2 if isinstance(error, RemoteError) else 1
-        raise told from error
+        kind = UnusableServer if isinstance(error, RemoteError) else click.ClickException
+        raise kind(in_words(error)) from error
 
 
 def log_to_stderr(output: OutputOptions) -> None:

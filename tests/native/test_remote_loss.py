@@ -94,7 +94,7 @@ def test_a_killed_server_is_an_error_and_the_text_goes_on_elsewhere(
         local.close()
         afresh.close()
 
-    with pytest.raises(RemoteError, match="nobody answers|no RPC server"):
+    with pytest.raises(RemoteError, match=r"nobody answers|no RPC server"):
         load()
 
 
