@@ -45,6 +45,14 @@ class RemoteKeywords(TypedDict, total=False):
     rpc_trust: bool | None
 
 
+class DeviceKeywords(TypedDict, total=False):
+    """Where the model goes: what upstream's structs can say and its constructor cannot."""
+
+    device: Sequence[str] | str | None
+    override_tensor: Sequence[tuple[str, str]] | str | None
+    n_cpu_moe: int | None
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -94,5 +102,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, RemoteKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, DeviceKeywords, RemoteKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

@@ -26,7 +26,7 @@ from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import parameters, sizing
+from . import devices, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
@@ -58,6 +58,9 @@ class Llama(GeneratingLlama):
     rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all
         layers are offloaded then unless n_gpu_layers is given. rpc_trust: also servers that are neither on this machine
         nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
+    device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
+    override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
+    n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
@@ -97,6 +100,7 @@ class Llama(GeneratingLlama):
         settings = request.upstream
         if not endpoints:
             library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
+        self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
@@ -107,7 +111,7 @@ class Llama(GeneratingLlama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         with contextlib.ExitStack() as self._pool_requests, servers.connected(endpoints):
-            self._devices = servers.device_list(endpoints) if endpoints else None
+            self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             # upstream would allocate n_ctx rows of logits at once; here they grow with use
             super().__init__(model_path, logits_all=False, **settings)
             self._stack.enter_context(servers.connected(endpoints))
@@ -131,8 +135,9 @@ class Llama(GeneratingLlama):
     def model_params(self, params: Any) -> None:
         # upstream sets this before loading the model
         params.load_mtp = loads_head(self._found)
-        if self._devices is not None:
-            params.devices = servers.address(self._devices)
+        if self._device_arrays is not None:
+            params.devices = self._device_arrays.devices
+            params.tensor_buft_overrides = self._device_arrays.overrides
         self._model_params = params
 
     @property
@@ -243,5 +248,5 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
-        state |= self._rpc
+        state |= self._rpc | self._placement.keywords()
         return state

@@ -9,12 +9,14 @@
 
 #include <map>
 #include <memory>
+#include <vector>
 
 // The patches make this struct a friend of llama_kv_cache and llama_context.
 struct kvf_access {
     static auto & layers(const llama_kv_cache & kv) { return kv.layers; }
     static auto & cells(llama_kv_cache & kv) { return kv.v_cells[0]; }
     static auto & head(llama_kv_cache & kv) { return kv.v_heads[0]; }
+    static auto & hparams(const llama_kv_cache & kv) { return kv.hparams; }
     static bool   v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
     static int    rotated(const llama_kv_cache & kv) { return kv.attn_rot_k | kv.attn_rot_v << 1; }
     static auto & cparams(llama_context & ctx) { return ctx.cparams; }
@@ -29,10 +31,16 @@ struct kvf_stages;       // kvf_stage.h
 
 // The queries of a layer that plans have kept.
 struct kvf_query {
+    ggml_tensor * rows;         // F32 [n_head*head_k, query_rows + 1], the last one for what nobody wants
+    float         scale = 0.0f; // once a graph has kept them
+};
+
+// Those of the layers of one device, side by side, so that one copy reads them all.
+struct kvf_ring {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows + 1], the last one for what nobody wants
-    float                   scale;
+    ggml_tensor *           all;          // F32, the rows of each layer in turn
+    int32_t                 first_layer;  // among the layers of the cache
 };
 
 struct kvf_pool {
@@ -42,6 +50,7 @@ struct kvf_pool {
     const kvf_plan * plan = nullptr;  // set while llama_decode runs
     int32_t          ubatch_tokens = 0;  // of the newest ubatch, the last one of a step that has ended
 
+    std::vector<kvf_ring>    rings;
     std::map<int, kvf_query> queries;       // by model layer
     kvf_query_index *        query_index = nullptr;  // of the graph under construction
 

@@ -57,12 +57,6 @@ def device_list(endpoints: Sequence[Endpoint]) -> Any:
     return found
 
 
-def address(devices: Any) -> int:
-    """Of a list that `device_list` has made."""
-    ffi, _ = _lib()
-    return int(ffi.cast("uintptr_t", devices))
-
-
 def served(endpoint: Endpoint) -> list[tuple[str, int, int]]:
     """(name, free bytes, total bytes) of the devices of a connected server."""
     ffi, lib = _lib()
