@@ -1,4 +1,4 @@
-"""Load the model as the options say. The three functions at the top are where tests put a fake."""
+"""Load the model as the options say. The functions at the top are where tests put a fake."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ def create_llama(**settings: Any) -> Any:
 
 
 def supports_gpu_offload() -> bool:
-    check_first_run()
     return library.supports_gpu_offload()
 
 
 def ensure_gpu_offload(layers: int) -> None:
-    check_first_run()
     library.ensure_gpu_offload(layers)
 
 
@@ -45,6 +43,8 @@ def ensure_gpu_offload(layers: int) -> None:
 def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
     settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -69,6 +69,8 @@ def open_model(
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
     }
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
@@ -87,6 +89,7 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
 
 def gpu_layers(loading: ModelOptions) -> int:
     """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
+    check_first_run(repack=loading.repack)
     layers = loading.n_gpu_layers
     if layers == "auto":
         return -1 if supports_gpu_offload() else 0

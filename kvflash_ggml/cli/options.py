@@ -30,6 +30,7 @@ class ModelOptions:
     cache_type_k: str
     cache_type_v: str
     flash_attn: str
+    repack: bool
 
 
 model_options = collected(
@@ -97,6 +98,13 @@ model_options = collected(
         metavar="on|off|auto",
         default="auto",
         help="Flash attention; a pool needs it, and auto is on.  [default: auto]",
+    ),
+    _model(
+        "--repack/--no-repack",
+        " /-nr",
+        "repack",
+        default=True,
+        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
     ),
 )
 

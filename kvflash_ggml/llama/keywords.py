@@ -37,6 +37,12 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_progress: Progress | None
 
 
+class WeightKeywords(TypedDict, total=False):
+    """What llama.cpp can be asked about weights, and upstream's constructor cannot. `Llama` says what each means."""
+
+    use_extra_bufts: bool
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -86,5 +92,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, WeightKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

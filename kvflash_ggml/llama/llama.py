@@ -60,6 +60,8 @@ class Llama(GeneratingLlama):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
+    use_extra_bufts: False keeps weights as the file has them, instead of packed for the CPU's kernels: slower where
+        there are such kernels, and the way around one that computes wrongly (`kvflash-run doctor` looks).
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 
@@ -74,6 +76,7 @@ class Llama(GeneratingLlama):
         modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
+        self._weights = request.weights
         self._session = None
         self._size: PoolSize | None = None
         self._turns = Turns()
@@ -121,6 +124,8 @@ class Llama(GeneratingLlama):
     def model_params(self, params: Any) -> None:
         # upstream sets this before loading the model
         params.load_mtp = loads_head(self._found)
+        for name, value in self._weights.items():
+            setattr(params, name, value)
         self._model_params = params
 
     @property
@@ -231,4 +236,4 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
-        return state
+        return state | self._weights

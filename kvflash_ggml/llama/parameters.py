@@ -18,7 +18,7 @@ from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from .keywords import PoolKeywords
+from .keywords import PoolKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -26,6 +26,7 @@ logger = logging.getLogger("kvflash_ggml")
 STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
 UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
+WEIGHT_KEYWORDS = tuple(WeightKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -36,11 +37,12 @@ defaults: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The keywords of one constructor call, sorted. config: None without a pool."""
+    """The keywords of one constructor call, sorted. config: None without a pool. weights: of llama_model_params."""
 
     config: KVFlashConfig | None
     cache: PrefixCache | None
     progress: Progress | None
+    weights: dict[str, Any]
     upstream: dict[str, Any]
 
 
@@ -48,6 +50,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
+    weights = {name: given.pop(name) for name in WEIGHT_KEYWORDS if name in given}
     upstream = {name: value for name, value in given.items() if not name.startswith(_PREFIX)}
     fields = {
         name.removeprefix(f"{_PREFIX}_"): value
@@ -66,7 +69,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
-    return Request(config=config, cache=store, progress=progress, upstream=upstream)
+    return Request(config=config, cache=store, progress=progress, weights=weights, upstream=upstream)
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - STRAY_KEYWORDS
+    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - {*POOL_KEYWORDS, *WEIGHT_KEYWORDS} - STRAY_KEYWORDS
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
             known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
@@ -166,6 +169,10 @@ def signature() -> inspect.Signature:
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
         for name, annotation in PoolKeywords.__annotations__.items()
+    ]
+    ours += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=True, annotation=annotation.__forward_arg__)
+        for name, annotation in WeightKeywords.__annotations__.items()
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])

@@ -45,7 +45,7 @@ class DFlash:
         self._branches = branches
         self.name = self._reader.name
         with ExitStack() as stack:
-            model = DraftModel(path, offload=target.offload)
+            model = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(model.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             self._context = DraftContext(

@@ -28,7 +28,7 @@ class Eagle3(Chained):
         # what comes out of the last layer is no input of another one
         wants = Features(tuple(x for x in layers if x < aim.layers), nextn=aim.layers in layers)
         with ExitStack() as stack:
-            model = DraftModel(path, offload=target.offload)
+            model = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(model.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             context = DraftContext(model.address, target, window=window, shares=shares, states=stock.STATES)
