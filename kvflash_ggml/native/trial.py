@@ -214,6 +214,7 @@ def _child(model: str, libraries: Sequence[str]) -> None:
     if lacking := missing(features):
         _say(skipped=f"it is for a CPU with {', '.join(lacking)}")
         return
+    loaded[-1].llama_log_set(_LOG, None)
     load_backends(loaded[-1], files)
     check_weights(loaded[-1], _say)
     decode(loaded[-1], model)
@@ -225,7 +226,6 @@ def check_weights(llama: ctypes.CDLL, say: Callable[..., None]) -> dict[str, int
     say: is told the name of a buffer type before it is used, as `buffer`; None after the last one.
     Returns how many types of weights each of them takes. Raises SystemExit if products differ.
     """
-    llama.llama_log_set(_LOG, None)
     llama.kvf_selfcheck_name.restype = llama.kvf_last_error.restype = ctypes.c_char_p
     taken: dict[str, int] = {}
     while name := llama.kvf_selfcheck_name(len(taken)):
