@@ -133,9 +133,8 @@ def _try(wheels: Sequence[Path], folder: Path) -> None:
     python = str(folder / "bin" / "python")
     _run([python, "-m", "pip", "install", "--quiet", *map(str, wheels)])
     log("decoding there")
-    here = {"cwd": folder}  # where no kvflash_ggml lies beside it
-    _run([python, "-c", _TRIAL], **here)
-    _run([python, "-m", "kvflash_ggml.cli", "doctor"], **here)
+    for command in (["-c", _TRIAL], ["-m", "kvflash_ggml.cli", "doctor"]):
+        _run([python, *command], cwd=folder)  # where no kvflash_ggml lies beside it
 
 
 def _python(*arguments: str, **environment: str) -> None:
