@@ -1,4 +1,4 @@
-"""Load the model as the options say. The three functions at the top are where tests put a fake."""
+"""Load the model as the options say. The functions at the top are where tests put a fake."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ def create_llama(**settings: Any) -> Any:
 
 
 def supports_gpu_offload() -> bool:
-    check_first_run()
     return library.supports_gpu_offload()
 
 
 def ensure_gpu_offload(layers: int) -> None:
-    check_first_run()
     library.ensure_gpu_offload(layers)
 
 
@@ -55,6 +53,8 @@ def load_model(
     """The model with a small context of its own, for what needs its weights only."""
     settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
     settings |= _servers(loading) | devices.settings()
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -80,6 +80,8 @@ def open_model(
         "verbose": verbose,
     }
     settings |= _servers(loading) | devices.settings()
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
@@ -102,6 +104,7 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
 
 def gpu_layers(loading: ModelOptions) -> int:
     """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
+    check_first_run(repack=loading.repack)
     layers = loading.n_gpu_layers
     if loading.rpc is not None:
         return -1 if layers == "auto" else layers

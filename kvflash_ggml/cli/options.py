@@ -30,6 +30,7 @@ class ModelOptions:
     cache_type_k: str
     cache_type_v: str
     flash_attn: str
+    repack: bool
     rpc: str | None
     rpc_trust: bool
 
@@ -109,6 +110,13 @@ model_options = collected(
         "--rpc-trust",
         is_flag=True,
         help="Also of servers that are neither on this machine nor in a private network.",
+    ),
+    _model(
+        "--repack/--no-repack",
+        " /-nr",
+        "repack",
+        default=True,
+        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
     ),
 )
 

@@ -53,6 +53,12 @@ class DeviceKeywords(TypedDict, total=False):
     n_cpu_moe: int | None
 
 
+class WeightKeywords(TypedDict, total=False):
+    """What llama.cpp can be asked about weights, and upstream's constructor cannot. `Llama` says what each means."""
+
+    use_extra_bufts: bool
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -102,5 +108,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, DeviceKeywords, RemoteKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, DeviceKeywords, RemoteKeywords, WeightKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

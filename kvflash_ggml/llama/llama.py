@@ -67,6 +67,8 @@ class Llama(GeneratingLlama):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
+    use_extra_bufts: False keeps weights as the file has them, instead of packed for the CPU's kernels: slower where
+        there are such kernels, and the way around one that computes wrongly (`kvflash-run doctor` looks).
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 
@@ -82,6 +84,7 @@ class Llama(GeneratingLlama):
         modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
+        self._weights = request.weights
         self._session = None
         self._size: PoolSize | None = None
         self._turns = Turns()
@@ -138,6 +141,8 @@ class Llama(GeneratingLlama):
         if self._device_arrays is not None:
             params.devices = self._device_arrays.devices
             params.tensor_buft_overrides = self._device_arrays.overrides
+        for name, value in self._weights.items():
+            setattr(params, name, value)
         self._model_params = params
 
     @property
@@ -248,5 +253,4 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
-        state |= self._rpc | self._placement.keywords()
-        return state
+        return state | self._rpc | self._placement.keywords() | self._weights

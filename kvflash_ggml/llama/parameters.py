@@ -20,7 +20,7 @@ from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
 from . import devices
 from .devices import Placement
-from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords
+from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -30,6 +30,7 @@ UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
 DEVICE_KEYWORDS = tuple(DeviceKeywords.__annotations__)
 REMOTE_KEYWORDS = tuple(RemoteKeywords.__annotations__)
+WEIGHT_KEYWORDS = tuple(WeightKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -40,8 +41,10 @@ defaults: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The keywords of one constructor call, sorted. config: None without a pool. rpc: servers whose devices are used,
-    as they were written; rpc_trust: wherever they are.
+    """The keywords of one constructor call, sorted. config: None without a pool. placement: which devices hold what.
+
+    rpc: servers whose devices are used, as they were written; rpc_trust: wherever they are. weights: of
+    llama_model_params.
     """
 
     config: KVFlashConfig | None
@@ -50,6 +53,7 @@ class Request:
     placement: Placement
     rpc: tuple[str, ...]
     rpc_trust: bool
+    weights: dict[str, Any]
     upstream: dict[str, Any]
 
 
@@ -58,6 +62,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     given = over(keywords, below)
     check_names(given)
     rpc, trust = _servers(given)
+    weights = {name: given.pop(name) for name in WEIGHT_KEYWORDS if name in given}
     upstream = {
         name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
     }
@@ -82,8 +87,9 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         store = PrefixCache(folder=Path(store))
     placement = devices.read(upstream, config)
     return Request(
-        config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, upstream=upstream
-    )
+        config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
+        upstream=upstream,
+    )  # fmt: skip
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +101,7 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS}
+    ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS, *WEIGHT_KEYWORDS}
     unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *STRAY_KEYWORDS} - ours
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
@@ -195,6 +201,10 @@ def signature() -> inspect.Signature:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
         for keywords in (PoolKeywords, DeviceKeywords, RemoteKeywords)
         for name, annotation in keywords.__annotations__.items()
+    ]
+    ours += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=True, annotation=annotation.__forward_arg__)
+        for name, annotation in WeightKeywords.__annotations__.items()
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])

@@ -284,6 +284,16 @@ enum kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, cons
 enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                                 const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads);
 
+// The CPU. A portable build has a backend for each kind of CPU, and loads one of them.
+
+// The file that the CPU backend was loaded from, null before that.
+const char *    kvf_cpu_library(void);
+
+// Weights in the CPU's extra buffer types, which pack them for its kernels, against plain ones: for every weight type such a
+// buffer takes, products with 1, 4 and 32 tokens. DECODE if one is off; a wrong build may also end the process.
+const char *    kvf_selfcheck_name(int32_t buffer);  // of an extra buffer type, counted from 0; null after the last
+enum kvf_status kvf_selfcheck(int32_t buffer, int32_t * n_types);  // how many weight types it takes
+
 // For benchmarks only.
 
 // Seconds that one plain copy of so many bytes takes between page-locked memory and a device of the pool.

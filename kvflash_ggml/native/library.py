@@ -68,10 +68,15 @@ def _load() -> None:
     # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
     import numpy  # noqa: F401
 
-    for path in trial.load_order(p for p in folder.iterdir() if p.suffix == _SUFFIX):
+    files = [path for path in folder.iterdir() if path.suffix == _SUFFIX]
+    for path in trial.to_open(files):
         _open(path)
     _point_llama_cpp_at(folder)
     llama_cpp = _import("llama_cpp", libllama)
+    try:
+        trial.load_backends(ctypes.CDLL(str(libllama)), files)  # from here on llama_cpp says what ggml's log is worth
+    except OSError as error:
+        raise LibraryError(f"{error}. Build it again: {REINSTALL}") from error
     extension = _import(_EXTENSION, libllama)
     _refuse_mismatch(llama_cpp, extension.lib, libllama)
 
@@ -99,7 +104,11 @@ def libllama_path() -> Path:
 
 
 def build_info() -> dict[str, Any]:
-    """What the installed build is made of: versions, patches, flags, backends.
+    """What the installed build is made of: versions, patches, flags, backends, and flavour: "native" for CPUs like
+    that of the build, "portable" for all, "fixed" for those that have what its flags say.
+
+    Once the library is loaded also `cpu_library`: the file that the CPU backend came from, of a portable build the
+    variant that fits this CPU.
 
     Raises:
         LibraryError: the package was not built (an unbuilt source checkout, for example).
@@ -110,7 +119,16 @@ def build_info() -> dict[str, Any]:
             f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; otherwise: {REINSTALL}"
         )
     info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if _load.cache_info().currsize:
+        info["cpu_library"] = cpu_library()
     return info
+
+
+def cpu_library() -> str:
+    """The name of the file that the CPU backend of the loaded library came from."""
+    load()
+    extension = importlib.import_module(_EXTENSION)
+    return Path(extension.ffi.string(extension.lib.kvf_cpu_library()).decode()).name
 
 
 def supports_gpu_offload() -> bool:

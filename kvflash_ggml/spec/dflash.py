@@ -44,7 +44,7 @@ class DFlash:
         self._branches = branches
         self.name = self._reader.name
         with ExitStack() as stack:
-            weights = DraftModel(path, offload=target.offload)
+            weights = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(weights.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             self._context = DraftContext(

@@ -24,7 +24,7 @@ class Eagle3(Chained):
         file, model = gguf_read.read(path), gguf_read.read(target.path)
         verify.check(file, model)
         with ExitStack() as stack:
-            weights = DraftModel(path, offload=target.offload)
+            weights = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(weights.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             context = DraftContext(weights.address, target, window=window, shares=shares, states=stock.STATES)
