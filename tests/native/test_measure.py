@@ -119,3 +119,26 @@ def test_a_model_without_a_pool_is_refused(model: Callable[[str], Path], loaded:
         assert measure.measure(found, params, cells=0).devices[-1].compute > 0
         with pytest.raises(UnsupportedModelError, match="purely recurrent"):
             measure.measure(found, params, cells=POOL)
+
+
+def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: None) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement.measure import copied, sketch
+
+    params = copied(llama_cpp.llama_context_default_params(), n_ctx=4096, swa_full=False, flash_attn_type=1)
+    with sketch(model("of olmoe"), llama_cpp.llama_model_default_params()) as found:
+        sizes = found.sizes(params)
+        measured = found.measure(params, pool=512)
+        devices = found.devices(params)
+        moved = found.sizes(params, overrides=[("exps", "CPU")])
+    total = sum(layer.dense + layer.experts for layer in sizes.layers) + sizes.output + sizes.embedding
+    assert total == sum(device.model for device in measured.devices)
+    assert all(layer.experts and layer.dense for layer in sizes.layers)
+    assert sum(x.slot("f16", "f16") for x in sizes.layers) * 512 == sum(x.context for x in measured.devices)
+    assert sizes.n_expert > sizes.n_expert_used > 0 and sizes.n_ctx_train > 0
+    assert moved.fixed == {"CPU": sum(layer.experts for layer in sizes.layers)}
+    assert [device.name for device in devices] == [device.device for device in measured.devices]
+    assert devices[-1].total == inventory.host().total
+    assert 0 < devices[-1].free <= devices[-1].total
