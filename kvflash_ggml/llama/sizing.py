@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import KVFlashConfig
-from ..constants import POOL_STEP, round_up
-
-SPEED_CAP = 16_384
-"""Tokens. Beyond this, attention over the pool costs more time than a larger pool gains in recall."""
+from ..constants import POOL_STEP, SPEED_CAP, round_up
 
 COMPUTE_RESERVE = 3 << 29
 """Bytes left for compute buffers: 1.5 GiB."""

@@ -41,15 +41,19 @@ def _row(values: int, kind: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """A model. layers: in their order. output: the last norm and the output matrix, a tied one's copy included.
+    """A model. layers: in their order, all that llama.cpp counts, also those that it does not load.
 
-    embedding: the token embedding, which stays in host memory. n_ctx_train: tokens. n_expert, n_expert_used: of each
-    layer that has experts.
+    output: the last norm and the output matrix, a tied one's copy included. embedding: the token embedding, which stays
+    in host memory. fixed: weights that the user's own overrides put on a device, by its name; they are no part of the
+    others. quantizable: K and V can be of quantised types, whose blocks divide a head. n_ctx_train: tokens. n_expert,
+    n_expert_used: of each layer that has experts.
     """
 
     layers: tuple[LayerSizes, ...]
     output: int
     embedding: int
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    quantizable: bool = True
     name: str = ""
     n_ctx_train: int = 0
     n_expert: int = 0
@@ -116,8 +120,9 @@ class Request:
     n_ctx: tokens. pool: slots, or None for a full cache. minimum_pool: slots that the protections need. type_k, type_v:
     names of KV types. n_gpu_layers: the output counts as one, negative for all. tensor_split: layers or shares by
     device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers of each device's slice
-    whose experts stay on the host. query_rows: captured queries a pooled layer keeps. extra: what something else takes,
-    by device, such as a drafter.
+    whose experts stay on the host. use_mmap: as upstream's. offload_kqv: K and V are where their layer is, else all on
+    the host. query_rows: captured queries a pooled layer keeps. extra: what something else takes, by device, such as a
+    drafter.
     """
 
     n_ctx: int
@@ -130,6 +135,8 @@ class Request:
     tensor_split: tuple[float, ...] | None = None
     overrides: tuple[tuple[str, str], ...] = ()
     n_cpu_moe: int | None = None
+    use_mmap: bool | None = None
+    offload_kqv: bool = True
     query_rows: int = 0
     extra: Mapping[str, int] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
