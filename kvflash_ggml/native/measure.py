@@ -128,9 +128,7 @@ def weights(model: int) -> tuple[Weight, ...]:
     """Of the llama_model at this address, with or without its data."""
     raw: Any = ffi.new("kvf_weight[]", lib.kvf_model_n_weights(_address(model)))
     check(lib.kvf_model_weights(_address(model), raw, len(raw)))
-    return tuple(
-        Weight(name=_text(x.name), size=x.size, layer=x.layer, kind=x.kind, device=x.device) for x in raw
-    )
+    return tuple(Weight(name=_text(x.name), size=x.size, layer=x.layer, kind=x.kind, device=x.device) for x in raw)
 
 
 def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int = 0) -> Needs:
@@ -168,7 +166,8 @@ def taken(context: int, model: int) -> tuple[Need, ...]:
 
 def _read_needs(raw: Any) -> tuple[Need, ...]:
     return tuple(
-        Need(device=_text(x.device), model=x.model, context=x.context, compute=x.compute, queries=x.queries) for x in raw
+        Need(device=_text(x.device), model=x.model, context=x.context, compute=x.compute, queries=x.queries)
+        for x in raw
     )
 
 

@@ -29,8 +29,8 @@ def named(names: Iterable[str]) -> tuple[Device, ...]:
 def host() -> Device:
     """The host's memory. free: what can be had without swapping, or by a container's limit."""
     total = _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = _meminfo("MemAvailable")
-    return Device(name=HOST, kind="host", free=min(total if available is None else available, _limit()), total=total)
+    known = [total, _meminfo("MemAvailable"), _limit()]
+    return Device(name=HOST, kind="host", free=min(x for x in known if x is not None), total=total)
 
 
 def _device(found: native.Hardware) -> Device:
@@ -55,13 +55,13 @@ def _meminfo(field: str) -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-def _limit() -> float:
+def _limit() -> int | None:
     """What a control group still allows. Pages of files that nobody has used lately are given back on demand."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
         stat = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
-        return float("inf")
+        return None
     files = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-    return max(0, int(limit) - used + files) if limit.isdigit() else float("inf")
+    return max(0, int(limit) - used + files) if limit.isdigit() else None

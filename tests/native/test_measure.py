@@ -38,7 +38,8 @@ def test_what_is_measured_is_what_is_taken(
     llm = llama(SHAPES[shape], kvflash=POOL, kvflash_policy="qk", use_mmap=False, **types)
     rows = llm._session.engine.info.query_rows
     taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
-    assert rows > 0 and sum(x.queries for x in taken) > 0
+    assert rows > 0
+    assert sum(x.queries for x in taken) > 0
 
     with measure.sketch(model(SHAPES[shape]), llm.model_params) as found:
         sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows)
@@ -85,7 +86,12 @@ def test_files_that_are_no_models(models: dict[str, Path], loaded: None, tmp_pat
 
     params = llama_cpp.llama_model_default_params()
     whole = models["small"].read_bytes()
-    cases = {"cut": whole[: len(whole) // 2], "head": whole[:5000], "nothing": b"", "noise": whole[:64] + b"\xff" * 4096}
+    cases = {
+        "cut": whole[: len(whole) // 2],
+        "head": whole[:5000],
+        "nothing": b"",
+        "noise": whole[:64] + b"\xff" * 4096,
+    }
     for name, data in cases.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(data)
@@ -137,7 +143,8 @@ def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: Non
     assert total == sum(device.model for device in measured.devices)
     assert all(layer.experts and layer.dense for layer in sizes.layers)
     assert sum(x.slot("f16", "f16") for x in sizes.layers) * 512 == sum(x.context for x in measured.devices)
-    assert sizes.n_expert > sizes.n_expert_used > 0 and sizes.n_ctx_train > 0
+    assert sizes.n_expert >= sizes.n_expert_used > 0
+    assert sizes.n_ctx_train > 0
     assert moved.fixed == {"CPU": sum(layer.experts for layer in sizes.layers)}
     assert [device.name for device in devices] == [device.device for device in measured.devices]
     assert devices[-1].total == inventory.host().total
