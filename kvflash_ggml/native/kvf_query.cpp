@@ -77,9 +77,14 @@ ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, float scale, gg
     if (it == pool.queries.end()) {
         ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
         auto * rows = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, width, pool.query_rows + 1);
-        ggml_backend_buffer_ptr buffer { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
+        const bool measured = kvf_access::hparams(pool.kv).no_alloc;
+        ggml_backend_buffer_ptr buffer { measured ? ggml_backend_buft_alloc_buffer(buft, 0)
+                                                  : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
         if (!buffer) {
             throw std::runtime_error("failed to allocate the query rows");
+        }
+        if (measured) {
+            rows->buffer = buffer.get();
         }
         ggml_backend_buffer_clear(buffer.get(), 0);
         it = pool.queries.emplace(il, kvf_query { std::move(ctx), std::move(buffer), rows, scale }).first;
