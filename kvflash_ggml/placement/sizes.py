@@ -183,15 +183,15 @@ class Placement:
     """Where everything goes. needs: one for each Device, in their order.
 
     n_gpu_layers, tensor_split, overrides: as llama.cpp takes them; tensor_split in whole layers by device without the
-    host, None with one device. pool: slots, n_ctx of them for a full cache. use_mmap: weights stay in the file's pages;
-    else they are read to memory of their own. pipeline: steps on several devices overlap. level: 1 everything on the
-    devices, 2 some experts on the host, 3 some layers, 4 all. redundant: a full cache would have fitted, with every
-    expert where it is. why: what decided.
+    host, unless the user has given another; None with one device. pool: slots, n_ctx of them for a full cache.
+    use_mmap: weights stay in the file's pages; else they are read to memory of their own. pipeline: steps on several
+    devices overlap. level: 1 everything on the devices, 2 some experts on the host, 3 some layers, 4 all. redundant: a
+    full cache would have fitted, with every expert where it is. why: what decided.
     """
 
     n_ctx: int
     n_gpu_layers: int
-    tensor_split: tuple[int, ...] | None
+    tensor_split: tuple[float, ...] | None
     overrides: tuple[tuple[str, str], ...]
     pool: int
     n_ubatch: int
