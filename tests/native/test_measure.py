@@ -230,3 +230,56 @@ def test_auto_takes_half_where_no_context_can_be_made(
     with pytest.raises(ValueError, match="Failed to create llama_context"):
         llama("small", n_ctx=32_768, kvflash=1024)  # what was asked for is never changed
     assert not refusals
+
+
+# --- from the command line
+
+
+def write_hollow(path: Path, vocab: int) -> None:
+    """A model of the 27B shape with a vocabulary, whose weights are a hole in the file."""
+    import gguf
+    import numpy as np
+
+    from kvflash_ggml.bench import shapes
+
+    shape = shapes.SHAPES["27b"]
+    writer = gguf.GGUFWriter(path, "qwen35")
+    shapes._add_metadata(writer, shape)
+    for name, dims, kind in shapes._tensors(shape):
+        size = shapes._bytes(dims, kind)
+        writer.add_tensor_info(name, dims[::-1], np.dtype(np.float32), size, raw_dtype=kind)
+    del writer.kv_data[0]["tokenizer.ggml.model"]
+    words = [f"w{i}" for i in range(vocab)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words + [f"[{i}]" for i in range(shape.vocab - vocab)])
+    writer.add_token_types([1] * shape.vocab)
+    writer.add_token_merges([f"w {i}" for i in range(vocab)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + (20 << 30))
+
+
+def test_a_dry_run_reads_no_weights(tmp_path: Path) -> None:
+    import json
+    import resource
+    import subprocess
+    import sys
+
+    path = tmp_path / "hollow.gguf"
+    write_hollow(path, 150_000)
+    command = [sys.executable, "-m", "kvflash_ggml", str(path), "-ngl", "0", "--kvflash", "4096", "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 3), done.stderr
+    fits = done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["fits"] is fits
+    if fits:
+        (device,) = found["devices"]
+        assert device["needs"]["weights"] > 14 << 30
+        assert device["needs"]["KV"] == 4096 * 64 * 1024
+    else:
+        assert "weights" in found["error"]
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1500 << 10
