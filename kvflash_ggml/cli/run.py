@@ -14,6 +14,7 @@ from ..files import check_writable
 from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
+from .device_options import DeviceOptions, device_options
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
@@ -96,6 +97,7 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
     callback=_refuse_repository,
 )
 @model_options
+@device_options
 @pool_options
 @spec_options
 @snapshot_options
@@ -112,6 +114,7 @@ def run(
     system: str | None,
     conversation: bool | None,
     loading: ModelOptions,
+    devices: DeviceOptions,
     pool: PoolOptions,
     drafts: SpecOptions,
     saving: SnapshotOptions,
@@ -146,7 +149,7 @@ def run(
         session_file.check()
         start = time.perf_counter()
         with (
-            open_model(path, loading=loading, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
+            open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
             recorded(llm, report, title=Path(path).name),
         ):
             load_s = time.perf_counter() - start
