@@ -16,6 +16,8 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -52,6 +54,41 @@ private:
     void *                user_data = nullptr;
     std::string           text;
 };
+
+// While this lives, an assertion of ggml's that fails on this thread is an exception and not the end of the process: a file may
+// say anything, and upstream takes its word for some of it. What is thrown passes ggml's C, which has nothing to clean up.
+class assertions_throw {
+public:
+    assertions_throw() {
+        here     = true;
+        previous = ggml_set_abort_callback(raise);
+    }
+    ~assertions_throw() {
+        ggml_set_abort_callback(previous);
+        here = false;
+    }
+    assertions_throw(const assertions_throw &) = delete;
+
+private:
+    static void raise(const char * message) {
+        if (here) {
+            const char * folder = strrchr(message, '/');
+            throw std::runtime_error(folder ? folder + 1 : message);
+        }
+        if (previous) {
+            previous(message);
+        } else {
+            fprintf(stderr, "%s\n", message);
+        }
+    }
+
+    static thread_local bool            here;
+    static inline ggml_abort_callback_t previous = nullptr;
+};
+
+thread_local bool assertions_throw::here = false;
+
+std::mutex one_at_a_time;  // where errors go is one for the process
 
 // While this lives, contexts of a model have sizes but no memory, and this thread makes them with a pool.
 class measuring {
@@ -208,9 +245,15 @@ kvf_status kvf_sketch_init(const char * path, const void * model_params, void **
     auto params = *(const llama_model_params *) model_params;
     params.no_alloc  = true;
     params.load_mode = LLAMA_LOAD_MODE_NONE;
-    const private_log log;
-    *model = llama_model_load_from_file(path, params);
-    return *model ? KVF_STATUS_SUCCESS : kvf_fail(KVF_STATUS_ARGUMENT, "%s", log.errors("it is no model"));
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const private_log                 log;
+    const assertions_throw            scope;
+    try {
+        *model = llama_model_load_from_file(path, params);
+        return *model ? KVF_STATUS_SUCCESS : kvf_fail(KVF_STATUS_ARGUMENT, "%s", log.errors("it is no model"));
+    } catch (const std::exception & err) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%s", err.what());
+    }
 }
 
 void kvf_sketch_free(void * model) {
@@ -257,7 +300,9 @@ kvf_status kvf_measure(void * model_ptr, const void * context_params, uint32_t c
     if (cells % 256) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "a pool of %u cells: it is a multiple of 256", cells);
     }
-    const private_log log;
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const private_log                 log;
+    const assertions_throw            errors;
     try {
         const auto      weights = model.memory_breakdown();  // before sizes and memory part
         const measuring scope(model, cells, query_rows);

@@ -101,6 +101,25 @@ def test_files_that_are_no_models(models: dict[str, Path], loaded: None, tmp_pat
         pass
 
 
+def test_a_number_that_upstream_takes_on_trust(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    """llama.cpp ends the process over it when it loads the file. Here it is an error, and the next file is measured."""
+    import llama_cpp
+
+    from kvflash_ggml.native import measure
+
+    key = b"qwen3.block_count" + (4).to_bytes(4, "little")
+    data = bytearray(models["small"].read_bytes())
+    at = data.index(key) + len(key)
+    data[at : at + 4] = (1 << 20).to_bytes(4, "little")
+    path = tmp_path / "deep.gguf"
+    path.write_bytes(data)
+    params = llama_cpp.llama_model_default_params()
+    with pytest.raises(ConfigError, match="GGML_ASSERT"), measure.sketch(path, params):
+        pass
+    with measure.sketch(models["small"], params) as found:
+        assert measure.weights(found)
+
+
 def test_contexts_that_cannot_be(llama: Callable[..., Any]) -> None:
     from kvflash_ggml.native import measure
     from kvflash_ggml.placement.measure import copied
@@ -149,3 +168,65 @@ def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: Non
     assert [device.name for device in devices] == [device.device for device in measured.devices]
     assert devices[-1].total == inventory.host().total
     assert 0 < devices[-1].free <= devices[-1].total
+
+
+# --- a pool that is sized by it
+
+
+def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host with less memory: what that has beyond its margin, of which page images get half."""
+    from dataclasses import replace
+
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement import inventory
+
+    wide = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+    assert wide.kvflash.pool == 16_384
+    rows = wide._session.engine.info.query_rows
+
+    def need(cells: int) -> measure.Need:
+        found = measure.measure(address(wide._model.model), wide.context_params, cells=cells, query_rows=rows)
+        return found.devices[-1]
+
+    def room(cells: int) -> int:
+        return need(cells).context + need(cells).compute + need(cells).queries
+
+    host, pools = inventory.host(), []
+    for spare in (0, (room(16_384) - room(512)) // 2, room(16_384) - room(512) - 1):
+        # the margin, the file's pages, and page images need as much
+        free = (2 << 30) + need(512).model + 2 * (room(512) + spare)
+        monkeypatch.setattr(inventory, "host", lambda free=free: replace(host, free=free))
+        narrow = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+        pools.append(narrow.kvflash.pool)
+        assert "on CPU beside a margin of 2,048" in narrow.kvflash.banner()
+        assert room(pools[-1]) <= room(512) + spare
+        narrow.close()
+    assert pools == [512, 8448, 16_128]
+
+
+def test_auto_takes_half_where_no_context_can_be_made(
+    llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import llama_cpp
+
+    from kvflash_ggml.errors import DoesNotFit
+
+    make, refusals = llama_cpp.llama_init_from_model, []
+
+    def refuse(*args: Any) -> Any:
+        return make(*args) if not refusals else refusals.pop()
+
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", refuse)
+    refusals += [None] * 2
+    llm = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+    assert llm.kvflash.pool == 4096
+    assert "16384 could not be made" in llm.kvflash.banner()
+    llm.eval(list(range(1, 20)))
+
+    refusals += [None] * 3
+    with pytest.raises(DoesNotFit, match="CPU has"):
+        llama("small", n_ctx=32_768, kvflash="auto")
+    refusals += [None]
+    with pytest.raises(ValueError, match="Failed to create llama_context"):
+        llama("small", n_ctx=32_768, kvflash=1024)  # what was asked for is never changed
+    assert not refusals
