@@ -11,6 +11,7 @@ import click
 
 from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
+from .device_options import DeviceOptions, device_options
 from .model import gpu_layers, load_model, log_to_stderr, plain_errors
 from .options import ModelOptions, OutputOptions, model_options, output_options
 from .sections import SectionCommand, option
@@ -34,8 +35,11 @@ _result = option("Result")
     " later run finds them]",
 )
 @model_options
+@device_options
 @output_options
-def calibrate(*, model: str, save: Path | None, loading: ModelOptions, output: OutputOptions) -> None:
+def calibrate(
+    *, model: str, save: Path | None, loading: ModelOptions, devices: DeviceOptions, output: OutputOptions
+) -> None:
     """Find the retrieval heads of a model.
 
     \b
@@ -46,7 +50,7 @@ def calibrate(*, model: str, save: Path | None, loading: ModelOptions, output: O
     """
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
-        found = _find(model, loading, output)
+        found = _find(model, loading, devices, output)
         path = save or heads_file(found.model)
         choice.save(found, path)
     if output.as_json:
@@ -77,12 +81,13 @@ def table(found: Calibration) -> list[str]:
     return lines
 
 
-def _find(model: str, loading: ModelOptions, output: OutputOptions) -> Calibration:
+def _find(model: str, loading: ModelOptions, devices: DeviceOptions, output: OutputOptions) -> Calibration:
     from ..calibration.run import calibrate as find
     from ..calibration.subject import of_llama
 
     progress = Progress(shown=stderr_is_terminal() and not output.quiet, doing="asking the model")
-    with load_model(model, loading=loading, n_gpu_layers=gpu_layers(loading), verbose=output.verbose) as llm:
+    layers = gpu_layers(loading)
+    with load_model(model, loading=loading, devices=devices, n_gpu_layers=layers, verbose=output.verbose) as llm:
         try:
             return find(
                 llm._model,

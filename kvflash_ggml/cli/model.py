@@ -18,6 +18,7 @@ from ..config import KVFlashConfig
 from ..constants import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from ..native import library
+from .device_options import DeviceOptions
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
@@ -42,9 +43,11 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
-def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: bool) -> Iterator[Any]:
+def load_model(
+    path: str, *, loading: ModelOptions, devices: DeviceOptions, n_gpu_layers: int, verbose: bool
+) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
-    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
+    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose} | devices.settings()
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -53,7 +56,7 @@ def load_model(path: str, *, loading: ModelOptions, n_gpu_layers: int, verbose: 
 
 @contextmanager
 def open_model(
-    path: str, *, loading: ModelOptions, pool: PoolOptions, drafts: SpecOptions, verbose: bool
+    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions, verbose: bool
 ) -> Iterator[Any]:
     """The loaded model, closed at the end.
 
@@ -68,7 +71,7 @@ def open_model(
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
-    }
+    } | devices.settings()
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
     if loading.batch_size is not None:

@@ -132,7 +132,12 @@ def counters(stats: Any) -> dict[str, Any] | None:
     if stats is None:
         return None
     last = {**asdict(stats.last), "view": stats.last.view}
-    return {**{name: getattr(stats, name) for name in _COUNTERS}, "last": last, "spec": spec_counters(stats.spec)}
+    return {
+        **{name: getattr(stats, name) for name in _COUNTERS},
+        "devices": [asdict(device) for device in stats.devices],
+        "last": last,
+        "spec": spec_counters(stats.spec),
+    }
 
 
 def spec_counters(spec: Any) -> dict[str, Any] | None:

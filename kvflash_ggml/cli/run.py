@@ -14,6 +14,7 @@ from ..files import check_writable
 from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
+from .device_options import DeviceOptions, device_options
 from .dry_run import dry_run as say_what_goes_where
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
@@ -103,6 +104,7 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
     callback=_refuse_repository,
 )
 @model_options
+@device_options
 @pool_options
 @spec_options
 @snapshot_options
@@ -120,6 +122,7 @@ def run(
     conversation: bool | None,
     dry_run: bool,
     loading: ModelOptions,
+    devices: DeviceOptions,
     pool: PoolOptions,
     drafts: SpecOptions,
     saving: SnapshotOptions,
@@ -156,7 +159,7 @@ def run(
         session_file.check()
         start = time.perf_counter()
         with (
-            open_model(path, loading=loading, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
+            open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
             recorded(llm, report, title=Path(path).name),
         ):
             load_s = time.perf_counter() - start

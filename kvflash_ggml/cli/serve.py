@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .device_options import DeviceOptions, device_options
 from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, model_options
 from .pool_options import PoolOptions, pool_options
@@ -170,6 +171,7 @@ session_options = collected(
 @session_options
 @limit_options
 @model_options
+@device_options
 @pool_options
 @spec_options
 def serve(
@@ -184,6 +186,7 @@ def serve(
     sessions: SessionOptions,
     limits: LimitOptions,
     loading: ModelOptions,
+    devices: DeviceOptions,
     pool: PoolOptions,
     drafts: SpecOptions,
 ) -> None:
@@ -234,7 +237,7 @@ def serve(
             session_dir=sessions.session_dir,
             page=page,
         )
-        with open_model(path, loading=loading, pool=pool, drafts=drafts, verbose=verbose) as llm:
+        with open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=verbose) as llm:
             if not quiet and not verbose:
                 note(llm.kvflash.banner())
             if (cache := pool.cache()) is not None:

@@ -37,6 +37,14 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_progress: Progress | None
 
 
+class DeviceKeywords(TypedDict, total=False):
+    """Where the model goes: what upstream's structs can say and its constructor cannot."""
+
+    device: Sequence[str] | str | None
+    override_tensor: Sequence[tuple[str, str]] | str | None
+    n_cpu_moe: int | None
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -86,5 +94,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, DeviceKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

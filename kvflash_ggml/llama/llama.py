@@ -27,7 +27,7 @@ from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import parameters, sizing
+from . import devices, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
@@ -62,6 +62,9 @@ class Llama(GeneratingLlama):
         fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
+    device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
+    override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
+    n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
@@ -97,6 +100,8 @@ class Llama(GeneratingLlama):
             self._found = search(Path(model_path), self._config.spec)
         settings = request.upstream
         library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
+        self._placement = request.placement
+        self._device_arrays = devices.place(model_path, request.placement, settings)
 
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
@@ -143,6 +148,9 @@ class Llama(GeneratingLlama):
     def model_params(self, params: Any) -> None:
         # upstream sets this before loading the model
         params.load_mtp = loads_head(self._found)
+        if self._device_arrays is not None:
+            params.devices = self._device_arrays.devices
+            params.tensor_buft_overrides = self._device_arrays.overrides
         self._model_params = params
         if self._config is not None and params.n_gpu_layers != 0:
             self._free_before = {device.name: device.free for device in inventory.devices()}
@@ -266,4 +274,5 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
+        state.update(self._placement.keywords())
         return state

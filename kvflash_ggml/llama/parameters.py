@@ -18,7 +18,9 @@ from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from .keywords import PoolKeywords
+from . import devices
+from .devices import Placement
+from .keywords import DeviceKeywords, PoolKeywords
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -26,6 +28,7 @@ logger = logging.getLogger("kvflash_ggml")
 STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
 UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
+DEVICE_KEYWORDS = tuple(DeviceKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -41,6 +44,7 @@ class Request:
     config: KVFlashConfig | None
     cache: PrefixCache | None
     progress: Progress | None
+    placement: Placement
     upstream: dict[str, Any]
 
 
@@ -66,7 +70,8 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
-    return Request(config=config, cache=store, progress=progress, upstream=upstream)
+    placement = devices.read(upstream, config)
+    return Request(config=config, cache=store, progress=progress, placement=placement, upstream=upstream)
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - STRAY_KEYWORDS
+    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - set(DEVICE_KEYWORDS) - STRAY_KEYWORDS
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
             known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
@@ -165,7 +170,7 @@ def signature() -> inspect.Signature:
     names = inspect.signature(llama_cpp.Llama.__init__).parameters
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
-        for name, annotation in PoolKeywords.__annotations__.items()
+        for name, annotation in (PoolKeywords.__annotations__ | DeviceKeywords.__annotations__).items()
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])

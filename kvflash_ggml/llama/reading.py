@@ -110,5 +110,5 @@ def slot_bytes(layers: Sequence[Layer], devices: Sequence[DeviceInfo], n_ubatch:
     """Bytes that one more token in the stages takes on the devices: K and V of a layer of each shape, twice where the
     next layer is copied meanwhile, and its column of the mask."""
     shapes = {(layer.device, layer.k_row, layer.v_row) for layer in layers}
-    rows = sum((2 if devices[device].asynchronous else 1) * (k_row + v_row) for device, k_row, v_row in shapes)
+    rows = sum((2 if devices[device].overlaps else 1) * (k_row + v_row) for device, k_row, v_row in shapes)
     return rows + HALF * n_ubatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..arrays import Floats
 from ..calibration.finder import HeadFinder
@@ -17,6 +17,18 @@ from ..trace.events import Observer
 from ..trace.html import Summary
 from ..trace.recorder import Trace
 from .sizing import PoolSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStats:
+    """A device that holds pooled layers. mode: how pages move, "stream", "remote", "sync" or "host". bytes: of the
+    pool, and of where pages arrive and queries are kept.
+    """
+
+    name: str
+    mode: str
+    layers: int
+    bytes: int
 
 
 class PoolStats:
@@ -118,6 +130,19 @@ class PoolStats:
     def device_bytes(self) -> int:
         """Bytes of the pool on the device; constant."""
         return self._session.engine.info.device_bytes
+
+    @property
+    def devices(self) -> tuple[DeviceStats, ...]:
+        """The devices that hold the pool, in the order of its layers."""
+        return tuple(
+            DeviceStats(
+                name=device.name,
+                mode=device.mode,
+                layers=device.layers,
+                bytes=device.slot_bytes * self.pool + device.staging_bytes + device.query_bytes,
+            )
+            for device in self._session.engine.info.devices
+        )
 
     @property
     def reading(self) -> str:
@@ -285,11 +310,15 @@ class PoolStats:
         types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
         return (
             f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
-            f"{self.device_bytes / 2**20:.1f} MiB on {info.device}, up to {most / 2**20:.0f} MiB on the host"
+            f"{self.device_bytes / 2**20:.1f} MiB on {self._where()}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
             f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}, "
             f"{info.n_layers} layers pooled{self._windows()}"
         )
+
+    def _where(self) -> str:
+        devices = self.devices
+        return " and ".join(f"{x.name} ({x.layers} layers)" if len(devices) > 1 else x.name for x in devices)
 
     def _reading(self) -> str:
         reading, stage = self._session.reading, self.stage

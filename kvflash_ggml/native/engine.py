@@ -317,17 +317,24 @@ class Engine(HostScoring):
         if ticket:
             lib.kvf_wait(self._engine, ticket)
 
-    def plain_copy(self, size: int, *, to_device: bool) -> float:
-        """Seconds of one plain copy of `size` bytes between page-locked memory and the device, for benchmarks."""
+    def plain_copy(self, size: int, *, to_device: bool, device: int = 0) -> float:
+        """Seconds of one plain copy of `size` bytes between page-locked memory and a device, for benchmarks.
+
+        device: index in `info.devices`.
+        """
         seconds = ffi.new("double *")
-        return float(value(lib.kvf_bench_copy(self._engine, size, to_device, seconds), seconds))
+        return float(value(lib.kvf_bench_copy(self._engine, device, size, to_device, seconds), seconds))
 
     # --- queries
 
     @property
     def query_shapes(self) -> list[tuple[int, int, int]]:
-        """Per pooled layer (query_rows, n_head, head_k): the shapes of the captured queries."""
-        return [(self.info.query_rows, layer.n_head, layer.head_k) for layer in self.layers]
+        """Per pooled layer (rows, n_head, head_k): the shapes of the captured queries.
+
+        There is a row more than `info.query_rows`; what is in it means nothing.
+        """
+        rows = self.info.query_rows + 1 if self.info.query_rows else 0
+        return [(rows, layer.n_head, layer.head_k) for layer in self.layers]
 
     def read_queries(self, out: Floats) -> int:
         """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far.

@@ -1,28 +1,59 @@
-"""What an engine tells of itself, as values."""
+"""What an engine tells of itself, and ggml of devices, as values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from ..constants import CHUNK
 from ._kvf import ffi, lib
 from .status import check
+
+Mode = Literal["stream", "remote", "sync", "host"]
+"""How pages move between a device and the host: on a stream of their own; in one queue with the compute, over a
+network; by plain copies when the compute is done; or by plain copies in host memory, for which nothing need wait."""
+
+Kind = Literal["cpu", "gpu", "integrated", "other"]
+
+_MODES: tuple[Mode, ...] = ("stream", "remote", "sync", "host")
+_KINDS: tuple[Kind, ...] = ("cpu", "gpu", "integrated", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """A device that holds pooled layers. Sizes are bytes; `free_bytes` as it was when the engine was made.
+    """A device, and what of a pool it holds. Sizes are bytes; `free_bytes` as it was when somebody asked.
 
-    layers: how many of the pooled layers. pinned: can it copy from and to page-locked memory?
-    asynchronous: do its transfers run beside its compute?
+    id: of the hardware, empty if it is not known. pinned: can it copy from and to page-locked memory? asynchronous:
+    does it compute beside the host? layers: how many of the pooled layers, from `first_layer` on; 0 without a pool, as
+    all that follows. share_offset, share_bytes: what they are of a page image. staging_bytes: where pages arrive on it.
     """
 
     name: str
-    layers: int
+    description: str
+    backend: str
+    id: str
+    kind: Kind
     pinned: bool
     asynchronous: bool
     free_bytes: int
     total_bytes: int
+    mode: Mode
+    first_layer: int
+    layers: int
+    share_offset: int
+    share_bytes: int
+    staging_bytes: int
+    query_bytes: int
+
+    @property
+    def overlaps(self) -> bool:
+        """Do its transfers run beside the host?"""
+        return self.mode in ("stream", "remote")
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one token takes on it."""
+        return self.share_bytes // CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +85,7 @@ class EngineInfo:
     branches: can tokens of a step be siblings, of one position?
     rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot. rs_bytes: size of one such state.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
+    host_compute: has the CPU a part in every step, with `n_threads` threads? devices: in the order of the layers.
     """
 
     n_slots: int
@@ -72,6 +104,8 @@ class EngineInfo:
     device_bytes: int
     rs_bytes: int
     rotated: int
+    host_compute: bool
+    n_threads: int
     type_k: str
     type_v: str
     devices: tuple[DeviceInfo, ...]
@@ -83,13 +117,13 @@ class EngineInfo:
 
     @property
     def pinned(self) -> bool:
-        """Can all devices copy from and to page-locked memory?"""
-        return all(device.pinned for device in self.devices)
+        """Are page images in page-locked memory? They are if any device can use that."""
+        return any(device.pinned for device in self.devices)
 
     @property
     def asynchronous(self) -> bool:
-        """Do transfers run beside the compute on all devices?"""
-        return all(device.asynchronous for device in self.devices)
+        """Does any device compute beside the host?"""
+        return any(device.asynchronous for device in self.devices)
 
 
 def read_info(engine: object) -> EngineInfo:
@@ -113,6 +147,8 @@ def read_info(engine: object) -> EngineInfo:
         device_bytes=raw.device_bytes,
         rs_bytes=raw.rs_bytes,
         rotated=raw.rotated,
+        host_compute=bool(raw.host_compute),
+        n_threads=raw.n_threads,
         type_k=ffi.string(raw.type_k).decode(),
         type_v=ffi.string(raw.type_v).decode(),
         devices=_read_devices(engine, raw.n_devices),
@@ -122,17 +158,33 @@ def read_info(engine: object) -> EngineInfo:
 def _read_devices(engine: object, n: int) -> tuple[DeviceInfo, ...]:
     raw: Any = ffi.new("kvf_device[]", n)
     check(lib.kvf_get_devices(engine, raw, n))
-    return tuple(
-        DeviceInfo(
-            name=ffi.string(x.name).decode("utf-8", "replace"),
-            layers=x.n_layers,
-            pinned=bool(x.pinned),
-            asynchronous=bool(x.asynchronous),
-            free_bytes=x.free_bytes,
-            total_bytes=x.total_bytes,
-        )
-        for x in raw
+    return tuple(map(read_device, raw))
+
+
+def read_device(raw: Any) -> DeviceInfo:
+    """raw: a kvf_device."""
+    return DeviceInfo(
+        name=_text(raw.name),
+        description=_text(raw.description),
+        backend=_text(raw.backend),
+        id=_text(raw.id),
+        kind=_KINDS[raw.kind],
+        pinned=bool(raw.pinned),
+        asynchronous=bool(raw.asynchronous),
+        free_bytes=raw.free_bytes,
+        total_bytes=raw.total_bytes,
+        mode=_MODES[raw.mode],
+        first_layer=raw.first_layer,
+        layers=raw.n_layers,
+        share_offset=raw.share_offset,
+        share_bytes=raw.share_bytes,
+        staging_bytes=raw.staging_bytes,
+        query_bytes=raw.query_bytes,
     )
+
+
+def _text(raw: Any) -> str:
+    return str(ffi.string(raw).decode("utf-8", "replace"))
 
 
 def read_layers(engine: object, n: int) -> tuple[Layer, ...]:

@@ -42,6 +42,8 @@ typedef struct kvf_info {
     int32_t branches;      // 1 if tokens of a step can be siblings, of one position: see kvf_plan
     int32_t query_rows;    // rows that a layer has for captured queries, 0 if capture is off
     int32_t rotated;       // bit 0: keys are stored rotated, bit 1: values
+    int32_t host_compute;  // 1 if weights beside the embedding are in host memory, so that the CPU has a part in every step
+    int32_t n_threads;     // that the CPU computes a token with
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
     int64_t rs_bytes;      // one recurrent state, the current one or an earlier one; 0 if there is none
@@ -49,14 +51,39 @@ typedef struct kvf_info {
     char    type_v[16];
 } kvf_info;
 
-// A device that holds pooled layers.
+// How pages move between a device and the host.
+enum kvf_mode {
+    KVF_MODE_STREAM = 0,  // on a stream of their own, ordered against the compute by events
+    KVF_MODE_REMOTE = 1,  // in one queue with the compute
+    KVF_MODE_SYNC   = 2,  // by plain copies, when the compute is done
+    KVF_MODE_HOST   = 3,  // by plain copies in host memory, for which nothing must be waited
+};
+
+enum kvf_device_kind {
+    KVF_DEVICE_CPU        = 0,
+    KVF_DEVICE_GPU        = 1,  // or one behind a network
+    KVF_DEVICE_INTEGRATED = 2,  // a GPU that shares the host's memory
+    KVF_DEVICE_OTHER      = 3,  // computes beside the CPU, and has no memory
+};
+
+// A device, and what of the pool it holds: 0 where no engine is asked.
 typedef struct kvf_device {
     char    name[64];
-    int32_t n_layers;      // pooled layers on it
+    char    description[128];
+    char    backend[16];   // CPU, CUDA, RPC, ...
+    char    id[32];        // of the hardware, empty if it is not known
+    int32_t kind;          // a kvf_device_kind
     int32_t pinned;        // 1 if it can copy from and to page-locked memory
-    int32_t asynchronous;  // 1 if its transfers run beside its compute
+    int32_t asynchronous;  // 1 if it computes beside the host
     int64_t free_bytes;    // now
     int64_t total_bytes;
+    int32_t mode;          // a kvf_mode
+    int32_t first_layer;   // among the pooled layers
+    int32_t n_layers;
+    int64_t share_offset;  // its layers lie side by side in a page image: the first byte of them
+    int64_t share_bytes;   // and how many; one slot takes a KVF_BLOCKth of it
+    int64_t staging_bytes; // where pages arrive
+    int64_t query_bytes;   // captured queries
 } kvf_device;
 
 // Where one pooled layer lives in a page image, and how its heads are shaped.
@@ -182,10 +209,20 @@ enum kvf_status kvf_measure(void * model, const void * context_params, uint32_t 
 // What a context that has been made takes, with its model.
 enum kvf_status kvf_context_needs(const void * ctx, kvf_need * needs, int32_t n_devices);
 
+// All devices that there are, in ggml's order.
+int32_t         kvf_device_count(void);
+enum kvf_status kvf_list_devices(kvf_device * devices, int32_t n);  // n is kvf_device_count
+
+// For llama_model_params: `devices`, and `tensor_buft_overrides`, where the first pattern that is found in a tensor's name says
+// where that goes. Names are those of devices. ARGUMENT for one that is unknown, or a pattern that is no regular expression.
+enum kvf_status kvf_device_list(int32_t n, const char * const * name, void ** list);
+enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const char * const * device, void ** list);
+void            kvf_list_free  (void * list);  // when the model has been loaded
+
 enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);  // or REFUSED
 void            kvf_engine_free(kvf_engine * engine);
 void            kvf_get_info   (const kvf_engine * engine, kvf_info * info);
-enum kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int32_t n);  // n is n_devices
+enum kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int32_t n);  // n is n_devices, in layer order
 enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, int32_t n);    // n is n_layers
 
 // Stages for streamed steps of up to n_tokens tokens over n_slots, a multiple of 256, and the memory to compute these; stages
@@ -238,10 +275,10 @@ enum kvf_status kvf_state_put (kvf_engine * engine, int32_t seq, int32_t length)
 enum kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data);  // or MEMORY
 void            kvf_host_free (kvf_engine * engine, void * data);
 
-// The captured queries of all layers: per layer [query_rows][n_head][head_k] floats. A plan names the row of each token, so
-// what is where is the caller's to know. To verify drafts, ask for so many rows more than are looked at, and give the drafts
-// rows that hold no query that is still wanted: the row of an accepted draft then counts, that of a rejected one is given away
-// again, and nothing has been overwritten or need be copied.
+// The captured queries of all layers: per layer [query_rows + 1][n_head][head_k] floats, of which the last row means nothing. A
+// plan names the row of each token, so what is where is the caller's to know. To verify drafts, ask for so many rows more than
+// are looked at, and give the drafts rows that hold no query that is still wanted: the row of an accepted draft then counts,
+// that of a rejected one is given away again, and nothing has been overwritten or need be copied.
 //
 // Read behind the compute submitted so far; the next step does not overwrite the rows before they are read.
 enum kvf_status kvf_query_read (kvf_engine * engine, float * out, uint64_t * ticket);
@@ -304,8 +341,8 @@ enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, cons
 
 // For benchmarks only.
 
-// Seconds that one plain copy of so many bytes takes between page-locked memory and the first device.
-enum kvf_status kvf_bench_copy(kvf_engine * engine, int64_t size, int32_t to_device, double * seconds);
+// Seconds that one plain copy of so many bytes takes between page-locked memory and a device of the pool.
+enum kvf_status kvf_bench_copy(kvf_engine * engine, int32_t device, int64_t size, int32_t to_device, double * seconds);
 // [/cdef]
 
 #ifdef __cplusplus

@@ -3,8 +3,11 @@
 
 #include <chrono>
 
-kvf_status kvf_bench_copy(kvf_engine * engine, int64_t size, int32_t to_device, double * seconds) {
-    auto & lane = engine->lanes.front();
+kvf_status kvf_bench_copy(kvf_engine * engine, int32_t device, int64_t size, int32_t to_device, double * seconds) {
+    if (device < 0 || device >= engine->info.n_devices) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "device %d of %d", device, engine->info.n_devices);
+    }
+    const auto & lane = engine->lanes[device];
     auto * buft = ggml_backend_buffer_get_type(lane.spans.front().tensor->buffer);
     ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
     auto * tensor = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I8, size);
@@ -18,12 +21,9 @@ kvf_status kvf_bench_copy(kvf_engine * engine, int64_t size, int32_t to_device, 
     }
     kvf_synchronize(engine);
     const auto start = std::chrono::steady_clock::now();
-    if (auto * backend = lane.copy.get()) {
-        to_device ? ggml_backend_tensor_set_async(backend, tensor, host, 0, size)
-                  : ggml_backend_tensor_get_async(backend, tensor, host, 0, size);
-        ggml_backend_synchronize(backend);
-    } else {
-        to_device ? ggml_backend_tensor_set(tensor, host, 0, size) : ggml_backend_tensor_get(tensor, host, 0, size);
+    to_device ? kvf_lane_set(lane, tensor, host, 0, size) : kvf_lane_get(lane, tensor, host, 0, size);
+    if (lane.copy) {
+        ggml_backend_synchronize(lane.copy.get());
     }
     *seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     kvf_host_free(engine, host);

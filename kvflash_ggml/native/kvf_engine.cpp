@@ -1,6 +1,7 @@
 // An engine is made, described and freed.
 #include "kvf_engine.h"
 
+#include "kvf_device.h"
 #include "kvf_error.h"
 #include "kvf_probe.h"
 #include "kvf_rollback.h"
@@ -27,7 +28,19 @@ std::string context_refusal(llama_context & ctx) {
         refusal = "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max)
                 + " sequences, and an engine serves one: n_seq_max must be 1";
     }
+    if (refusal.empty()) {
+        refusal = kvf_attention_refusal(ctx);
+    }
     return refusal.empty() ? kvf_planes_refusal(ctx) : refusal;
+}
+
+// Has the CPU a part in every step? The embedding is there in any case, and a row of it is soon looked up.
+bool computes_on_host(const llama_model & model) {
+    return std::any_of(model.tensors_by_name.begin(), model.tensors_by_name.end(), [](const auto & named) {
+        const auto & [name, tensor] = named;
+        const bool computed = name.rfind("blk.", 0) == 0 || name.rfind("output", 0) == 0;
+        return computed && tensor->buffer && ggml_backend_buffer_is_host(tensor->buffer);
+    });
 }
 
 }  // namespace
@@ -54,6 +67,8 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.branches     = !kvf_find_iswa(&memory) && !info.recurrent && model.hparams.ple_n_heads == 0;
     info.query_rows   = pool.query_rows;
     info.rotated      = kvf_access::rotated(kv);
+    info.host_compute = computes_on_host(model);
+    info.n_threads    = cparams.n_threads;
     info.device_bytes = info.page_bytes*(info.n_slots/KVF_BLOCK);
     snprintf(info.type_k, sizeof(info.type_k), "%s", ggml_type_name(kv.type_k()));
     snprintf(info.type_v, sizeof(info.type_v), "%s", layers[0].has_v ? ggml_type_name(kv.type_v()) : "");

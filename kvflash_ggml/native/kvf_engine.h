@@ -4,6 +4,7 @@
 #include "kvf_lane.h"
 #include "kvf_pool.h"
 #include "kvf_stash.h"
+#include "kvf_ticket.h"
 
 #include "llama-context.h"
 
@@ -29,8 +30,12 @@ struct kvf_engine {
     kvf_info               info {};
     int32_t                reach    = 0;      // tokens that recurrent state can go back, -1: it is not known what it holds
 
-    uint64_t last_ticket     = 0;
-    uint64_t compute_barrier = 0;  // the next compute waits for this transfer
+    std::vector<kvf_lane *>    by_mode;                // those that hold nobody up first
+    ggml_backend_buffer_type_t host_buft   = nullptr;  // of page images
+    bool                       shares_host = false;    // a device computes with host memory where it is
+
+    kvf_tickets tickets;
+    uint64_t    compute_barrier = 0;  // the next compute waits for this transfer
     uint64_t decode_ns       = 0;
 
     // of a step, made once

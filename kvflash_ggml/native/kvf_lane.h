@@ -5,21 +5,21 @@
 
 #include "ggml-cpp.h"
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-// Transfers run on a stream of their own, ordered against the compute by events.
+// The transfers of one device: of a share of every page image, the spans of its layers, which lie side by side.
 struct kvf_lane {
-    static constexpr uint64_t N_EVENTS = 64;
-
+    kvf_mode               mode    = KVF_MODE_HOST;
     ggml_backend_dev_t     dev     = nullptr;
-    ggml_backend_t         compute = nullptr;  // belongs to the context
-    ggml_backend_ptr       copy;               // null: transfers are plain copies
-    ggml_backend_event_ptr compute_mark;
-    std::array<ggml_backend_event_ptr, N_EVENTS> done;  // of transfer t, at t % N_EVENTS
-    int32_t                n_layers = 0;
+    ggml_backend_t         compute = nullptr;  // belongs to the context; null: all of it must be waited for
+    ggml_backend_ptr       copy;               // where transfers are submitted, null: they are plain copies
+    ggml_backend_event_ptr compute_mark;       // with a stream: the compute that the next transfer comes after
+    int32_t                first_layer = 0;    // among the pooled layers
+    int32_t                n_layers    = 0;
+    int64_t                share_offset = 0;   // in a page image
+    int64_t                share_bytes  = 0;
 
     // one span of a page image: 64 rows of K or V of one layer
     struct span {
@@ -30,14 +30,13 @@ struct kvf_lane {
     std::vector<span> spans;
 
     // Whole images arrive here in one copy each and are spread over the layers on the device: a page is dozens of spans, too
-    // small one by one to fill the bus. Holds the bytes [first, first + size) of each image, which are those of this device.
+    // small one by one to fill the bus. Holds the share of each image.
     struct staging {
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
-        ggml_tensor *           pages = nullptr;  // I8  [size, n_pages]
+        ggml_tensor *           pages = nullptr;  // I8  [share, n_pages]
         ggml_tensor *           index = nullptr;  // I64 [n_pages], the block of each page
         std::vector<ggml_tensor *> blocks;        // per span: its tensor seen as F32 [span, n_blocks]
-        size_t                  first = 0;
     };
     std::unique_ptr<staging> stage;  // null: spans are copied one by one
 
@@ -47,13 +46,15 @@ struct kvf_lane {
 // kvf_lane.cpp
 void           kvf_lanes_init(kvf_engine & engine);
 ggml_backend_t kvf_compute_of(const kvf_engine & engine, const ggml_tensor * tensor);  // of the context, or null
+void           kvf_lane_follow(kvf_engine & engine, const kvf_lane & lane);  // what moves next comes after the compute so far
 
-// kvf_staging.cpp
+// Bytes between host and device, on a lane's own device.
+void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data, size_t offset, size_t size);
+void kvf_lane_set(const kvf_lane & lane, ggml_tensor * tensor, const void * data, size_t offset, size_t size);
+
+// kvf_staging.cpp. rows: room for n indices, which is read until the transfer is done.
 std::unique_ptr<kvf_lane::staging> kvf_staging_init(const kvf_lane & lane, int32_t n_blocks);
-void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image);
+void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image, int64_t * rows);
 
-// kvf_transfer.cpp: the order of transfers and compute
-void     kvf_compute_waits(kvf_engine & engine, uint64_t ticket);
-void     kvf_copies_wait(kvf_engine & engine);     // the copy streams continue after the compute submitted so far
-uint64_t kvf_transfer_begin(kvf_engine & engine);  // so does this transfer
-void     kvf_transfer_end(kvf_engine & engine, uint64_t ticket);
+// kvf_transfer.cpp
+void kvf_copies_wait(kvf_engine & engine);  // what all lanes move next comes after the compute submitted so far

@@ -149,8 +149,11 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     if (const auto status = check(*engine, *plan)) {
         return status;
     }
-    kvf_compute_waits(*engine, std::max(plan->wait, engine->compute_barrier));
+    engine->tickets.compute_waits(engine->lanes, std::max(plan->wait, engine->compute_barrier));
     engine->compute_barrier = 0;
+    if (engine->shares_host) {
+        llama_synchronize(&engine->ctx);  // the last step may still read its inputs, which this one overwrites
+    }
 
     for (int32_t i = 0; i < plan->n_tokens; ++i) {
         engine->seq_id[i] = const_cast<int32_t *>(plan->seq + i);
@@ -174,7 +177,7 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
 
 void kvf_synchronize(kvf_engine * engine) {
     llama_synchronize(&engine->ctx);
-    kvf_wait(engine, engine->last_ticket);
+    kvf_wait(engine, engine->tickets.last());
 }
 
 uint64_t kvf_decode_ns(const kvf_engine * engine) {

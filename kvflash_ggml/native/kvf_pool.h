@@ -9,6 +9,7 @@
 
 #include <map>
 #include <memory>
+#include <vector>
 
 // The patches make this struct a friend of llama_kv_cache and llama_context.
 struct kvf_access {
@@ -32,10 +33,16 @@ struct kvf_stages;       // kvf_stage.h
 
 // The queries of a layer that plans have kept.
 struct kvf_query {
+    ggml_tensor * rows;         // F32 [n_head*head_k, query_rows + 1], the last one for what nobody wants
+    float         scale = 0.0f; // once a graph has kept them
+};
+
+// Those of the layers of one device, side by side, so that one copy reads them all.
+struct kvf_ring {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
-    ggml_tensor *           rows;  // F32 [n_head*head_k, query_rows + 1], the last one for what nobody wants
-    float                   scale;
+    ggml_tensor *           all;          // F32, the rows of each layer in turn
+    int32_t                 first_layer;  // among the layers of the cache
 };
 
 struct kvf_pool {
@@ -45,6 +52,7 @@ struct kvf_pool {
     const kvf_plan * plan = nullptr;  // set while llama_decode runs
     int32_t          ubatch_tokens = 0;  // of the newest ubatch, the last one of a step that has ended
 
+    std::vector<kvf_ring>    rings;
     std::map<int, kvf_query> queries;       // by model layer
     kvf_query_index *        query_index = nullptr;  // of the graph under construction
 

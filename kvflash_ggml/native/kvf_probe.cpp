@@ -1,19 +1,23 @@
 #include "kvf_probe.h"
 
+#include "kvf_device.h"
 #include "kvf_error.h"
 #include "kvf_pool.h"
 #include "kvf_rollback.h"
 #include "kvf_state.h"
 
 #include "llama-arch.h"
+#include "llama-graph.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 
 namespace {
 
@@ -114,6 +118,43 @@ std::vector<kvf_layer> kvf_describe_layers(const llama_model & model, const llam
         res.push_back(d);
     }
     return res;
+}
+
+std::vector<kvf_share> kvf_describe_shares(const llama_kv_cache & kv, const std::vector<kvf_layer> & layers) {
+    std::vector<kvf_share> res;
+    const auto & cached = kvf_access::layers(kv);
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l   = layers[i];
+        auto *       dev = kvf_device_of(cached[i].k);
+        if (res.empty() || res.back().dev != dev) {
+            if (std::any_of(res.begin(), res.end(), [dev](const auto & share) { return share.dev == dev; })) {
+                throw std::runtime_error(std::string("the layers on ") + ggml_backend_dev_name(dev) + " are not side by side");
+            }
+            res.push_back({ dev, (int32_t) i, 0, l.k_offset, 0 });
+        }
+        res.back().n_layers++;
+        res.back().size += (l.k_row + l.v_row)*KVF_BLOCK;
+    }
+    return res;
+}
+
+std::string kvf_attention_refusal(llama_context & ctx) {
+    const auto & model = ctx.get_model();
+    if (!ctx.get_cparams().offload_kqv) {
+        return "";
+    }
+    for (const auto & node : ctx.get_gf_res_reserve()->get_fused_nodes()) {
+        auto * dev = model.dev_layer(node.il);
+        if (node.op != LLM_FUSED_OP_FLASH_ATTN || kvf_is_cpu(dev) || ggml_backend_dev_supports_op(dev, node.tensor)) {
+            continue;
+        }
+        const auto * k = node.tensor->src[1];
+        return std::string(ggml_backend_dev_name(dev)) + " (" + kvf_backend_name(dev) + ") cannot attend to layer "
+             + std::to_string(node.il) + ": flash attention with " + std::to_string(k->ne[0]) + " values a head, K of type "
+             + ggml_type_name(k->type) + " and V of type " + ggml_type_name(node.tensor->src[2]->type)
+             + ". Use another type for the cache, or keep it in host memory (offload_kqv=False)";
+    }
+    return "";
 }
 
 kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes) {

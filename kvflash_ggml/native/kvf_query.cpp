@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 
 // The tokens of an ubatch whose queries are kept, and where: inputs of a graph, the same for all its layers. A plan names each
 // row once, so no ubatch has more of them than there are rows.
@@ -71,29 +72,63 @@ private:
 
 namespace {
 
-// The persistent tensor of a layer is made when the first graph is built, that is, while the context reserves its memory.
-ggml_tensor * query_rows(kvf_pool & pool, int il, int64_t width, float scale, ggml_backend_buffer_type_t buft) {
-    auto it = pool.queries.find(il);
-    if (it == pool.queries.end()) {
-        ggml_context_ptr ctx { ggml_init({ ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
-        auto * rows = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, width, pool.query_rows + 1);
-        const bool measured = kvf_access::hparams(pool.kv).no_alloc;
-        ggml_backend_buffer_ptr buffer { measured ? ggml_backend_buft_alloc_buffer(buft, 0)
-                                                  : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft) };
-        if (!buffer) {
-            throw std::runtime_error("failed to allocate the query rows");
-        }
-        if (measured) {
-            rows->buffer = buffer.get();
-        }
-        ggml_backend_buffer_clear(buffer.get(), 0);
-        it = pool.queries.emplace(il, kvf_query { std::move(ctx), std::move(buffer), rows, scale }).first;
+ggml_backend_buffer_type_t memory_of(const ggml_tensor * tensor) {
+    return ggml_backend_buffer_get_type(tensor->buffer);
+}
+
+int64_t query_width(const llama_hparams & hparams, int il) {
+    return (int64_t) hparams.n_head(il)*hparams.n_embd_head_k(il);
+}
+
+// One ring for layers [first, end) of the cache, which are on one device.
+kvf_ring make_ring(kvf_pool & pool, size_t first, size_t end) {
+    const auto & layers  = kvf_access::layers(pool.kv);
+    const auto & hparams = kvf_access::hparams(pool.kv);
+    const int64_t n_rows = pool.query_rows + 1;
+    int64_t size = 0;
+    for (size_t i = first; i < end; ++i) {
+        size += query_width(hparams, layers[i].il)*n_rows;
     }
-    return it->second.rows;
+    kvf_ring ring;
+    ring.first_layer = first;
+    ring.ctx.reset(ggml_init({ (end - first + 1)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
+    auto * ctx = ring.ctx.get();
+    ring.all = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, size);
+    auto * memory = memory_of(layers[first].k);
+    ring.buffer.reset(hparams.no_alloc ? ggml_backend_buft_alloc_buffer(memory, 0)
+                                       : ggml_backend_alloc_ctx_tensors_from_buft(ctx, memory));
+    if (!ring.buffer) {
+        throw std::runtime_error("failed to allocate the query rows");
+    }
+    ggml_backend_buffer_clear(ring.buffer.get(), 0);
+    auto * data = (char *) ring.all->data;
+    for (size_t i = first; i < end; ++i) {
+        auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, query_width(hparams, layers[i].il), n_rows);
+        if (hparams.no_alloc) {
+            rows->buffer = ring.buffer.get();  // a context that is only measured
+        } else {
+            ggml_backend_tensor_alloc(ring.buffer.get(), rows, data);
+            data += ggml_nbytes(rows);
+        }
+        pool.queries[layers[i].il].rows = rows;
+    }
+    return ring;
+}
+
+// They are made when the first graph is built, that is, while the context reserves its memory.
+void make_rings(kvf_pool & pool) {
+    const auto & layers = kvf_access::layers(pool.kv);
+    for (size_t first = 0, end = 0; first < layers.size(); first = end) {
+        while (end < layers.size() && memory_of(layers[end].k) == memory_of(layers[first].k)) {
+            ++end;
+        }
+        pool.rings.push_back(make_ring(pool, first, end));
+    }
 }
 
 kvf_status check_captured(const kvf_engine & engine) {
-    if (engine.pool.queries.size() < engine.layers.size()) {
+    const auto & queries = engine.pool.queries;
+    if (queries.empty() || std::any_of(queries.begin(), queries.end(), [](const auto & q) { return q.second.scale == 0.0f; })) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "no queries are kept: the pool was made with %d rows for them",
                         engine.info.query_rows);
     }
@@ -113,31 +148,35 @@ void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * c
         return;  // this layer reads another layer's cache
     }
     if (layer == layers.begin()) {
+        if (pool.rings.empty()) {
+            make_rings(pool);
+        }
         auto index = std::make_unique<kvf_query_index>(pool, ctx, q_cur->ne[2]);
         pool.query_index = index.get();
         res.add_input(std::move(index));
     }
-    auto * kept = pool.query_index->select(ctx, q_cur);
-    auto * rows = query_rows(pool, il, kept->ne[0], kq_scale, ggml_backend_buffer_get_type(layer->k->buffer));
-    ggml_build_forward_expand(gf, ggml_set_rows(ctx, rows, kept, pool.query_index->rows()));
+    auto & query = pool.queries.at(il);
+    auto * kept  = pool.query_index->select(ctx, q_cur);
+    if (kept->ne[0] != query.rows->ne[0]) {
+        throw std::runtime_error("layer " + std::to_string(il) + " asks with " + std::to_string(kept->ne[0]) + " values, not "
+                                 + std::to_string(query.rows->ne[0]));
+    }
+    query.scale = kq_scale;
+    ggml_build_forward_expand(gf, ggml_set_rows(ctx, query.rows, kept, pool.query_index->rows()));
 }
 
 kvf_status kvf_query_read(kvf_engine * engine, float * out, uint64_t * ticket) {
     if (const auto status = check_captured(*engine)) {
         return status;
     }
-    *ticket = kvf_transfer_begin(*engine);
-    for (const auto & layer : engine->layers) {
-        auto *       rows = engine->pool.queries.at(layer.il).rows;
-        const size_t size = engine->info.query_rows*rows->nb[1];
-        if (auto * copy = engine->lanes[layer.device].copy.get()) {
-            ggml_backend_tensor_get_async(copy, rows, out, 0, size);
-        } else {
-            ggml_backend_tensor_get(rows, out, 0, size);
-        }
-        out += size/sizeof(float);
+    *ticket = engine->tickets.begin(engine->lanes);
+    for (const auto & ring : engine->pool.rings) {
+        const auto & lane = engine->lanes[engine->layers[ring.first_layer].device];
+        kvf_lane_follow(*engine, lane);
+        kvf_lane_get(lane, ring.all, out, 0, ggml_nbytes(ring.all));
+        out += ggml_nelements(ring.all);
     }
-    kvf_transfer_end(*engine, *ticket);
+    engine->tickets.end(engine->lanes);
     engine->compute_barrier = *ticket;
     return KVF_STATUS_SUCCESS;
 }
@@ -147,11 +186,9 @@ kvf_status kvf_query_write(kvf_engine * engine, const float * rows) {
         return status;
     }
     kvf_synchronize(engine);
-    for (const auto & layer : engine->layers) {
-        auto *       tensor = engine->pool.queries.at(layer.il).rows;
-        const size_t size   = engine->info.query_rows*tensor->nb[1];
-        ggml_backend_tensor_set(tensor, rows, 0, size);
-        rows += size/sizeof(float);
+    for (const auto & ring : engine->pool.rings) {
+        ggml_backend_tensor_set(ring.all, rows, 0, ggml_nbytes(ring.all));
+        rows += ggml_nelements(ring.all);
     }
     return KVF_STATUS_SUCCESS;
 }

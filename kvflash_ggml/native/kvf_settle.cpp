@@ -44,10 +44,6 @@ kvf_status check_moves(kvf_engine & engine, int32_t n, const int32_t * from, con
     return KVF_STATUS_SUCCESS;
 }
 
-ggml_backend_t backend_of(const kvf_lane & lane) {
-    return lane.copy ? lane.copy.get() : lane.compute;
-}
-
 // The bytes of a cache tensor, as rows of one token each. F32 stands for four bytes, as in kvf_staging.cpp.
 ggml_tensor * as_rows(ggml_context * ctx, const kvf_lane::span & s, int32_t n_slots) {
     auto * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.size/KVF_BLOCK/sizeof(float), n_slots);
@@ -57,8 +53,8 @@ ggml_tensor * as_rows(ggml_context * ctx, const kvf_lane::span & s, int32_t n_sl
 
 // One graph for all layers of a device: of each tensor first everything is read, then everything is written. False if the
 // device cannot do that.
-bool move_by_graph(kvf_lane & lane, const std::vector<move> & moves, int32_t n_slots) {
-    auto * backend = backend_of(lane);
+bool move_by_graph(kvf_engine & engine, kvf_lane & lane, const std::vector<move> & moves) {
+    auto * backend = lane.copy.get();
     if (!backend || std::any_of(lane.spans.begin(), lane.spans.end(),
                                 [](const auto & s) { return s.size % (KVF_BLOCK*sizeof(float)) != 0; })) {
         return false;
@@ -72,7 +68,7 @@ bool move_by_graph(kvf_lane & lane, const std::vector<move> & moves, int32_t n_s
     ggml_set_input(from);
     ggml_set_input(to);
     for (const auto & s : lane.spans) {
-        auto * rows = as_rows(ctx.get(), s, n_slots);
+        auto * rows = as_rows(ctx.get(), s, engine.info.n_slots);
         auto * read = ggml_get_rows(ctx.get(), rows, from);
         auto * done = ggml_set_rows(ctx.get(), rows, read, to);
         if (!ggml_backend_supports_op(backend, read) || !ggml_backend_supports_op(backend, done)) {
@@ -86,14 +82,14 @@ bool move_by_graph(kvf_lane & lane, const std::vector<move> & moves, int32_t n_s
     if (!ggml_gallocr_alloc_graph(lane.rows.get(), graph)) {
         return false;
     }
-    std::vector<int32_t> sources;
-    std::vector<int64_t> targets;
-    for (const auto & m : moves) {
-        sources.push_back(m.from);
-        targets.push_back(m.to);
+    auto * sources = engine.tickets.keep<int32_t>(moves.size());
+    auto * targets = engine.tickets.keep<int64_t>(moves.size());
+    for (size_t i = 0; i < moves.size(); ++i) {
+        sources[i] = moves[i].from;
+        targets[i] = moves[i].to;
     }
-    ggml_backend_tensor_set_async(backend, from, sources.data(), 0, ggml_nbytes(from));
-    ggml_backend_tensor_set_async(backend, to, targets.data(), 0, ggml_nbytes(to));
+    ggml_backend_tensor_set_async(backend, from, sources, 0, ggml_nbytes(from));
+    ggml_backend_tensor_set_async(backend, to, targets, 0, ggml_nbytes(to));
     ggml_backend_graph_compute_async(backend, graph);
     return true;
 }
@@ -113,16 +109,17 @@ void move_by_bytes(const kvf_lane & lane, const std::vector<move> & moves) {
 }
 
 void move_rows(kvf_engine & engine, const std::vector<move> & moves) {
-    const auto ticket = kvf_transfer_begin(engine);
-    for (auto & lane : engine.lanes) {
-        if (!move_by_graph(lane, moves, engine.info.n_slots)) {
-            llama_synchronize(&engine.ctx);
-            kvf_wait(&engine, ticket - 1);
-            move_by_bytes(lane, moves);
+    engine.compute_barrier = engine.tickets.begin(engine.lanes);
+    for (auto * lane : engine.by_mode) {
+        kvf_lane_follow(engine, *lane);
+        if (!move_by_graph(engine, *lane, moves)) {
+            if (lane->copy) {
+                ggml_backend_synchronize(lane->copy.get());
+            }
+            move_by_bytes(*lane, moves);
         }
     }
-    kvf_transfer_end(engine, ticket);
-    engine.compute_barrier = ticket;
+    engine.tickets.end(engine.lanes);
 }
 
 }  // namespace

@@ -7,12 +7,15 @@
 #include "llama.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <new>
 #include <stdexcept>
 
 namespace {
+
+const char STAGE_NAME[] = "kvf_stage_";  // and its layer
 
 // A tensor like one of the cache, with other rows.
 ggml_tensor * like(ggml_context * ctx, const ggml_tensor * t, int64_t n_rows) {
@@ -53,6 +56,7 @@ void make_memory(kvf_stages & stages, kvf_stages::ring & ring, const ggml_tensor
         auto & l = stages.layers[ring.layers[i]];
         l.k     = alias(stage_k[i % ring.n_stages]);
         l.v     = alias(stage_v[i % ring.n_stages]);
+        ggml_format_name(l.k, "%s%zu", STAGE_NAME, ring.layers[i]);
         l.index = index;
     }
 }
@@ -93,7 +97,6 @@ kvf_status check_graph(kvf_engine & engine, kvf_stages & stages) {
 
 }  // namespace
 
-// The pooled layer whose stage an attention node reads, or null.
 kvf_stages::layer * kvf_attended(kvf_stages & stages, const ggml_tensor * node) {
     if (node->op != GGML_OP_FLASH_ATTN_EXT) {
         return nullptr;
@@ -103,7 +106,12 @@ kvf_stages::layer * kvf_attended(kvf_stages & stages, const ggml_tensor * node) 
         k = k->view_src && k->op != GGML_OP_CPY ? k->view_src : k->src[0];
     }
     const auto l = std::find_if(stages.layers.begin(), stages.layers.end(), [k](const auto & l) { return l.k == k; });
-    return l == stages.layers.end() ? nullptr : &*l;
+    if (l != stages.layers.end()) {
+        return &*l;
+    }
+    // attention that is computed on another device reads a copy that the scheduler has made when the stage was filled
+    const char * name = strstr(k->name, STAGE_NAME);
+    return name ? &stages.layers.at(atoi(name + strlen(STAGE_NAME))) : nullptr;
 }
 
 kvf_stages::kvf_stages(const kvf_engine & engine, int64_t n_slots, int64_t n_tokens)

@@ -81,7 +81,8 @@ void copy(kvf_engine & engine, const kvf_stash::piece & p, size_t offset, direct
     auto * cached = bytes_at(ctx.get(), p.tensor->buffer, (char *) p.tensor->data + offset, p.size);
     auto * from   = dir == direction::out ? cached : kept;
     auto * to     = dir == direction::out ? kept : cached;
-    if (auto * backend = kvf_compute_of(engine, p.tensor)) {
+    auto * backend = kvf_compute_of(engine, p.tensor);
+    if (backend && !(engine.shares_host && ggml_backend_buffer_is_host(p.tensor->buffer))) {
         ggml_backend_tensor_copy_async(backend, backend, from, to);
     } else {
         llama_synchronize(&engine.ctx);

@@ -69,13 +69,7 @@ void wait_for(const kvf_stages::ring & ring, size_t place) {
 
 // The layer is loaded when all compute submitted so far is done.
 void load_behind(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, size_t place) {
-    const auto & lane = *ring.lane;
-    if (lane.copy) {
-        ggml_backend_event_record(lane.compute_mark.get(), lane.compute);
-        ggml_backend_event_wait(lane.copy.get(), lane.compute_mark.get());
-    } else if (lane.compute) {
-        ggml_backend_synchronize(lane.compute);
-    }
+    kvf_lane_follow(engine, *ring.lane);
     load(engine, stages, ring, place);
 }
 
@@ -134,11 +128,7 @@ void find_runs(kvf_stages & stages, const kvf_plan & plan, size_t page_bytes) {
 void write_index(const kvf_stages & stages, const kvf_stages::ring & ring, int32_t n_tokens) {
     auto *       index = stages.layers[ring.layers.front()].index;
     const size_t size  = n_tokens*sizeof(stages.rows[0]);
-    if (ring.lane->copy) {
-        ggml_backend_tensor_set_async(ring.lane->copy.get(), index, stages.rows.data(), 0, size);
-    } else {
-        ggml_backend_tensor_set(index, stages.rows.data(), 0, size);
-    }
+    kvf_lane_set(*ring.lane, index, stages.rows.data(), 0, size);
 }
 
 int64_t rows_before(const kvf_plan & plan) {
@@ -218,8 +208,8 @@ kvf_status kvf_stream_end(kvf_engine & engine, kvf_status status) {
             status = kvf_fail(KVF_STATUS_DECODE, "layer %d was not computed from its stage", engine.layers[i].il);
         }
     }
-    stages.ticket = ++engine.last_ticket;
-    kvf_transfer_end(engine, stages.ticket);
+    stages.ticket = engine.tickets.begin(engine.lanes);
+    engine.tickets.end(engine.lanes);
     if (status != KVF_STATUS_SUCCESS) {  // nothing may read the page images any more
         llama_synchronize(&engine.ctx);
         for (const auto & lane : engine.lanes) {

@@ -53,19 +53,20 @@ void copy_span(const kvf_lane & lane, const kvf_lane::span & s, const run & r, s
 
 uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
     const auto runs   = find_runs(n, block, image, engine.info.page_bytes);
-    const auto ticket = kvf_transfer_begin(engine);
-    for (auto & lane : engine.lanes) {
-        if (dir == direction::in && lane.stage && n > 1) {  // one page is not worth the scatter
-            kvf_staging_page_in(lane, n, block, image);
+    const auto ticket = engine.tickets.begin(engine.lanes);
+    for (const auto * lane : engine.by_mode) {
+        kvf_lane_follow(engine, *lane);
+        if (dir == direction::in && lane->stage && n > 1) {  // one page is not worth the scatter
+            kvf_staging_page_in(*lane, n, block, image, engine.tickets.keep<int64_t>(n));
             continue;
         }
         for (const auto & r : runs) {
-            for (const auto & s : lane.spans) {
-                copy_span(lane, s, r, engine.info.page_bytes, dir);
+            for (const auto & s : lane->spans) {
+                copy_span(*lane, s, r, engine.info.page_bytes, dir);
             }
         }
     }
-    kvf_transfer_end(engine, ticket);
+    engine.tickets.end(engine.lanes);
     return ticket;
 }
 
@@ -91,35 +92,8 @@ kvf_status check_pages(const kvf_engine & engine, int32_t n, const int32_t * blo
 }  // namespace
 
 void kvf_copies_wait(kvf_engine & engine) {
-    for (auto & lane : engine.lanes) {
-        if (lane.copy) {
-            ggml_backend_event_record(lane.compute_mark.get(), lane.compute);
-            ggml_backend_event_wait(lane.copy.get(), lane.compute_mark.get());
-        } else {
-            llama_synchronize(&engine.ctx);
-        }
-    }
-}
-
-uint64_t kvf_transfer_begin(kvf_engine & engine) {
-    kvf_copies_wait(engine);
-    return ++engine.last_ticket;
-}
-
-void kvf_transfer_end(kvf_engine & engine, uint64_t ticket) {
-    for (auto & lane : engine.lanes) {
-        if (lane.copy) {
-            ggml_backend_event_record(lane.done[ticket % kvf_lane::N_EVENTS].get(), lane.copy.get());
-        }
-    }
-}
-
-void kvf_compute_waits(kvf_engine & engine, uint64_t ticket) {
-    for (auto & lane : engine.lanes) {
-        if (lane.copy && ticket > 0) {
-            // an overwritten event marks a later transfer of the same stream, so waiting for it is only stricter
-            ggml_backend_event_wait(lane.compute, lane.done[ticket % kvf_lane::N_EVENTS].get());
-        }
+    for (const auto * lane : engine.by_mode) {
+        kvf_lane_follow(engine, *lane);
     }
 }
 
@@ -140,21 +114,12 @@ kvf_status kvf_page_in(kvf_engine * engine, int32_t n, const int32_t * block, co
 }
 
 void kvf_wait(kvf_engine * engine, uint64_t ticket) {
-    for (auto & lane : engine->lanes) {
-        if (lane.copy && ticket > 0) {
-            ggml_backend_event_synchronize(lane.done[ticket % kvf_lane::N_EVENTS].get());
-        }
-    }
+    engine->tickets.wait(ticket);
 }
 
 kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data) {
-    auto * dev  = engine->lanes.front().dev;
-    auto * buft = dev ? ggml_backend_dev_host_buffer_type(dev) : nullptr;
-    if (!buft) {
-        buft = ggml_backend_cpu_buffer_type();
-    }
     // the gap keeps images of two allocations from lying side by side: a copy across them is refused by CUDA
-    ggml_backend_buffer_ptr buffer { ggml_backend_buft_alloc_buffer(buft, size + HOST_GAP) };
+    ggml_backend_buffer_ptr buffer { ggml_backend_buft_alloc_buffer(engine->host_buft, size + HOST_GAP) };
     if (!buffer) {
         return kvf_fail(KVF_STATUS_MEMORY, "no host memory for %lld bytes", (long long) size);
     }

@@ -37,7 +37,7 @@ class QueryRing:
         self.order: npt.NDArray[np.intp] = np.arange(self.ring)
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
-        self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]
+        self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond its ring
         self.ring_size = sum(map(math.prod, self._rings))
         self.size = sum(map(math.prod, self._shapes))
 

@@ -37,13 +37,13 @@ DELAY = 16
 DECODE_SHARE = 0.02
 """Share of the decode time that scoring may take when tau adapts, for a scorer that names no `overhead` of its own.
 
-It counts where scoring holds the decode up: on devices that compute on the caller's thread."""
+It counts where scoring holds the decode up: where the CPU computes all of a step, or some of it."""
 
 WORKER_SHARE = 0.5
 """Share of the time that the worker may be busy, where scoring runs beside the device's compute."""
 
-MAX_PENDING = 2
-"""Requests under way at once."""
+MIXED_THREADS = 4
+"""Where the CPU computes a part of each step, scoring beside it has one of so many of its threads."""
 
 
 class Scoring:
@@ -55,8 +55,14 @@ class Scoring:
     def __init__(
         self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int
     ) -> None:
-        beside = engine.info.asynchronous
-        share = WORKER_SHARE if beside else getattr(scorer, "overhead", DECODE_SHARE)
+        info = engine.info
+        beside = info.asynchronous
+        free = beside and not info.host_compute
+        share = WORKER_SHARE if free else getattr(scorer, "overhead", DECODE_SHARE)
+        threads = None if free or not beside else max(1, info.n_threads // MIXED_THREADS)
+        # Devices that work on several steps at once must not be waited for: a look is used so many steps later, which
+        # the placement alone decides, so that equal ones give equal answers.
+        self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.looks = 0
@@ -66,10 +72,10 @@ class Scoring:
         self._ring = ring
         self._worker = ThreadPoolExecutor(1, "kvflash-score") if beside else None
         self._addresses: list[int] = []
-        self._buffers = [self._buffer() for _ in range(MAX_PENDING + 1)]
+        self._buffers = [self._buffer() for _ in range(self._lag + 2)]
         self._pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
-        scorer.open(HostKeys(engine, store), n_chunks)
+        scorer.open(HostKeys(engine, store, threads=threads), n_chunks)
 
     @property
     def is_ready(self) -> bool:
@@ -155,10 +161,10 @@ class Scoring:
     def take_overlapped(self) -> Floats | None:
         """While a prompt is read: the oldest finished scores, if they can be had without holding the device up.
 
-        Where the device computes beside the host they are a step old: they were computed while the last one ran.
+        Where devices compute beside the host they are a step old for each of them: they were computed while these ran.
         """
         self._raise_failure()
-        if len(self._pending) < (MAX_PENDING if self._worker else 1):
+        if len(self._pending) <= self._lag:
             return None
         return self._pending.popleft().result()
 

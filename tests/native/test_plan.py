@@ -265,5 +265,9 @@ def test_devices(one: Bare) -> None:
     for device in info.devices:
         assert 0 < device.free_bytes <= device.total_bytes
         assert device.name in info.device
-    assert info.asynchronous == all(device.asynchronous for device in info.devices)
-    assert info.pinned == all(device.pinned for device in info.devices)
+        assert device.mode in (("stream", "remote", "sync") if device.asynchronous else ("sync", "host"))
+        assert device.first_layer == on.index(info.devices.index(device))
+        assert device.query_bytes >= 0
+    assert sum(device.share_bytes for device in info.devices) == info.page_bytes
+    assert info.asynchronous == any(device.asynchronous for device in info.devices)
+    assert info.pinned == any(device.pinned for device in info.devices)

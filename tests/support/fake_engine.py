@@ -49,7 +49,7 @@ class FakeLayer:
 
 @dataclass(frozen=True)
 class FakeDevice:
-    asynchronous: bool = False
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class FakeInfo:
     query_rows: int = 0
     rs_planes: int = 0
     asynchronous: bool = False
+    host_compute: bool = False
+    n_threads: int = 1
     rotated: int = 0
     page_bytes: int = PAGE_BYTES
     type_k: str = "f16"

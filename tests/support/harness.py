@@ -228,10 +228,18 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def flat_queries(engine: Any) -> npt.NDArray[np.float32]:
+    """The captured rows of all layers, as the engine writes them."""
+    flat = np.empty(sum(math.prod(shape) for shape in engine.query_shapes), np.float32)
+    engine.wait(engine.read_queries(flat))
+    return flat
+
+
 def read_queries(engine: Any) -> list[Any]:
     """The captured rows per layer, each [query_rows, n_head, head_k]."""
-    shapes = engine.query_shapes
-    flat = np.empty(sum(math.prod(shape) for shape in shapes), np.float32)
-    engine.wait(engine.read_queries(flat))
+    shapes, flat = engine.query_shapes, flat_queries(engine)
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
+    return [
+        part.reshape(shape)[: engine.info.query_rows]
+        for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)
+    ]

@@ -68,7 +68,7 @@ def test_stages_take_a_share_of_what_is_free() -> None:
 
 def test_what_a_token_takes() -> None:
     """Layers of one shape on one device share stages; there are two where the next layer is copied meanwhile."""
-    plain, beside = FakeDevice(), FakeDevice(asynchronous=True)
+    plain, beside = FakeDevice(), FakeDevice(overlaps=True)
     layers: Any = [FakeLayer(k_row=100, v_row=50)] * 8
     assert slot_bytes(layers, [plain], 512) == 150 + HALF * 512  # type: ignore[list-item]
     assert slot_bytes(layers, [beside], 512) == 300 + HALF * 512  # type: ignore[list-item]

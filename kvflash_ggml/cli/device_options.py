@@ -1,0 +1,139 @@
+"""Where the model goes: the options of upstream's names, and the list of what there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ..errors import ConfigError
+from ..llama.devices import EXPERTS, HOST, parse_overrides
+from ..native import library
+from .first_run import check_first_run
+from .sections import collected, option
+
+_device = option("Devices")
+
+SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """Which devices hold what."""
+
+    device: str | None
+    split_mode: str
+    tensor_split: list[float] | None
+    main_gpu: int
+    override_tensor: list[tuple[str, str]]
+    cpu_moe: bool
+    n_cpu_moe: int
+
+    def settings(self) -> dict[str, Any]:
+        """The keywords of `Llama` that say so; none for what is left to llama.cpp."""
+        overrides = [*self.override_tensor, *([(EXPERTS, HOST)] if self.cpu_moe else [])]
+        given = {
+            "device": self.device,
+            "split_mode": None if self.split_mode == "layer" else SPLIT_MODES[self.split_mode],
+            "tensor_split": self.tensor_split,
+            "main_gpu": self.main_gpu or None,
+            "override_tensor": overrides or None,
+            "n_cpu_moe": self.n_cpu_moe or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _shares(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[float] | None:
+    if value is None:
+        return None
+    try:
+        shares = [float(part) for part in value.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not shares or min(shares) < 0 or sum(shares) <= 0:
+        raise click.BadParameter(f"{value!r} is not a share for each device, as 3,1")
+    return shares
+
+
+def _overrides(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
+    try:
+        return [pair for value in values for pair in parse_overrides(value)]
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _list(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    check_first_run()
+    library.load()
+    from ..native.devices import devices
+
+    click.echo("Available devices:")
+    for device in devices():
+        if device.kind != "other":
+            sizes = f"{device.total_bytes >> 20:,} MiB, {device.free_bytes >> 20:,} MiB free"
+            click.echo(f"  {device.name}: {device.description} ({sizes})")
+    ctx.exit()
+
+
+device_options = collected(
+    "devices",
+    DeviceOptions,
+    _device(
+        "-dev",
+        "--device",
+        metavar="NAME,...|none",
+        help="Devices that hold layers, in their order.  [default: all GPUs]",
+    ),
+    _device(
+        "-sm",
+        "--split-mode",
+        type=click.Choice(list(SPLIT_MODES)),
+        metavar="|".join(SPLIT_MODES),
+        default="layer",
+        show_default=True,
+        help="How the model is split over them; a pool needs whole layers.",
+    ),
+    _device(
+        "-ts",
+        "--tensor-split",
+        metavar="N,...",
+        callback=_shares,
+        help="Share of the layers of each device, as 3,1.  [default: by free memory]",
+    ),
+    _device(
+        "-mg",
+        "--main-gpu",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="The device that is used with -sm none.  [default: 0]",
+    ),
+    _device(
+        "-ot",
+        "--override-tensor",
+        multiple=True,
+        metavar="PATTERN=DEVICE,...",
+        callback=_overrides,
+        help="Tensors whose name has this regular expression in it go to that device, or the CPU.",
+    ),
+    _device("-cmoe", "--cpu-moe", is_flag=True, help="All experts in host memory."),
+    _device(
+        "-ncmoe",
+        "--n-cpu-moe",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="The experts of N layers in host memory, from the first layer of each device on.  [default: 0]",
+    ),
+    _device(
+        "--list-devices",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_list,
+        help="List the devices, and exit.",
+    ),
+)

@@ -1,0 +1,186 @@
+"""Where a model goes: which devices hold its layers, and which tensors are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import KVFlashConfig
+from ..convert import gguf_read
+from ..errors import ConfigError, EngineError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ..native.devices import ModelArrays
+    from ..native.info import DeviceInfo
+
+NONE, LAYER, TENSOR = 0, 1, 3
+"""llama.cpp's values of `split_mode`."""
+
+MAX_DEVICES = 15
+"""That llama.cpp computes with at once, beside the CPU."""
+
+HOST = "CPU"
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""What upstream's --cpu-moe finds the tensors of experts by."""
+
+Override = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """device: names, in the order of the layers; empty for none, None for llama.cpp's choice. override_tensor: (regular
+    expression, device), the first that is found in a tensor's name counts. n_cpu_moe: so many layers have their experts
+    in host memory, from the first layer of each device on, in turn.
+    """
+
+    device: tuple[str, ...] | None = None
+    override_tensor: tuple[Override, ...] = ()
+    n_cpu_moe: int = 0
+
+    def keywords(self) -> dict[str, Any]:
+        """What the constructor was asked for."""
+        return {"device": self.device, "override_tensor": self.override_tensor, "n_cpu_moe": self.n_cpu_moe}
+
+
+def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> Placement:
+    """Take what is asked for out of the keywords. ConfigError, or UnsupportedModelError for what a pool cannot do."""
+    if config is not None and upstream.get("split_mode") == TENSOR:
+        raise UnsupportedModelError(
+            "split_mode=3 (tensor) keeps a part of each head's cache on every device, which a pool cannot page: use"
+            " split_mode=1 (layer), or kvflash=None"
+        )
+    device, overrides = upstream.pop("device", None), upstream.pop("override_tensor", None) or ()
+    if isinstance(device, str):
+        device = () if device == "none" else tuple(device.split(","))
+    if isinstance(overrides, str):
+        overrides = parse_overrides(overrides)
+    layers = upstream.pop("n_cpu_moe", None) or 0
+    if layers < 0:
+        raise ConfigError(f"n_cpu_moe={layers}: a number of layers, 0 or more")
+    return Placement(
+        device=None if device is None else tuple(device),
+        override_tensor=tuple((str(pattern), str(where)) for pattern, where in overrides),
+        n_cpu_moe=layers,
+    )
+
+
+def parse_overrides(text: str) -> tuple[Override, ...]:
+    """`PATTERN=DEVICE,...`, as upstream writes it. ConfigError for anything else."""
+    out = []
+    for part in text.split(","):
+        pattern, found, where = part.rpartition("=")
+        if not found or not pattern or not where:
+            raise ConfigError(f"override_tensor: {part!r} is not PATTERN=DEVICE, as '{EXPERTS}={HOST}'")
+        out.append((pattern, where))
+    return tuple(out)
+
+
+def place(path: str, asked: Placement, settings: dict[str, Any]) -> ModelArrays | None:
+    """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
+
+    settings: upstream's keywords. Where experts are put aside of several devices, it gets the split of the layers that
+    this went by, since llama.cpp's own follows the memory that is free at the moment.
+    """
+    from ..native.devices import ModelArrays, devices
+
+    if asked == Placement():
+        return None
+    known = devices()
+    use = asked.device
+    if use is not None:
+        check_devices(use, known)
+    overrides = list(asked.override_tensor)
+    check_overrides(overrides, known)
+    if asked.n_cpu_moe:
+        layers: Sequence[int] = range(asked.n_cpu_moe)
+        if settings.get("split_mode", LAYER) != NONE:
+            by_name = {device.name: device for device in known}
+            chosen = default_devices(known) if use is None else [by_name[name] for name in use]
+            if len(chosen) > 1:
+                use = tuple(device.name for device in chosen)
+                layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
+        overrides.append((expert_pattern(layers), HOST))
+    try:
+        return ModelArrays(use, overrides)
+    except EngineError as err:
+        raise ConfigError(f"override_tensor: {err}") from err
+
+
+def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:
+    """ConfigError unless these can hold layers."""
+    names = [device.name for device in known if device.kind in ("gpu", "integrated")]
+    for name in use:
+        if name not in names:
+            raise ConfigError(f"device={name!r} cannot hold layers: {_there_are(names)}")
+    if len(set(use)) < len(use):
+        raise ConfigError(f"device={','.join(use)!r} names one of them twice")
+    if len(use) > MAX_DEVICES:
+        raise ConfigError(f"{len(use)} devices: llama.cpp takes {MAX_DEVICES} at most")
+
+
+def check_overrides(overrides: Sequence[Override], known: Sequence[DeviceInfo]) -> None:
+    """ConfigError unless these can hold tensors."""
+    names = [device.name for device in known if device.kind != "other"]
+    for pattern, where in overrides:
+        if where not in names:
+            raise ConfigError(f"override_tensor={pattern}={where}: {where!r} cannot hold tensors: {_there_are(names)}")
+
+
+def _there_are(names: Sequence[str]) -> str:
+    return f"there are {', '.join(names)}" if names else "there is no device but the CPU"
+
+
+def default_devices(known: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """Those that llama.cpp takes by itself, in its order: remote ones, then GPUs, else integrated ones."""
+    remote = [device for device in known if device.kind == "gpu" and device.backend == "RPC"]
+    gpus, seen = [], set()
+    for device in known:
+        if device.kind == "gpu" and device.backend != "RPC" and not (device.id and device.id in seen):
+            gpus.append(device)
+            seen.add(device.id)
+    return [*remote, *(gpus or [device for device in known if device.kind == "integrated"])]
+
+
+def slices(n_layers: int, n_gpu_layers: int, splits: Sequence[float]) -> list[range]:
+    """The layers of each device, as llama.cpp divides them; the output layer counts as number `n_layers`.
+
+    n_gpu_layers: -1 is all. splits: the share of each device, in any unit.
+    """
+    every = n_layers + 1
+    count = every if n_gpu_layers < 0 else min(n_gpu_layers, every)
+    first = every - count
+    ends = np.cumsum(np.asarray(splits, np.float32), dtype=np.float32)
+    ends /= ends[-1]
+    places = np.arange(count, dtype=np.float32) / np.float32(count)
+    owner = np.searchsorted(ends, places, side="right")
+    starts = np.searchsorted(owner, np.arange(len(splits) + 1))
+    return [range(first + a, first + b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+
+
+def in_turn(parts: Sequence[range], count: int) -> list[int]:
+    """The first layers of all parts, then the second ones, and so on: `count` of them, ascending."""
+    rounds = chain.from_iterable(zip_longest(*parts))
+    return sorted([layer for layer in rounds if layer is not None][:count])
+
+
+def expert_pattern(layers: Sequence[int]) -> str:
+    """A regular expression that finds the experts of these layers."""
+    return rf"^blk\.({'|'.join(map(str, layers))}){EXPERTS}"
+
+
+def _share_experts(
+    path: str, count: int, chosen: Sequence[DeviceInfo], settings: dict[str, Any],
+    read: Callable[[Path], gguf_read.GGUF] = gguf_read.read,
+) -> list[int]:  # fmt: skip
+    n_layers = int(read(Path(path)).own("block_count"))
+    asked = settings.get("tensor_split")
+    splits = list(asked)[: len(chosen)] if asked and any(asked) else [max(1, device.free_bytes) for device in chosen]
+    splits += [0.0] * (len(chosen) - len(splits))
+    parts = slices(n_layers, settings.get("n_gpu_layers", 0), splits)
+    settings["tensor_split"] = [float(len(part)) for part in parts]
+    return in_turn([range(part.start, min(part.stop, n_layers)) for part in parts], count)

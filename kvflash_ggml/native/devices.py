@@ -1,0 +1,59 @@
+"""The devices that ggml knows, and what a model is told of them when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._kvf import ffi, lib
+from .info import DeviceInfo, read_device
+from .status import check, value
+
+
+def devices() -> tuple[DeviceInfo, ...]:
+    """All devices that there are, in ggml's order; their free memory as it is now."""
+    n = lib.kvf_device_count()
+    raw: Any = ffi.new("kvf_device[]", n)
+    check(lib.kvf_list_devices(raw, n))
+    return tuple(map(read_device, raw))
+
+
+class ModelArrays:
+    """Arrays for a llama_model_params, as addresses: 0 leaves a choice to llama.cpp. They live as long as this does.
+
+    use: the devices that hold layers, in their order, None for llama.cpp's choice. overrides: (pattern, device), of
+    which the first that is found in a tensor's name says where it goes. EngineError for a device that there is not, or
+    a pattern that is no regular expression.
+    """
+
+    def __init__(self, use: Sequence[str] | None, overrides: Sequence[tuple[str, str]]) -> None:
+        self._use = None if use is None else _owned(lib.kvf_device_list, len(use), _texts(use))
+        self._overrides = None
+        if overrides:
+            patterns, places = zip(*overrides, strict=True)
+            self._overrides = _owned(lib.kvf_overrides, len(overrides), _texts(patterns), _texts(places))
+
+    @property
+    def devices(self) -> int:
+        """llama_model_params.devices."""
+        return _address(self._use)
+
+    @property
+    def overrides(self) -> int:
+        """llama_model_params.tensor_buft_overrides."""
+        return _address(self._overrides)
+
+
+def _owned(make: Any, n: int, *texts: Any) -> Any:
+    made = ffi.new("void **")
+    # the call reads the texts through these arrays, which point into what is kept beside them
+    return ffi.gc(value(make(n, *(array for array, _ in texts), made), made), lib.kvf_list_free)
+
+
+def _texts(words: Sequence[str]) -> tuple[Any, list[Any]]:
+    kept = [ffi.new("char[]", word.encode()) for word in words]
+    return ffi.new("char *[]", kept), kept
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else int(ffi.cast("uintptr_t", array))

@@ -1,0 +1,11 @@
+// What ggml knows of devices. Plain host memory counts as the CPU's.
+#pragma once
+
+#include "kvf.h"
+
+#include "ggml-backend.h"
+
+bool               kvf_is_cpu(ggml_backend_dev_t dev);
+const char *       kvf_backend_name(ggml_backend_dev_t dev);
+ggml_backend_dev_t kvf_device_of(const ggml_tensor * tensor);     // whose memory it is in
+kvf_device         kvf_describe_device(ggml_backend_dev_t dev);   // without what only an engine knows
