@@ -49,9 +49,18 @@ def dry_run(path: str, *, loading: ModelOptions, pool: PoolOptions, as_json: boo
 
 
 def predicted(
-    path: str, *, n_ctx: int, n_gpu_layers: int, n_ubatch: int, types: tuple[str, str], config: KVFlashConfig | None
+    path: str,
+    *,
+    n_ctx: int,
+    n_gpu_layers: int | None,
+    n_ubatch: int,
+    types: tuple[str, str],
+    config: KVFlashConfig | None,
 ) -> dict[str, Any]:
-    """A placement as text, "table", and as values, "document". config: None for a full cache. Raises DoesNotFit."""
+    """A placement as text, "table", and as values, "document". Raises DoesNotFit.
+
+    n_ctx: 0 for what the model was trained for. n_gpu_layers: None for what is best. config: None for a full cache.
+    """
     import llama_cpp
 
     from .. import modelfile, policy
@@ -63,7 +72,7 @@ def predicted(
     library.load()
     modelfile.check(Path(path))
     model, context = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
-    model.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
+    model.n_gpu_layers = ALL_LAYERS if n_gpu_layers is None or n_gpu_layers < 0 else n_gpu_layers
     context.n_ctx, context.n_batch, context.n_ubatch = n_ctx, max(_STEP, n_ubatch), n_ubatch
     context.type_k, context.type_v = (KV_TYPES[kind] for kind in types)
     context.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED

@@ -148,17 +148,6 @@ void            kvf_model_device(const void * model, int64_t * free_bytes, int64
 
 // What things would take, told before they are made. Lists of devices are in the order of the model, and the host comes last.
 
-// A device that there is.
-typedef struct kvf_hardware {
-    char    name[64];
-    char    description[128];
-    char    backend[16];
-    int32_t kind;          // 0 the CPU, 1 a GPU, 2 a GPU that shares the host's memory, 3 any other
-    int32_t overlaps;      // 1 if it has asynchronous transfers and events
-    int64_t free_bytes;    // now; of the CPU all there is
-    int64_t total_bytes;
-} kvf_hardware;
-
 // What lies on one device. Sizes are in bytes.
 typedef struct kvf_need {
     char    device[64];
@@ -186,9 +175,6 @@ typedef struct kvf_weight {
     int32_t kind;          // 0 dense, 1 routed experts, 2 token embedding, 3 output
     int32_t device;
 } kvf_weight;
-
-int32_t         kvf_n_hardware  (void);
-enum kvf_status kvf_get_hardware(kvf_hardware * out, int32_t n);  // n is kvf_n_hardware()
 
 // Load a model without its data: its weights have places and sizes, and none is read. ARGUMENT if the file is no model.
 enum kvf_status kvf_sketch_init(const char * path, const void * model_params, void ** model);

@@ -112,24 +112,6 @@ struct free_context {
     void operator()(llama_context * ctx) const { llama_free(ctx); }
 };
 
-void describe(ggml_backend_dev_t dev, kvf_hardware & out) {
-    ggml_backend_dev_props props {};
-    ggml_backend_dev_get_props(dev, &props);
-    out = {};
-    snprintf(out.name, sizeof(out.name), "%s", ggml_backend_dev_name(dev));
-    snprintf(out.description, sizeof(out.description), "%s", ggml_backend_dev_description(dev));
-    snprintf(out.backend, sizeof(out.backend), "%s", ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)));
-    switch (ggml_backend_dev_type(dev)) {
-        case GGML_BACKEND_DEVICE_TYPE_CPU:  out.kind = 0; break;
-        case GGML_BACKEND_DEVICE_TYPE_GPU:  out.kind = 1; break;
-        case GGML_BACKEND_DEVICE_TYPE_IGPU: out.kind = 2; break;
-        default:                            out.kind = 3; break;
-    }
-    out.overlaps    = props.caps.async && props.caps.events;
-    out.free_bytes  = props.memory_free;
-    out.total_bytes = props.memory_total;
-}
-
 // Buffers that the CPU repacks weights for call themselves no host buffers; their memory is the host's all the same.
 int32_t device_of(const llama_model & model, ggml_backend_buffer_type_t buft) {
     const int32_t host = model.devices.size();
@@ -226,20 +208,6 @@ int32_t kind_of(const llama_model & model, const std::string & name, const ggml_
 }
 
 }  // namespace
-
-int32_t kvf_n_hardware(void) {
-    return ggml_backend_dev_count();
-}
-
-kvf_status kvf_get_hardware(kvf_hardware * out, int32_t n) {
-    if (n != kvf_n_hardware()) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "room for %d devices, there are %d", n, kvf_n_hardware());
-    }
-    for (int32_t i = 0; i < n; ++i) {
-        describe(ggml_backend_dev_get(i), out[i]);
-    }
-    return KVF_STATUS_SUCCESS;
-}
 
 kvf_status kvf_sketch_init(const char * path, const void * model_params, void ** model) {
     auto params = *(const llama_model_params *) model_params;

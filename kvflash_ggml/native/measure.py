@@ -16,25 +16,6 @@ from .status import check, reason, value
 DENSE, EXPERTS, EMBEDDING, OUTPUT = range(4)
 """Kinds of weights."""
 
-CPU, GPU, INTEGRATED, OTHER = range(4)
-"""Kinds of devices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """A device that there is. kind: CPU, GPU, INTEGRATED or OTHER. free_bytes: now; of the CPU all there is.
-
-    overlaps: it has asynchronous transfers and events.
-    """
-
-    name: str
-    description: str
-    backend: str
-    kind: int
-    overlaps: bool
-    free_bytes: int
-    total_bytes: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
@@ -87,24 +68,6 @@ class Needs:
 
     devices: tuple[Need, ...]
     layers: tuple[LayerNeed, ...]
-
-
-def hardware() -> tuple[Hardware, ...]:
-    """Every device ggml knows, the CPU among them."""
-    raw: Any = ffi.new("kvf_hardware[]", lib.kvf_n_hardware())
-    check(lib.kvf_get_hardware(raw, len(raw)))
-    return tuple(
-        Hardware(
-            name=_text(x.name),
-            description=_text(x.description),
-            backend=_text(x.backend),
-            kind=x.kind,
-            overlaps=bool(x.overlaps),
-            free_bytes=x.free_bytes,
-            total_bytes=x.total_bytes,
-        )
-        for x in raw
-    )
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from ..native import measure as native
+from ..native import devices as native
+from ..native.info import DeviceInfo
 from .sizes import HOST, Device
 
 _MEMINFO = Path("/proc/meminfo")
@@ -17,12 +18,12 @@ _REMOTE = "RPC"
 
 def devices() -> tuple[Device, ...]:
     """All that can hold layers, in ggml's order, and the host."""
-    return (*(_device(x) for x in native.hardware() if x.kind in (native.GPU, native.INTEGRATED)), host())
+    return (*(_device(x) for x in native.devices() if x.kind in ("gpu", "integrated")), host())
 
 
 def named(names: Iterable[str]) -> tuple[Device, ...]:
     """Those of a model, by their names and in its order, and the host."""
-    known = {x.name: x for x in native.hardware()}
+    known = {x.name: x for x in native.devices()}
     return (*(_device(known[name]) for name in names), host())
 
 
@@ -33,8 +34,8 @@ def host() -> Device:
     return Device(name=HOST, kind="host", free=min(x for x in known if x is not None), total=total)
 
 
-def _device(found: native.Hardware) -> Device:
-    kind: Literal["gpu", "integrated", "remote"] = "integrated" if found.kind == native.INTEGRATED else "gpu"
+def _device(found: DeviceInfo) -> Device:
+    kind: Literal["gpu", "integrated", "remote"] = "integrated" if found.kind == "integrated" else "gpu"
     return Device(
         name=found.name,
         kind="remote" if found.backend == _REMOTE else kind,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
 
 from ..constants import KV_TYPES, POOL_STEP, round_up
+from ..native.devices import ModelArrays
 from . import measure
 from .fit import fit
 from .measure import Sketch, copied
@@ -14,6 +16,9 @@ from .search import pool_range
 from .sizes import Device, Measure, ModelSizes, Placement, Request
 
 ALL_LAYERS = 0x7FFFFFFF
+
+MAX_DEVICES = 16
+"""That llama.cpp has shares for."""
 
 
 def predict(
@@ -33,7 +38,15 @@ def predict(
         measures = [_measure(found, params, request, *shape) for shape in _shapes(request)]
 
     def exact(placement: Placement) -> Measure:
-        changed = copied(model_params, n_gpu_layers=placement.n_gpu_layers)
+        # the arrays live until the model has been loaded
+        arrays = ModelArrays(None, placement.overrides)
+        shares = (ctypes.c_float * MAX_DEVICES)(*(placement.tensor_split or ()))
+        changed = copied(
+            model_params,
+            n_gpu_layers=placement.n_gpu_layers,
+            tensor_buft_overrides=arrays.overrides,
+            tensor_split=shares,
+        )
         types = {"type_k": KV_TYPES[placement.type_k], "type_v": KV_TYPES[placement.type_v]}
         with measure.sketch(path, changed) as again:
             return _measure(again, copied(params, **types), request, placement.n_ubatch, placement.pool)
