@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 
 class KVFlashError(Exception):
     """Base of every error this package raises on purpose."""
@@ -25,6 +29,44 @@ class PoolExhausted(KVFlashError, RuntimeError):
 
 class ContextFull(KVFlashError, ValueError):
     """The tokens do not fit in the logical context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """One change that makes a placement fit, or helps. option: as the command line takes it. frees: bytes there.
+
+    cost: what is lost by it. enough: it fits then. changes: fields of placement.sizes.Request, with their new values.
+    """
+
+    option: str
+    frees: int
+    cost: str
+    enough: bool
+    changes: Mapping[str, Any]
+
+
+class DoesNotFit(KVFlashError, MemoryError):
+    """What is asked for has no room on a device.
+
+    device: its name. needed, free: bytes. needs: what needs how much of it, by name. remedies: those that are enough by
+    themselves, and then those that help, the best first.
+    """
+
+    def __init__(
+        self, device: str, *, needed: int, free: int, needs: Mapping[str, int], remedies: Sequence[Remedy] = ()
+    ) -> None:
+        parts = ", ".join(f"{name} {mebibytes(size)}" for name, size in needs.items() if size)
+        text = f"{device} has {mebibytes(free)} MiB free, this needs {mebibytes(needed)}: {parts}."
+        for begin, enough in (("Enough by itself", True), ("Helps", False)):
+            some = [f"{x.option} (frees {mebibytes(x.frees)}: {x.cost})" for x in remedies if x.enough is enough]
+            text += f" {begin}: {', '.join(some)}." if some else ""
+        text += "" if remedies else " Take a smaller model, or one of fewer bits."
+        super().__init__(text)
+        self.device = device
+        self.needed = needed
+        self.free = free
+        self.needs = dict(needs)
+        self.remedies = tuple(remedies)
 
 
 class HostMemoryError(KVFlashError, MemoryError):
@@ -102,3 +144,8 @@ def brief(value: object) -> str:
     """A value from a stranger's file, fit for a terminal."""
     text = str(value)
     return ascii(text[:100])[1:-1] + "..." * (len(text) > 100)
+
+
+def mebibytes(size: int) -> str:
+    """Bytes for a reader, in MiB."""
+    return f"{size / 2**20:,.0f}"

@@ -26,7 +26,10 @@ EMBEDDING = 2.0**18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridShape:
-    """A qwen35-style hybrid: gated delta nets, with full attention in every `interval`-th layer."""
+    """A qwen35-style hybrid: gated delta nets, with full attention in every `interval`-th layer.
+
+    ffn: width of the feed-forward net; with `experts` of each of them and of the shared one. used: experts of a token.
+    """
 
     layers: int
     interval: int
@@ -41,6 +44,13 @@ class HybridShape:
     linear_v_heads: int
     linear_head: int
     context: int = 262_144
+    experts: int = 0
+    used: int = 0
+
+    @property
+    def arch(self) -> str:
+        """llama.cpp's name of it."""
+        return "qwen35moe" if self.experts else "qwen35"
 
 
 SHAPES = {
@@ -67,6 +77,14 @@ SHAPES = {
         layers=8, interval=4, width=512, ffn=1024, vocab=4096, heads=8, heads_kv=2, head=128,
         rotary=(11, 11, 10, 0), linear_k_heads=4, linear_v_heads=8, linear_head=64,
     ),
+    "35b-a3b": HybridShape(
+        layers=40, interval=4, width=2048, ffn=512, vocab=248_320, heads=16, heads_kv=2, head=256,
+        rotary=(11, 11, 10, 0), linear_k_heads=16, linear_v_heads=32, linear_head=128, experts=256, used=8,
+    ),
+    "tiny-moe": HybridShape(
+        layers=8, interval=4, width=256, ffn=256, vocab=4096, heads=4, heads_kv=2, head=64,
+        rotary=(11, 11, 10, 0), linear_k_heads=4, linear_v_heads=4, linear_head=64, experts=8, used=2,
+    ),
 }  # fmt: skip
 
 
@@ -76,7 +94,7 @@ def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
     Greedy decoding counts on from a token, by so wide a margin that no rounding changes it: the embedding outweighs
     what the layers add, and the head knows each token's by the id after it.
     """
-    writer = gguf.GGUFWriter(path, "qwen35")
+    writer = gguf.GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape)
     tensors = list(_tensors(shape))
     for name, dims, kind in tensors:
@@ -107,6 +125,11 @@ def _add_metadata(writer: gguf.GGUFWriter, s: HybridShape) -> None:
     writer.add_embedding_length(s.width)
     writer.add_block_count(s.layers)
     writer.add_feed_forward_length(s.ffn)
+    if s.experts:
+        writer.add_expert_count(s.experts)
+        writer.add_expert_used_count(s.used)
+        writer.add_expert_feed_forward_length(s.ffn)
+        writer.add_expert_shared_feed_forward_length(s.ffn)
     writer.add_head_count(s.heads)
     writer.add_head_count_kv(s.heads_kv)
     writer.add_key_length(s.head)
@@ -120,7 +143,7 @@ def _add_metadata(writer: gguf.GGUFWriter, s: HybridShape) -> None:
     writer.add_ssm_group_count(s.linear_k_heads)
     writer.add_ssm_time_step_rank(s.linear_v_heads)
     writer.add_ssm_inner_size(s.linear_v_heads * s.linear_head)
-    writer.add_uint32("qwen35.full_attention_interval", s.interval)
+    writer.add_uint32(f"{s.arch}.full_attention_interval", s.interval)
     writer.add_vocab_size(s.vocab)
     writer.add_tokenizer_model("no_vocab")
 
@@ -152,9 +175,16 @@ def _tensors(s: HybridShape) -> Iterator[tuple[str, tuple[int, ...], gguf.GGMLQu
             yield b + "ssm_dt.bias", (s.linear_v_heads,), F32
             yield b + "ssm_norm.weight", (s.linear_head,), F32
             yield b + "ssm_out.weight", (v, s.width), Q4_K
-        yield b + "ffn_gate.weight", (s.width, s.ffn), Q4_K
-        yield b + "ffn_up.weight", (s.width, s.ffn), Q4_K
-        yield b + "ffn_down.weight", (s.ffn, s.width), Q4_K
+        if s.experts:
+            yield b + "ffn_gate_inp.weight", (s.width, s.experts), Q4_K
+            yield b + "ffn_gate_inp_shexp.weight", (s.width,), F32
+            yield b + "ffn_gate_exps.weight", (s.width, s.ffn, s.experts), Q4_K
+            yield b + "ffn_up_exps.weight", (s.width, s.ffn, s.experts), Q4_K
+            yield b + "ffn_down_exps.weight", (s.ffn, s.width, s.experts), Q4_K
+        shared = "_shexp" if s.experts else ""
+        yield b + f"ffn_gate{shared}.weight", (s.width, s.ffn), Q4_K
+        yield b + f"ffn_up{shared}.weight", (s.width, s.ffn), Q4_K
+        yield b + f"ffn_down{shared}.weight", (s.ffn, s.width), Q4_K
 
 
 def _bytes(dims: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:

@@ -203,7 +203,7 @@ def streaming(
 
 @click.command(name="random-model")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention or tiny.")
+@click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention, 35b-a3b, tiny or tiny-moe.")
 def random_model(path: Path, shape: str) -> None:
     """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements.
 

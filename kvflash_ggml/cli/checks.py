@@ -41,6 +41,7 @@ class Check:
 
 def examine(model: str | None, *, timeout: float) -> list[Check]:
     """All checks, cheap ones first."""
+    asked = model
     if model is None and _TEST_MODEL.is_file():
         model = str(_TEST_MODEL)
     child = run_child(model, timeout=timeout)
@@ -53,6 +54,7 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
         *_environment(),
         _weights(child),
         _decode(child, model),
+        *_placement(child, asked),
     ]
 
 
@@ -205,6 +207,19 @@ def _decode(child: Child, model: str | None) -> Check:
     detail = "\n".join(lines)
     data = {"about": child.said.get("about"), "decode": result}
     return Check(name="decode", status=status, detail=detail, remedy=remedy, data=data)
+
+
+def _placement(child: Child, model: str | None) -> list[Check]:
+    """What would go where, of a model that was asked for."""
+    if model is None or child.doing != "placement":
+        return []
+    if child.failure:
+        return [Check(name="placement", status="error", detail=told(child), remedy=f"kvflash-run {model} --dry-run")]
+    found = child.said["placement"]
+    if not found["fits"]:
+        return [Check(name="placement", status="warning", detail=found["why"], data=found)]
+    detail = "\n".join([found["table"], f"llama.cpp, with a full cache: {' '.join(found['options'])}"])
+    return [Check(name="placement", status="ok", detail=detail, data=found)]
 
 
 def _decode_remedy(child: Child, model: str) -> str:

@@ -29,7 +29,8 @@ def doctor(ctx: click.Context, *, model: str | None, as_json: bool, timeout: flo
     """Say what is installed and whether it works.
 
     Versions, library, devices, environment, and a tiny decode with MODEL (or the test model of a
-    checkout, or one that is made for it) in a child process. The exit code is 1 if something is wrong.
+    checkout, or one that is made for it) in a child process; and what of MODEL would go where.
+    The exit code is 1 if something is wrong.
     """
     checks = examine(model, timeout=timeout)
     healthy = all(check.status != "error" for check in checks)

@@ -1,4 +1,4 @@
-"""The child process of doctor: load the library, list the devices, decode a little.
+"""The child process of doctor: load the library, list the devices, decode a little, say what would go where.
 
 Writes one JSON object a line; "doing" lines come first, so that a crash shows where it happened.
 """
@@ -13,13 +13,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import UnsupportedModelError
+from ..errors import DoesNotFit, UnsupportedModelError
 from ..native import library, trial
 from . import about
+from .dry_run import predicted
 
 DECODE_POOL = 512
 _CONTEXT = 1024
+_STEP = 512
 _SMALL_FILE = 256 << 20
 _TEXT = "The quick brown fox jumps over the lazy dog. "
 
@@ -42,6 +45,8 @@ def main(model: str) -> None:
     _say(doing="decode")
     _say(about=about.facts(model))
     _say(decode=decode(model))
+    _say(doing="placement")
+    _say(placement=placement(model))
 
 
 def devices() -> list[dict[str, Any]]:
@@ -111,6 +116,20 @@ def decode(model: str) -> dict[str, Any]:
         "paged": paging and stats is not None,
         "refused": refused,
     }
+
+
+def placement(model: str) -> dict[str, Any]:
+    """What would go where for the whole context, with a pool if the model can have one."""
+    settings: dict[str, Any] = {"n_ctx": 0, "n_gpu_layers": None if library.supports_gpu_offload() else 0}
+    settings |= {"n_ubatch": _STEP, "types": ("f16", "f16")}
+    try:
+        try:
+            found = predicted(model, config=KVFlashConfig(), **settings)
+        except UnsupportedModelError:
+            found = predicted(model, config=None, **settings)
+    except DoesNotFit as error:
+        return {"fits": False, "why": str(error)}
+    return {"fits": True, "table": found["table"], **found["document"]}
 
 
 def _say(**values: Any) -> None:

@@ -15,6 +15,7 @@ from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
 from .device_options import DeviceOptions, device_options
+from .dry_run import dry_run as say_what_goes_where
 from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
@@ -50,7 +51,7 @@ takes the place of the old text in FILE. Ctrl-C twice leaves without saving.
 Every option has a variable: --ctx-size is KVFLASH_CTX_SIZE, --kvflash is KVFLASH_POOL,
 --kvflash-tau is KVFLASH_TAU.
 Exit codes: 0 done, 1 failed, 2 wrong usage or a server of --rpc that cannot be used,
-130 stopped by Ctrl-C."""
+3 does not fit (--dry-run), 130 stopped by Ctrl-C."""
 
 
 def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: str | None) -> None:
@@ -89,6 +90,12 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
     " terminal stays in the chat.  [default: by the model]",
 )
 @_prompt(
+    "--dry-run",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Say what would go where, and whether it fits; load nothing. The exit code is 3 if it does not fit.",
+)
+@_prompt(
     "-hf",
     "--hf-repo",
     hidden=True,
@@ -114,6 +121,7 @@ def run(
     file: Path | None,
     system: str | None,
     conversation: bool | None,
+    dry_run: bool,
     loading: ModelOptions,
     devices: DeviceOptions,
     pool: PoolOptions,
@@ -134,6 +142,8 @@ def run(
     path, words = model_and_words(model, arguments)
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
+        if dry_run:
+            ctx.exit(say_what_goes_where(path, loading=loading, pool=pool, as_json=output.as_json))
         text = read_prompt(words, prompt, file, use_stdin=conversation is not True)
         chatting = text is None or (conversation is True and stdin_is_terminal())
         if chatting and conversation is False:

@@ -22,6 +22,8 @@ from ..errors import KVFlashError
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
+from ..placement import inventory
+from ..placement.measure import copied
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
+
+HALVINGS = 2
+"""How often a pool that "auto" has sized gets half as large where no context can be made with it."""
+
+NO_CONTEXT = "Failed to create llama_context"
+"""What upstream says then."""
 
 
 class Llama(GeneratingLlama):
@@ -113,10 +121,10 @@ class Llama(GeneratingLlama):
             name: settings.get(name, parameters.UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch")
         }
         self._pickled_tokenizer = settings.get("tokenizer")
-        with contextlib.ExitStack() as self._pool_requests, servers.connected(endpoints):
+        self._free_before: dict[str, int] = {}
+        with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
-            # upstream would allocate n_ctx rows of logits at once; here they grow with use
-            super().__init__(model_path, logits_all=False, **settings)
+            self._load(model_path, settings)
             self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
@@ -129,6 +137,21 @@ class Llama(GeneratingLlama):
     __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
 
     # --- construction
+
+    def _load(self, model_path: str, settings: dict[str, Any]) -> None:
+        """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
+        for self._halvings in range(HALVINGS + 1):
+            try:
+                with contextlib.ExitStack() as self._pool_requests:
+                    # upstream would allocate n_ctx rows of logits at once; here they grow with use
+                    super().__init__(model_path, logits_all=False, **settings)
+                return
+            except ValueError as err:
+                if str(err) != NO_CONTEXT or self._size is None or self._size.tight is None:
+                    raise
+                self._stack.close()
+        assert self._size is not None
+        raise sizing.does_not_fit(self._size)
 
     @property
     def model_params(self) -> Any:
@@ -144,6 +167,8 @@ class Llama(GeneratingLlama):
         for name, value in self._weights.items():
             setattr(params, name, value)
         self._model_params = params
+        if self._config is not None and params.n_gpu_layers != 0:
+            self._free_before = {device.name: device.free for device in inventory.devices()}
 
     @property
     def tokenizer_(self) -> Any:
@@ -158,17 +183,27 @@ class Llama(GeneratingLlama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
-            self._size = self._size_pool(self._config)
             rows = self._scorer.query_rows if self._scorer is not None else 0
+            rows += self._room.queries if rows else 0
+            self._size = self._size_pool(self._config, rows)
             rows = rows if self._size.slots < self._size.n_ctx else 0
-            if rows:
-                rows += self._room.queries
             self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
 
-    def _size_pool(self, config: KVFlashConfig) -> PoolSize:
+    def _size_pool(self, config: KVFlashConfig, rows: int) -> PoolSize:
         reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
-        reserved += self._room.plane_bytes + device_bytes(self._found)
-        return sizing.fit(config, self._model, self.context_params, reserved=reserved)
+        # as upstream will set them when it knows how long the context is
+        n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
+        n_batch = min(n_ctx, self._steps["n_batch"])
+        size = sizing.fit(
+            config,
+            self._model,
+            copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
+            query_rows=rows,
+            reserved=reserved + self._room.kept_bytes + device_bytes(self._found),
+            mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
+            before=self._free_before,
+        )
+        return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     def _open_session(self, size: PoolSize) -> None:
         assert self._config is not None
@@ -180,6 +215,7 @@ class Llama(GeneratingLlama):
             self, self._config.spec, self._found, engine, self._room.rows, self._ctx._exit_stack
         )
         config = self._config
+        sizing.warn_if_tight(engine.info.devices, n_ubatch)
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this

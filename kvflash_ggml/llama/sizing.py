@@ -3,38 +3,116 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
-from ..constants import POOL_STEP, round_up
+from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
+from ..errors import DoesNotFit
 
-SPEED_CAP = 16_384
-"""Tokens. Beyond this, attention over the pool costs more time than a larger pool gains in recall."""
+if TYPE_CHECKING:
+    from ..native.info import DeviceInfo
 
-COMPUTE_RESERVE = 3 << 29
-"""Bytes left for compute buffers: 1.5 GiB."""
+logger = logging.getLogger("kvflash_ggml")
+
+HALF = 2
+"""Page images of the host need the other half of its memory."""
+
+NOTABLE = 256 << 20
+"""Bytes. So much less of a device's memory is worth a word; with less left a backend cannot grow its own buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A device that holds slots, in bytes. free: without what is kept back, the margin.
+
+    small, large: what a context takes there with the smallest and the largest pool that come into question.
+    """
+
+    name: str
+    free: int
+    margin: int
+    small: int
+    large: int
+
+    def slots(self, least: int, most: int) -> int:
+        """Slots there is room for. A context's size is linear in those of its pool."""
+        return least + (self.free - self.small) * (most - least) // max(1, self.large - self.small)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """slots: the pool. n_ctx: the context it serves. why: the arithmetic, for the banner."""
+    """slots: the pool. n_ctx: the context it serves. why: the arithmetic, for the banner. tight: the device that has
+    the least room, where one was looked for."""
 
     slots: int
     n_ctx: int
     why: str
+    tight: Lane | None = None
 
 
-def fit(config: KVFlashConfig, model: Any, params: Any, *, reserved: int = 0) -> PoolSize:
+def fit(
+    config: KVFlashConfig,
+    model: Any,
+    params: Any,
+    *,
+    query_rows: int = 0,
+    reserved: int = 0,
+    mapped: bool = False,
+    before: Mapping[str, int] | None = None,
+) -> PoolSize:
     """The pool for a llama_cpp LlamaModel and llama_context_params. UnsupportedModelError if it cannot run in one.
 
-    reserved: bytes of device memory that something else will take.
+    query_rows: captured queries. reserved: bytes of the first device that something else will take. mapped: weights on
+    the host are pages of their file. before: bytes that were free before the model was loaded, by device.
     """
-    from ..native import engine as native  # here, as below: the arithmetic needs no library
-
-    free, _, _ = native.device_memory(address(model))
     n_ctx = params.n_ctx or model.n_ctx_train()
-    return resolve(config, n_ctx=n_ctx, free_bytes=free - reserved, slot_bytes=slot_size(model, params))
+    slot_bytes = slot_size(model, params)
+    if config.pool != "auto" or config.pool_bytes is not None:
+        return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
+    least, most = bounds(config, n_ctx)
+    if least == most:
+        return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
+    lanes, lost = _lanes(address(model), params, (least, most), query_rows, reserved, mapped, before or {})
+    size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=lanes)
+    return replace(size, why=size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in lost.items()))
+
+
+def _lanes(
+    model: int,
+    params: Any,
+    pools: tuple[int, int],
+    query_rows: int,
+    reserved: int,
+    mapped: bool,
+    before: Mapping[str, int],
+) -> tuple[list[Lane], dict[str, int]]:
+    """The devices that hold slots, and how much of each went to others while the model was loaded."""
+    from ..native import measure  # here, as below: the arithmetic needs no library
+    from ..placement import budget, inventory
+    from ..placement.needs import STAGED_PAGES
+    from ..placement.sizes import Fit
+
+    small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
+    devices = inventory.named(need.device for need in small.devices[:-1])
+    lanes, lost = [], {}
+    for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
+        gone = before.get(device.name, 0) - device.free - least.model
+        if gone > NOTABLE:
+            lost[device.name] = gone
+        pages = most.context - least.context
+        if not pages:
+            continue
+        margin, free = budget.margin(device, Fit()), device.free - (reserved if i == 0 else 0)
+        if device.kind == "host":
+            free = (free - (least.model if mapped else 0) - margin) // HALF
+        else:
+            free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
+        sizes = [need.context + need.compute + need.queries for need in (least, most)]
+        lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
+    return lanes, lost
 
 
 def slot_size(model: Any, params: Any) -> int:
@@ -50,20 +128,34 @@ def slot_size(model: Any, params: Any) -> int:
     )
 
 
-def resolve(config: KVFlashConfig, *, n_ctx: int, free_bytes: int, slot_bytes: int) -> PoolSize:
-    """The pool for a context of `n_ctx` tokens on a device with `free_bytes` free, at `slot_bytes` a token.
+def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:
+    """The fewest and the most slots of "auto"."""
+    ceiling = round_up(n_ctx, POOL_STEP)
+    least = min(config.minimum_pool, ceiling)
+    return least, max(least, min(SPEED_CAP, ceiling))
 
-    "auto" takes half of what is free beyond the reserve, at most SPEED_CAP tokens. A pool is a multiple of POOL_STEP,
-    rounded down where bytes were asked for, never above the context and never below the minimum of the protections.
+
+def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequence[Lane]) -> PoolSize:
+    """The pool for a context of `n_ctx` tokens, at `slot_bytes` a token over all devices.
+
+    "auto" takes what all `lanes` have room for, at most SPEED_CAP tokens, and no more without lanes. A pool is a
+    multiple of POOL_STEP, rounded down where bytes count, never above the context and never below the minimum of the
+    protections.
     """
     ceiling = round_up(n_ctx, POOL_STEP)
+    per_token = f"at {slot_bytes / 1024:.1f} KiB a token"
+    tight = None
     if config.pool_bytes is not None:
         slots = config.pool_bytes // slot_bytes // POOL_STEP * POOL_STEP
-        why = f"{config.pool_bytes / 2**20:,.0f} MiB asked for, at {slot_bytes / 1024:.1f} KiB a token"
+        why = f"{config.pool_bytes / 2**20:,.0f} MiB asked for, {per_token}"
     elif config.pool == "auto":
-        usable = max(0, free_bytes - COMPUTE_RESERVE) // 2
-        slots = round_up(min(usable // slot_bytes, SPEED_CAP), POOL_STEP)
-        why = f"auto: half of {usable * 2 / 2**30:.1f} GiB free at {slot_bytes / 1024:.1f} KiB a token"
+        least, most = bounds(config, n_ctx)
+        tight = min(lanes, key=lambda lane: lane.slots(least, most), default=None)
+        slots, why = most, f"auto: no more are faster, {per_token}"
+        if tight is not None and tight.slots(least, most) < most:
+            slots = tight.slots(least, most) // POOL_STEP * POOL_STEP
+            room = f"{max(0, tight.free) / 2**20:,.0f} MiB on {tight.name}"
+            why = f"auto: {room} beside a margin of {tight.margin / 2**20:,.0f}, {per_token}"
     else:
         slots = round_up(config.pool, POOL_STEP)
         why = f"{config.pool} asked for"
@@ -73,7 +165,41 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, free_bytes: int, slot_bytes: i
     if slots >= ceiling:
         slots = ceiling
         why = f"{why}, which is the whole context"
-    return PoolSize(slots=slots, n_ctx=ceiling, why=why)
+    return PoolSize(slots=slots, n_ctx=ceiling, why=why, tight=tight)
+
+
+def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
+    """A pool of half so many slots, so many times: more could not be made."""
+    if times == 0:
+        return size
+    slots = max(min(minimum, size.slots), (size.slots >> times) // POOL_STEP * POOL_STEP)
+    return replace(size, slots=slots, why=f"{size.why}, and {size.slots} could not be made")
+
+
+def does_not_fit(size: PoolSize) -> DoesNotFit:
+    """No context could be made, though the pool became as small as that."""
+    if size.tight is None:
+        return DoesNotFit("the device", needed=0, free=0, needs={})
+    lane = size.tight
+    return DoesNotFit(
+        lane.name,
+        needed=lane.small + lane.margin,
+        free=lane.free + lane.margin,
+        needs={"context and compute of the smallest pool": lane.small, "margin": lane.margin},
+    )
+
+
+def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:
+    """CUDA ends the process where a backend's own buffers cannot grow."""
+    for device in devices:
+        if device.asynchronous and device.free_bytes < NOTABLE:
+            logger.warning(
+                "only %.0f MiB of %s are left: its driver may need more, which ends the process. A smaller step needs "
+                "less: n_ubatch=%d (-ub)",
+                device.free_bytes / 2**20,
+                device.name,
+                max(64, n_ubatch // HALF),
+            )
 
 
 def address(model: Any) -> int:

@@ -55,14 +55,14 @@ class Room:
     """What drafts need of a context. rows: of a step, with the newest token's, at most; 0 without drafts.
 
     queries: that are captured beyond those that are looked at, so that rejected drafts leave these alone. planes:
-    recurrent states to go back to, beside the current one. plane_bytes: device memory that these take, and the one more
-    that a lossless answer keeps in front of what the pool drafts.
+    recurrent states to go back to, beside the current one. kept_bytes: device memory of the one more that a lossless
+    answer keeps in front of what the pool drafts.
     """
 
     rows: int = 0
     queries: int = 0
     planes: int = 0
-    plane_bytes: int = 0
+    kept_bytes: int = 0
 
 
 def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
@@ -81,8 +81,7 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_
     rows = min(rows, n_batch)
     n_ubatch = min(n_ubatch or n_batch, n_batch)  # 0 is upstream's "as n_batch"
     planes = max(0, min(rows - 1, n_ubatch - 2)) if size else 0  # llama.cpp wants that a step can fill all of them
-    states = planes + (config.answer == "lossless")
-    return Room(rows, 2 * rows if spec.tree else rows, planes, states * size)
+    return Room(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,55 @@ int64_t         kvf_plane_bytes(const void * model);
 // Free and total bytes of the device that would hold the pool of this model, and whether that is another than the CPU.
 void            kvf_model_device(const void * model, int64_t * free_bytes, int64_t * total_bytes, int32_t * offloads);
 
+// What things would take, told before they are made. Lists of devices are in the order of the model, and the host comes last.
+
+// What lies on one device. Sizes are in bytes.
+typedef struct kvf_need {
+    char    device[64];
+    int64_t model;         // weights
+    int64_t context;       // K, V and recurrent state
+    int64_t compute;       // buffers of the largest step
+    int64_t queries;       // captured ones
+} kvf_need;
+
+// The memory of one layer of a model.
+typedef struct kvf_layer_need {
+    int32_t device;        // index of the one that holds it
+    int32_t k_values;      // of one token, over all heads; 0 without a cache of its own
+    int32_t v_values;
+    int32_t cells;         // of a cache that is not pooled, as that of a sliding window; 0 if it is
+    int64_t state;         // bytes of recurrent state, rollback planes with it
+    int64_t query;         // bytes of one captured query, 0 if the layer is not pooled
+} kvf_layer_need;
+
+// A weight.
+typedef struct kvf_weight {
+    char    name[128];
+    int64_t size;          // bytes that it takes of its buffer
+    int32_t layer;         // or -1
+    int32_t kind;          // 0 dense, 1 routed experts, 2 token embedding, 3 output
+    int32_t device;
+} kvf_weight;
+
+// Load a model without its data: its weights have places and sizes, and none is read. ARGUMENT if the file is no model.
+enum kvf_status kvf_sketch_init(const char * path, const void * model_params, void ** model);
+void            kvf_sketch_free(void * model);
+
+// Of a model, loaded with its data or without.
+int32_t         kvf_model_n_devices(const void * model);  // with the host
+int32_t         kvf_model_n_layers (const void * model);
+int32_t         kvf_model_n_weights(const void * model);
+enum kvf_status kvf_model_weights  (const void * model, kvf_weight * out, int32_t n);
+
+// What a context of this model would take, with a pool of so many cells (a multiple of 256; 0: stock) that keeps query_rows
+// queries. Nothing of it is made, but for the model's devices themselves. No other call may use the model meanwhile, and no
+// request of kvf_set_pool() is left. REFUSED if the model cannot have a pool, ARGUMENT if there can be no such context.
+enum kvf_status kvf_measure(void * model, const void * context_params, uint32_t cells, uint32_t query_rows,
+                            kvf_need * needs, int32_t n_devices, kvf_layer_need * layers, int32_t n_layers);
+
+// What a context that has been made takes, with its model.
+enum kvf_status kvf_context_needs(const void * ctx, kvf_need * needs, int32_t n_devices);
+
 // All devices that there are, in ggml's order.
 int32_t         kvf_device_count(void);
 enum kvf_status kvf_list_devices(kvf_device * devices, int32_t n);  // n is kvf_device_count

@@ -20,6 +20,8 @@ struct kvf_access {
     static bool   v_trans(const llama_kv_cache & kv) { return kv.v_trans; }
     static int    rotated(const llama_kv_cache & kv) { return kv.attn_rot_k | kv.attn_rot_v << 1; }
     static auto & cparams(llama_context & ctx) { return ctx.cparams; }
+    static auto & compute_buffers(const llama_context & ctx) { return ctx.backend_buft; }
+    static auto & compute_sizes(const llama_context & ctx) { return ctx.backend_buf_exp_size; }  // by these
     static void   expect_buffers(llama_context & ctx);  // of the sizes that they have
     static void   reserve(llama_context & ctx);
     static bool   set_logits(llama_context & ctx, const float * row);

@@ -94,7 +94,9 @@ kvf_ring make_ring(kvf_pool & pool, size_t first, size_t end) {
     ring.ctx.reset(ggml_init({ (end - first + 1)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto * ctx = ring.ctx.get();
     ring.all = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, size);
-    ring.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, memory_of(layers[first].k)));
+    auto * memory = memory_of(layers[first].k);
+    ring.buffer.reset(hparams.no_alloc ? ggml_backend_buft_alloc_buffer(memory, 0)
+                                       : ggml_backend_alloc_ctx_tensors_from_buft(ctx, memory));
     if (!ring.buffer) {
         throw std::runtime_error("failed to allocate the query rows");
     }
@@ -102,8 +104,12 @@ kvf_ring make_ring(kvf_pool & pool, size_t first, size_t end) {
     auto * data = (char *) ring.all->data;
     for (size_t i = first; i < end; ++i) {
         auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, query_width(hparams, layers[i].il), n_rows);
-        ggml_backend_tensor_alloc(ring.buffer.get(), rows, data);
-        data += ggml_nbytes(rows);
+        if (hparams.no_alloc) {
+            rows->buffer = ring.buffer.get();  // a context that is only measured
+        } else {
+            ggml_backend_tensor_alloc(ring.buffer.get(), rows, data);
+            data += ggml_nbytes(rows);
+        }
         pool.queries[layers[i].il].rows = rows;
     }
     return ring;

@@ -80,6 +80,25 @@ def test_what_a_model_would_take_is_said(healthy: None, monkeypatch: pytest.Monk
     assert "can be pooled" not in text
 
 
+def test_what_would_go_where_is_said_of_a_model_that_is_asked_for(
+    healthy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_placement(failure: str = "", **found: Any) -> None:
+        say(monkeypatch, Child(said={**SAID, "placement": found}, doing="placement", failure=failure))
+
+    with_placement(fits=True, table="device  free", options=["-ngl", "7"])
+    assert "device  free" in doctor("m.gguf").stdout
+    assert "llama.cpp, with a full cache: -ngl 7" in doctor("m.gguf").stdout
+    assert "placement" not in doctor().stdout
+    assert json.loads(doctor("m.gguf", "--json").stdout)["checks"]["placement"]["options"] == ["-ngl", "7"]
+    with_placement(fits=False, why="CUDA0 has 1 MiB free")
+    assert doctor("m.gguf").exit_code == 0
+    assert "warning" in doctor("m.gguf").stdout
+    with_placement(failure="crashed with SIGSEGV")
+    assert doctor("m.gguf").exit_code == 1
+    assert "kvflash-run m.gguf --dry-run" in doctor("m.gguf").stdout
+
+
 def test_all_is_well(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFLASH_POOL", "1024")
     monkeypatch.setenv("LLAMA_ARG_API_KEY", "hidden")

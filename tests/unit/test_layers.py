@@ -24,7 +24,7 @@ FLOORS = [
     {"session"},
     {"config"},
     {"policy"},
-    {"state"},
+    {"state", "placement"},
     {"native", "pool", "trace"},
     {"host"},
     {"arrays", "constants", "env", "errors", "files", "logs", "modelfile", "notation", "remote"},

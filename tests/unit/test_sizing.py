@@ -17,8 +17,17 @@ GIB = 1 << 30
 KIB = 1 << 10
 
 
+def lane(free: float, slot: float = 80 * KIB, *, fixed: float = 0, n_ctx: int = 131072, **config: Any) -> sizing.Lane:
+    """A device with so much beyond its margin, where a context takes `fixed` bytes beside its slots."""
+    least, most = sizing.bounds(KVFlashConfig(**config), n_ctx)
+    small, large = (int(fixed + slot * pool) for pool in (least, most))
+    return sizing.Lane(name=f"GPU{slot:.0f}", free=int(free), margin=512 << 20, small=small, large=large)
+
+
 def slots(n_ctx: int, free: float = 0, slot: float = 80 * KIB, **config: Any) -> int:
-    size = sizing.resolve(KVFlashConfig(**config), n_ctx=n_ctx, free_bytes=int(free), slot_bytes=int(slot))
+    protections = {name: value for name, value in config.items() if name != "pool"}
+    lanes = [lane(free, slot, n_ctx=n_ctx, **protections)]
+    size = sizing.resolve(KVFlashConfig(**config), n_ctx=n_ctx, slot_bytes=int(slot), lanes=lanes)
     assert size.why
     return size.slots
 
@@ -26,19 +35,36 @@ def slots(n_ctx: int, free: float = 0, slot: float = 80 * KIB, **config: Any) ->
 @pytest.mark.parametrize(
     ("free", "slot", "want"),
     [
-        (12 * GIB, 80 * KIB, 16384),  # 68812 without the cap
+        (12 * GIB, 80 * KIB, 16384),  # 157286 without the cap
         (8.3 * GIB, 14 * KIB, 16384),
-        (2 * GIB, 80 * KIB, 3328),  # half of 0.5 GiB: 3276, up to the step
-        (1.5 * GIB + 2 * 80 * KIB * 1024, 80 * KIB, 1024),  # exact
-        (1.5 * GIB + 2 * 80 * KIB * 1025, 80 * KIB, 1280),
-        (1.5 * GIB, 80 * KIB, 512),  # nothing free: the floor
+        (0.25 * GIB, 80 * KIB, 3072),  # 3276, down to the step
+        (80 * KIB * 1024, 80 * KIB, 1024),  # exact
+        (80 * KIB * 1024 - 1, 80 * KIB, 768),
         (0, 80 * KIB, 512),
-        (-1, 80 * KIB, 512),
+        (-GIB, 80 * KIB, 512),
         (500 * GIB, 1, 16384),
     ],
 )
 def test_auto(free: float, slot: float, want: int) -> None:
     assert slots(131072, free, slot) == want
+
+
+def test_the_device_with_the_least_room_decides_and_is_named() -> None:
+    roomy, narrow = lane(8 * GIB, 40 * KIB), lane(GIB, 64 * KIB, fixed=0.75 * GIB)
+    size = sizing.resolve(KVFlashConfig(), n_ctx=131072, slot_bytes=104 * KIB, lanes=[roomy, narrow])
+    assert size.slots == 4096  # a quarter of a GiB, at 64 KiB
+    assert size.tight == narrow
+    assert f"1,024 MiB on {narrow.name} beside a margin of 512, at 104.0 KiB a token" in size.why
+
+
+def test_what_could_not_be_made_is_halved_down_to_the_minimum() -> None:
+    size = sizing.resolve(KVFlashConfig(), n_ctx=131072, slot_bytes=1, lanes=[lane(12 * GIB)])
+    assert sizing.halved(size, 0, minimum=512) == size
+    assert [sizing.halved(size, n, minimum=512).slots for n in (1, 2, 9)] == [8192, 4096, 512]
+    assert "16384 could not be made" in sizing.halved(size, 1, minimum=512).why
+    error = sizing.does_not_fit(size)
+    assert error.device == size.tight.name
+    assert error.free > 0
 
 
 def test_the_cap_is_well_below_a_long_context() -> None:
@@ -75,13 +101,12 @@ def test_the_floor_follows_the_protections(sinks: int, tail: int, want: int) -> 
 
 
 def test_why_names_what_decided() -> None:
-    def why(**keywords: Any) -> str:
-        config = KVFlashConfig(pool=keywords.pop("pool", "auto"))
-        defaults = {"n_ctx": 131072, "free_bytes": 12 * GIB, "slot_bytes": 80 * KIB}
-        return sizing.resolve(config, **(defaults | keywords)).why
+    def why(n_ctx: int = 131072, free: float = 12 * GIB, pool: int | str = "auto") -> str:
+        lanes = [lane(free)]
+        return sizing.resolve(KVFlashConfig(pool=pool), n_ctx=n_ctx, slot_bytes=80 * KIB, lanes=lanes).why
 
     assert "80.0 KiB a token" in why()
-    assert "minimum" in why(free_bytes=0)
+    assert "minimum" in why(free=0)
     assert "whole context" in why(n_ctx=512)
     assert why(pool=4096) == "4096 asked for"
 

@@ -1,0 +1,68 @@
+"""The devices that there are, and how much of their memory is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from ..native import devices as native
+from ..native.info import DeviceInfo
+from .sizes import HOST, Device
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_REMOTE = "RPC"
+
+
+def devices() -> tuple[Device, ...]:
+    """All that can hold layers, in ggml's order, and the host."""
+    return (*(_device(x) for x in native.devices() if x.kind in ("gpu", "integrated")), host())
+
+
+def named(names: Iterable[str]) -> tuple[Device, ...]:
+    """Those of a model, by their names and in its order, and the host."""
+    known = {x.name: x for x in native.devices()}
+    return (*(_device(known[name]) for name in names), host())
+
+
+def host() -> Device:
+    """The host's memory. free: what can be had without swapping, or by a container's limit."""
+    total = _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    known = [total, _meminfo("MemAvailable"), _limit()]
+    return Device(name=HOST, kind="host", free=min(x for x in known if x is not None), total=total)
+
+
+def _device(found: DeviceInfo) -> Device:
+    kind: Literal["gpu", "integrated", "remote"] = "integrated" if found.kind == "integrated" else "gpu"
+    return Device(
+        name=found.name,
+        kind="remote" if found.backend == _REMOTE else kind,
+        free=found.free_bytes,
+        total=found.total_bytes,
+        description=found.description,
+        overlaps=found.overlaps,
+    )
+
+
+def _meminfo(field: str) -> int | None:
+    """Bytes, None where the system does not tell."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _limit() -> int | None:
+    """What a control group still allows. Pages of files that nobody has used lately are given back on demand."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        stat = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    files = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    return max(0, int(limit) - used + files) if limit.isdigit() else None

@@ -1,0 +1,157 @@
+"""Where layers and experts go for one size of pool and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..constants import POOL_STEP, round_up
+from . import budget
+from .compute import Compute
+from .needs import Bill, Shape
+from .sizes import Device, ModelSizes, Needs, Request
+from .split import Costs, bounds_of, partition
+
+Int64s = npt.NDArray[np.int64]
+
+Experts = Literal["device", "fill", "host"]
+"""Where those of offloaded layers go: to the device, or what it has room for, or to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """bounds: of the devices' ranges of layers, the output being the last one. needs: by device, the host's last."""
+
+    shape: Shape
+    bounds: tuple[int, ...]
+    needs: tuple[Needs, ...]
+
+    @property
+    def on_host(self) -> tuple[int, int]:
+        """Layers on the host, and layers that have only their experts there."""
+        return self.bounds[0], len(self.needs[-1].experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranges:
+    """Of one device, [a, b] for the layers a..b-1: layers with experts on the host, the part of its memory that is
+    taken, and the first layer whose experts it has."""
+
+    cost: Costs
+    load: Costs
+    kept: Int64s
+
+
+class Layouts:
+    """Finds layouts of a model on devices, the host last."""
+
+    def __init__(self, sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> None:
+        if not devices or devices[-1].kind != "host":
+            raise ValueError("the host is the last of the devices")
+        self.sizes = sizes
+        self.request = request
+        self.n_layers = len(sizes.layers)
+        self.full = round_up(request.n_ctx, POOL_STEP)
+        *self.devices, self.host = budget.counted(devices, request.fit)
+        self.taking_part = [i for i, device in enumerate(self.devices) if budget.usable(device)]
+        self.compute = compute
+        self._has_experts = _running([int(layer.experts > 0) for layer in sizes.layers] + [0])
+
+    def find(self, shape: Shape, first: int, experts: Experts) -> Layout | None:
+        """The layout with the fewest layers' experts on the host, and of these the one that fills devices most evenly.
+
+        first: the first layer on a device, n_layers + 1 for none. None if nothing fits.
+        """
+        layout = self._layout(shape, first, experts, bounded=True)
+        return layout if layout is not None and self._fits(layout) else None
+
+    def nearest(self, shape: Shape, first: int, experts: Experts) -> Layout:
+        """The layout whose fullest device is the least full, whether it fits or not."""
+        layout = self._layout(shape, first, "host" if experts == "fill" else experts, bounded=False)
+        assert layout is not None, "without bounds everything fits"
+        return layout
+
+    def _layout(self, shape: Shape, first: int, experts: Experts, *, bounded: bool) -> Layout | None:
+        apart = experts != "device" or self.request.n_cpu_moe or self.sizes.fixed.get(self.host.name)
+        taken = self.compute.at(shape.n_ubatch, shape.pool, whole=first == 0 and not apart)
+        bill = Bill(self.sizes, self.request, shape, taken)
+        if first > self.n_layers:
+            none = tuple(bill.device(device, first, first, first) for device in self.devices)
+            host = bill.host(self.host, first, ())
+            return Layout(shape=shape, bounds=(first,) * (len(self.devices) + 1), needs=(*none, host))
+        ranges = [self._ranges(bill, i, first, experts, bounded=bounded) for i in range(len(self.devices))]
+        places = partition([r.cost for r in ranges], [r.load for r in ranges])
+        if places is None:
+            return None
+        spans = list(pairwise(places))
+        kept = [int(r.kept[span]) + first for r, span in zip(ranges, spans, strict=True)]
+        bounds = tuple(place + first for place in places)
+        needs = [bill.device(*of) for of in zip(self.devices, bounds, bounds[1:], kept, strict=False)]
+        moved = tuple(
+            i for begin, end in zip(bounds, kept, strict=False) for i in range(begin, end) if bill.parts[i].experts
+        )
+        return Layout(shape=shape, bounds=bounds, needs=(*needs, bill.host(self.host, first, moved)))
+
+    def _fits(self, layout: Layout) -> bool:
+        """Nothing is beyond its device; integrated devices and the host have one memory."""
+        *needs, host = layout.needs
+        shared = sum(
+            need.total - need.margin
+            for need, device in zip(needs, self.devices, strict=True)
+            if device.kind == "integrated"
+        )
+        return all(need.left >= 0 for need in needs) and host.left >= shared
+
+    def _ranges(self, bill: Bill, number: int, first: int, experts: Experts, *, bounded: bool) -> _Ranges:
+        device = self.devices[number]
+        base = _running([bill.base(part) for part in bill.parts[first:]])
+        weights = _running([part.experts for part in bill.parts[first:]])
+        count = self._has_experts[first:]
+        alone = base[None, :] - base[:, None] + bill.constant(device)
+        kept = self._first_kept(number, weights, device.free - alone, experts)
+        need = alone + weights[None, :] - weights[kept]
+        empty = np.eye(len(base), dtype=np.bool_)  # one without layers takes nothing
+        fits = empty | (need <= device.free) | (not bounded)
+        cost = np.where(self._allowed(number, len(base) - 1) & fits, count[kept] - count[:, None], np.inf)
+        return _Ranges(cost=cost, load=np.where(empty, 0.0, need / max(device.free, 1)), kept=kept)
+
+    def _allowed(self, number: int, n: int) -> npt.NDArray[np.bool_]:
+        """Which ranges of n layers the user, and what a device tells of itself, leave to it."""
+        if self.request.tensor_split is not None:
+            shares = (*self.request.tensor_split, *(0.0 for _ in self.devices))[: len(self.devices)]
+            bounds = bounds_of(shares, n)
+            asked = np.zeros((n + 1, n + 1), np.bool_)
+            asked[bounds[number], bounds[number + 1]] = True
+            return asked
+        if number in self.taking_part:
+            return np.triu(np.ones((n + 1, n + 1), np.bool_))
+        return np.eye(n + 1, dtype=np.bool_)
+
+    def _first_kept(self, number: int, weights: Int64s, room: Int64s, experts: Experts) -> Int64s:
+        """[a, b]: the first layer of a range whose experts are on the device, which has `room` [a, b] for them."""
+        n = len(weights)
+        begins, ends = np.indices((n, n))
+        if self.request.n_cpu_moe is not None:
+            kept = begins + self._quota(number)
+        elif experts == "fill":
+            kept = np.searchsorted(weights, weights[None, :] - room, side="left")
+        else:
+            kept = begins if experts == "device" else ends
+        res: Int64s = np.clip(kept, begins, np.maximum(begins, ends))
+        return res
+
+    def _quota(self, number: int) -> int:
+        """Of the layers whose experts the user moves to the host, as many from each device that takes part, in turn."""
+        if number not in self.taking_part:
+            return 0
+        each, rest = divmod(self.request.n_cpu_moe or 0, len(self.taking_part))
+        return each + (self.taking_part.index(number) < rest)
+
+
+def _running(values: list[int]) -> Int64s:
+    """Sums of what comes before each place, and of everything."""
+    return np.concatenate([[0], np.cumsum(np.array(values, np.int64))]).astype(np.int64)

@@ -1,0 +1,128 @@
+"""What layers take of a device, for one size of pool and step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..constants import CHUNK, POOL_STEP, round_up
+from . import budget
+from .sizes import Device, LayerSizes, ModelSizes, Needs, Request
+
+STAGED_PAGES = 8
+"""Pages that a device has room for on their way in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What caches and compute buffers are as large as: slots, tokens of a step, names of KV types."""
+
+    pool: int
+    n_ubatch: int
+    type_k: str
+    type_v: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A layer, or the output, in bytes. window: its cache if that is no part of the pool. staging: on a device."""
+
+    dense: int
+    experts: int = 0
+    kv: int = 0
+    window: int = 0
+    state: int = 0
+    staging: int = 0
+    queries: int = 0
+
+
+def parts(sizes: ModelSizes, request: Request, shape: Shape) -> tuple[Part, ...]:
+    """Every layer, and then the output."""
+    full = round_up(request.n_ctx, POOL_STEP)
+    return (*(_part(layer, request, shape, full) for layer in sizes.layers), Part(dense=sizes.output))
+
+
+def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
+    slot = layer.slot(shape.type_k, shape.type_v)
+    pooled = not layer.window
+    cells = round_up(min(full, layer.window + shape.n_ubatch), POOL_STEP)
+    return Part(
+        dense=layer.dense,
+        experts=layer.experts,
+        kv=slot * shape.pool if pooled else 0,
+        window=0 if pooled else slot * cells,
+        state=layer.state,
+        staging=slot * CHUNK * STAGED_PAGES if pooled and shape.pool < full else 0,
+        queries=layer.query * request.query_rows,
+    )
+
+
+class Bill:
+    """Adds up. compute: buffers by device."""
+
+    def __init__(self, sizes: ModelSizes, request: Request, shape: Shape, compute: Mapping[str, int]) -> None:
+        self.parts = parts(sizes, request, shape)
+        self._sizes = sizes
+        self._request = request
+        self._paged = shape.pool < round_up(request.n_ctx, POOL_STEP)
+        self._compute = compute
+
+    def base(self, part: Part) -> int:
+        """What a layer takes of the device it is on, without its experts."""
+        cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
+        return part.dense + part.state + part.queries + cached
+
+    def constant(self, device: Device) -> int:
+        """What a device with layers takes, whichever they are."""
+        return (
+            self._compute.get(device.name, 0)
+            + self._sizes.fixed.get(device.name, 0)
+            + self._request.extra.get(device.name, 0)
+            + budget.margin(device, self._request.fit)
+        )
+
+    def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
+        """Of one with these layers, and the experts of those from `kept` on. One that has nothing needs no margin."""
+        here = self.parts[begin:end]
+        cached = here if self._request.offload_kqv else ()
+        fixed = self._sizes.fixed.get(device.name, 0)
+        extra = self._request.extra.get(device.name, 0)
+        return Needs(
+            device=device.name,
+            free=device.free,
+            layers=(min(begin, len(self._sizes.layers)), min(end, len(self._sizes.layers))),
+            output=end > begin and end == len(self.parts),
+            weights=sum(part.dense for part in here) + sum(part.experts for part in self.parts[kept:end]) + fixed,
+            kv=sum(part.kv for part in cached),
+            state=sum(part.state for part in here) + sum(part.window for part in cached),
+            compute=self._compute.get(device.name, 0) if here else 0,
+            staging=sum(part.staging for part in cached),
+            queries=sum(part.queries for part in here),
+            extra=extra,
+            margin=budget.margin(device, self._request.fit) if here or fixed or extra else 0,
+        )
+
+    def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
+        """Of the host, with the layers before `first`, the experts of some others, and the token embedding.
+
+        staging: as many page images as the layers here have pages, for what leaves their part of the pool.
+        """
+        here = self.parts[:first]
+        cached = here if self._request.offload_kqv else self.parts
+        weights = sum(part.dense + part.experts for part in here) + sum(self.parts[i].experts for i in moved)
+        kv = sum(part.kv for part in cached)
+        return Needs(
+            device=device.name,
+            free=device.free,
+            layers=(0, min(first, len(self._sizes.layers))),
+            output=first == len(self.parts),
+            experts=moved,
+            weights=weights + self._sizes.embedding + self._sizes.fixed.get(device.name, 0),
+            kv=kv,
+            state=sum(part.state for part in here) + sum(part.window for part in cached),
+            compute=self._compute.get(device.name, 0),
+            staging=kv if self._paged else 0,
+            queries=sum(part.queries for part in here),
+            extra=self._request.extra.get(device.name, 0),
+            margin=budget.margin(device, self._request.fit),
+        )

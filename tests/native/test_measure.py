@@ -1,0 +1,285 @@
+"""What a context would take is told before it is made, to the byte."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflash_ggml.constants import KV_TYPES
+from kvflash_ggml.errors import ConfigError, UnsupportedModelError
+
+SHAPES = {
+    "dense": "small",
+    "hybrid": "hybrid",
+    "mixture": "of olmoe",
+    "latent": "latent",
+    "window": "iswa",
+    "tied": "dense",
+}
+POOL = 512
+
+
+def address(pointer: Any) -> int:
+    return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_measured_is_what_is_taken(
+    llama: Callable[..., Any], model: Callable[[str], Path], shape: str, kind: str
+) -> None:
+    from kvflash_ggml.native import measure
+
+    types = {"type_k": KV_TYPES[kind], "type_v": KV_TYPES[kind]}
+    llm = llama(SHAPES[shape], kvflash=POOL, kvflash_policy="qk", use_mmap=False, **types)
+    rows = llm._session.engine.info.query_rows
+    taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
+    assert rows > 0
+    assert sum(x.queries for x in taken) > 0
+
+    with measure.sketch(model(SHAPES[shape]), llm.model_params) as found:
+        sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows)
+        weights = measure.weights(found)
+    assert sketched.devices == taken
+    assert sum(x.size for x in weights) == sum(x.model for x in taken)
+    assert (sum(x.kind == measure.EXPERTS for x in weights) > 0) == (shape in ("mixture", "latent"))
+    assert any(x.state for x in sketched.layers) == (shape == "hybrid")
+    assert any(x.cells for x in sketched.layers) == (shape == "window")
+    assert any(x.pooled and not x.v_values for x in sketched.layers) == (shape == "latent")
+
+    # of the loaded model too, which computes on as it did
+    assert measure.measure(address(llm._model.model), llm.context_params, cells=POOL, query_rows=rows) == sketched
+    llm.eval(list(range(1, 20)))
+
+
+def test_a_larger_pool_takes_its_slots(llama: Callable[..., Any]) -> None:
+    from kvflash_ggml.native import measure
+
+    llm = llama("small", n_ctx=4096)
+    small, large = (
+        measure.measure(address(llm._model.model), llm.context_params, cells=cells) for cells in (512, 2048)
+    )
+    slot = sum(2 * (x.k_values + x.v_values) for x in large.layers if x.pooled)
+    assert large.devices[-1].context - small.devices[-1].context == (2048 - 512) * slot
+    assert large.devices[-1].compute > small.devices[-1].compute
+
+
+def test_recurrent_state_is_measured_and_not_made(llama: Callable[..., Any]) -> None:
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement.measure import copied
+
+    llm = llama("hybrid")
+    planes = 1 << 20  # more than any machine has room for
+    params = copied(llm.context_params, n_rs_seq=planes)
+    found = measure.measure(address(llm._model.model), params, cells=POOL)
+    assert found.devices[-1].context > sum(x.state for x in found.layers) > 1 << 38
+
+
+def test_files_that_are_no_models(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.native import measure
+
+    params = llama_cpp.llama_model_default_params()
+    whole = models["small"].read_bytes()
+    cases = {
+        "cut": whole[: len(whole) // 2],
+        "head": whole[:5000],
+        "nothing": b"",
+        "noise": whole[:64] + b"\xff" * 4096,
+    }
+    for name, data in cases.items():
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=rf"{name}\.gguf: \S"), measure.sketch(path, params):
+            pass
+    with pytest.raises(ConfigError, match="failed to open"), measure.sketch(tmp_path / "missing.gguf", params):
+        pass
+
+
+def test_a_number_that_upstream_takes_on_trust(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
+    """llama.cpp ends the process over it when it loads the file. Here it is an error, and the next file is measured."""
+    import llama_cpp
+
+    from kvflash_ggml.native import measure
+
+    key = b"qwen3.block_count" + (4).to_bytes(4, "little")
+    data = bytearray(models["small"].read_bytes())
+    at = data.index(key) + len(key)
+    data[at : at + 4] = (1 << 20).to_bytes(4, "little")
+    path = tmp_path / "deep.gguf"
+    path.write_bytes(data)
+    params = llama_cpp.llama_model_default_params()
+    with pytest.raises(ConfigError, match="GGML_ASSERT"), measure.sketch(path, params):
+        pass
+    with measure.sketch(models["small"], params) as found:
+        assert measure.weights(found)
+
+
+def test_contexts_that_cannot_be(llama: Callable[..., Any]) -> None:
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement.measure import copied
+
+    llm = llama("small")
+    model = address(llm._model.model)
+    with pytest.raises(ConfigError, match="multiple of 256"):
+        measure.measure(model, llm.context_params, cells=100)
+    with pytest.raises(ConfigError, match="no context can be made"):
+        measure.measure(model, copied(llm.context_params, n_batch=0, n_ubatch=0, n_seq_max=100_000), cells=0)
+    with pytest.raises(ConfigError, match="one stream of cells"):
+        measure.measure(model, copied(llm.context_params, n_seq_max=2), cells=POOL)
+
+
+def test_a_model_without_a_pool_is_refused(model: Callable[[str], Path], loaded: None) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.native import measure
+
+    params = llama_cpp.llama_context_default_params()
+    with measure.sketch(model("of mamba"), llama_cpp.llama_model_default_params()) as found:
+        assert measure.measure(found, params, cells=0).devices[-1].compute > 0
+        with pytest.raises(UnsupportedModelError, match="purely recurrent"):
+            measure.measure(found, params, cells=POOL)
+
+
+def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: None) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement.measure import copied, sketch
+
+    params = copied(llama_cpp.llama_context_default_params(), n_ctx=4096, swa_full=False, flash_attn_type=1)
+    with sketch(model("of olmoe"), llama_cpp.llama_model_default_params()) as found:
+        sizes = found.sizes(params)
+        measured = found.measure(params, pool=512)
+        devices = found.devices(params)
+        moved = found.sizes(params, overrides=[("exps", "CPU")])
+    total = sum(layer.dense + layer.experts for layer in sizes.layers) + sizes.output + sizes.embedding
+    assert total == sum(device.model for device in measured.devices)
+    assert all(layer.experts and layer.dense for layer in sizes.layers)
+    assert sum(x.slot("f16", "f16") for x in sizes.layers) * 512 == sum(x.context for x in measured.devices)
+    assert sizes.n_expert >= sizes.n_expert_used > 0
+    assert sizes.n_ctx_train > 0
+    assert moved.fixed == {"CPU": sum(layer.experts for layer in sizes.layers)}
+    assert [device.name for device in devices] == [device.device for device in measured.devices]
+    assert devices[-1].total == inventory.host().total
+    assert 0 < devices[-1].free <= devices[-1].total
+
+
+# --- a pool that is sized by it
+
+
+def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host with less memory: what that has beyond its margin, of which page images get half."""
+    from dataclasses import replace
+
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement import inventory
+
+    wide = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+    assert wide.kvflash.pool == 16_384
+    rows = wide._session.engine.info.query_rows
+
+    def need(cells: int) -> measure.Need:
+        found = measure.measure(address(wide._model.model), wide.context_params, cells=cells, query_rows=rows)
+        return found.devices[-1]
+
+    def room(cells: int) -> int:
+        return need(cells).context + need(cells).compute + need(cells).queries
+
+    host, pools = inventory.host(), []
+    for spare in (0, (room(16_384) - room(512)) // 2, room(16_384) - room(512) - 1):
+        # the margin, the file's pages, and page images need as much
+        free = (2 << 30) + need(512).model + 2 * (room(512) + spare)
+        monkeypatch.setattr(inventory, "host", lambda free=free: replace(host, free=free))
+        narrow = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+        pools.append(narrow.kvflash.pool)
+        assert "on CPU beside a margin of 2,048" in narrow.kvflash.banner()
+        assert room(pools[-1]) <= room(512) + spare
+        narrow.close()
+    assert pools == [512, 8448, 16_128]
+
+
+def test_auto_takes_half_where_no_context_can_be_made(
+    llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import llama_cpp
+
+    from kvflash_ggml.errors import DoesNotFit
+
+    make, refusals = llama_cpp.llama_init_from_model, []
+
+    def refuse(*args: Any) -> Any:
+        return make(*args) if not refusals else refusals.pop()
+
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", refuse)
+    refusals += [None] * 2
+    llm = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
+    assert llm.kvflash.pool == 4096
+    assert "16384 could not be made" in llm.kvflash.banner()
+    llm.eval(list(range(1, 20)))
+
+    refusals += [None] * 3
+    with pytest.raises(DoesNotFit, match="CPU has"):
+        llama("small", n_ctx=32_768, kvflash="auto")
+    refusals += [None]
+    with pytest.raises(ValueError, match="Failed to create llama_context"):
+        llama("small", n_ctx=32_768, kvflash=1024)  # what was asked for is never changed
+    assert not refusals
+
+
+# --- from the command line
+
+
+def write_hollow(path: Path, vocab: int) -> None:
+    """A model of the 27B shape with a vocabulary, whose weights are a hole in the file."""
+    import gguf
+    import numpy as np
+
+    from kvflash_ggml.bench import shapes
+
+    shape = shapes.SHAPES["27b"]
+    writer = gguf.GGUFWriter(path, "qwen35")
+    shapes._add_metadata(writer, shape)
+    for name, dims, kind in shapes._tensors(shape):
+        size = shapes._bytes(dims, kind)
+        writer.add_tensor_info(name, dims[::-1], np.dtype(np.float32), size, raw_dtype=kind)
+    del writer.kv_data[0]["tokenizer.ggml.model"]
+    words = [f"w{i}" for i in range(vocab)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words + [f"[{i}]" for i in range(shape.vocab - vocab)])
+    writer.add_token_types([1] * shape.vocab)
+    writer.add_token_merges([f"w {i}" for i in range(vocab)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + (20 << 30))
+
+
+def test_a_dry_run_reads_no_weights(tmp_path: Path) -> None:
+    import json
+    import resource
+    import subprocess
+    import sys
+
+    path = tmp_path / "hollow.gguf"
+    write_hollow(path, 150_000)
+    command = [sys.executable, "-m", "kvflash_ggml", str(path), "-ngl", "0", "--kvflash", "4096", "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 3), done.stderr
+    fits = done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["fits"] is fits
+    if fits:
+        (device,) = found["devices"]
+        assert device["needs"]["weights"] > 14 << 30
+        assert device["needs"]["KV"] == 4096 * 64 * 1024
+    else:
+        assert "weights" in found["error"]
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1500 << 10
