@@ -50,5 +50,13 @@ def test_kinds_of_memory(results: list[archs.Result]) -> None:
     assert {arch: pooled.get(arch) for arch in EXPECTED} == EXPECTED
 
 
+def test_layers_with_attention_are_found_in_the_file(results: list[archs.Result]) -> None:
+    """As many as a pool has; layers that slide are no part of it."""
+    pooled = [r for r in results if r.status == "pooled" and "sliding" not in r.memory]
+    assert len(pooled) > 80
+    differ = {r.arch for r in pooled if r.attention != int(r.layers.split()[0])}
+    assert differ == {"hrm_text"}  # which goes through its layers several times
+
+
 def test_table_is_current(results: list[archs.Result]) -> None:
     assert arch_table.TABLE.read_text(encoding="utf-8") == arch_table.render(results)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
 from support import checkpoints
-from support.archs import REPO, build_maker, make_models, write_latent
+from support.archs import write_latent
 from support.checkpoints import EPSILON, HEAD_DIM, HEADS, HEADS_KV, LAYERS, MASK, THETA
 from support.harness import MODELS, TEXT, write_iswa
 from vendoring.source import LLAMA, pristine_tree
@@ -239,23 +239,6 @@ def test_architectures_whose_layer_inputs_are_given() -> None:
         own |= {model for model, base in shared if base in own}
         found = {names[model.upper()] for model in own} - {"llama-embed"}  # an embedding model writes no text
         assert found == set(kind)
-
-
-def test_layers_with_attention_are_found_in_every_architecture(tmp_path: Path) -> None:
-    """Beside the table of what a pool does; layers that slide are no part of it."""
-    table = (REPO / "docs/architectures.md").read_text()
-    rows = re.findall(r"^\| ([\w.-]+)( \(MoE\))? \| yes \| (.*?) \| (\d+) of", table, re.MULTILINE)
-    known = {(name, bool(moe)): int(count) for name, moe, memory, count in rows if "sliding" not in memory}
-    differ, seen = set(), 0
-    for name in make_models(build_maker(), tmp_path):
-        found = describe(tmp_path / name)
-        key = (found.architecture, name.endswith("+moe.gguf"))
-        seen += key in known
-        if found.attention != known.get(key, found.attention):
-            differ.add(found.architecture)
-        (tmp_path / name).unlink()
-    assert seen > 80
-    assert differ == {"hrm_text"}  # which goes through its layers several times
 
 
 def test_bytes_a_token_are_those_of_the_pool(loaded: None, tmp_path: Path) -> None:

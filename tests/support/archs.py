@@ -15,11 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvflash_ggml
+from kvflash_ggml.convert.describe import describe
 from support.harness import read_block
 
 REPO = Path(__file__).resolve().parents[2]
@@ -45,17 +46,21 @@ PROMPT = 600
 CUT = 300
 STEPS = 16
 CHUNK = 64
-BATCH = 6  # models a child runs
+BATCH = 12  # models a child runs
 TIMEOUT = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one model. status: pooled, refused, stock (stock llama.cpp cannot run it either) or failed."""
+    """What became of one model. status: pooled, refused, stock (stock llama.cpp cannot run it either) or failed.
+
+    attention: how many layers have attention, as `convert.describe` reads it in the file.
+    """
 
     file: str
     arch: str
     status: str
+    attention: int | None = None
     memory: str = ""
     layers: str = ""
     reason: str = ""
@@ -74,9 +79,11 @@ def survey(only: Sequence[str] = ()) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="kvflash-archs-") as name:
         folder = Path(name)
         files = make_models(maker, folder, only)
+        attention = {file: describe(folder / file).attention for file in files}
         batches = [files[i : i + BATCH] for i in range(0, len(files), BATCH)]
         with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as workers:
             results = [r for done in workers.map(lambda batch: run_batch(folder, batch), batches) for r in done]
+    results = [replace(r, attention=attention[r.file]) for r in results]
     return sorted(results, key=lambda r: (r.arch, r.mixture))
 
 
@@ -133,19 +140,21 @@ def write_arch(arch: str, target: Path) -> None:
 
 
 def run_batch(folder: Path, files: Sequence[str]) -> Iterator[Result]:
-    """Run models in one child; if it dies, what it left in children of their own."""
-    results, phase, why = _child(folder, files)
-    yield from results
-    left = files[len(results) :]
-    if len(left) > 1:
-        for file in left:
-            yield from run_batch(folder, [file])
-    elif left and phase == "stock":
-        again, _, _ = _child(folder, ["--no-stock", *left])
-        refused = [r for r in again if r.status == "refused"]
-        yield from refused or [Result(file=left[0], arch=_arch(left[0]), status="stock", reason=why)]
-    elif left:
-        yield Result(file=left[0], arch=_arch(left[0]), status="failed", reason=f"the process died: {why}")
+    """Run models in one child; if it dies, the rest in another one, where the model it died with is the first."""
+    left = list(files)
+    while left:
+        results, phase, why = _child(folder, left)
+        yield from results
+        left = left[len(results) :]
+        if results or not left:
+            continue
+        file = left.pop(0)
+        if phase == "stock":
+            again, _, _ = _child(folder, ["--no-stock", file])
+            refused = [r for r in again if r.status == "refused"]
+            yield from refused or [Result(file=file, arch=_arch(file), status="stock", reason=why)]
+        else:
+            yield Result(file=file, arch=_arch(file), status="failed", reason=f"the process died: {why}")
     for file in files:
         (folder / file).unlink(missing_ok=True)
 
