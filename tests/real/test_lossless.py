@@ -16,7 +16,7 @@ PROMPT, COUNT, POOL = 1200, 40, 512
 SIZE = {"n_ctx": 1536, "n_batch": 128, "n_ubatch": 128}  # steps of a prompt that a pool takes too
 
 
-def test_the_text_is_the_full_caches(smol: Callable[..., Any], capsys: Any) -> None:
+def test_the_text_is_the_full_caches(smol: Callable[..., Any], record_property: Any) -> None:
     """Token for token and bit for bit, greedy and sampled, where the full cache takes the same steps."""
     spec = SpecConfig(types=("ngram",), width=6)
     llm = smol(**SIZE, kvflash=POOL, kvflash_answer="lossless", kvflash_spec=spec)
@@ -31,8 +31,7 @@ def test_the_text_is_the_full_caches(smol: Callable[..., Any], capsys: Any) -> N
         answer, logits = _answer(llm, prompt, temp)
         counted, stats = llm.kvflash.spec.last, llm.kvflash
         pool = counted.by_source["pool"]
-        with capsys.disabled():
-            print(f"\nlossless at temperature {temp}: {pool.accepted} of {pool.drafted} drafts of the pool stay")
+        record_property("lossless", f"temperature {temp}: {pool.accepted} of {pool.drafted} drafts of the pool stay")
         assert pool.accepted > 0
         assert stats.resident * 64 <= POOL < PROMPT
         assert stats.streamed_steps > counted.steps > 0

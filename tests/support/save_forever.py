@@ -14,6 +14,7 @@ import numpy as np
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
+from kvflash_ggml.host import slabs
 from support import plain_reader
 from support.fake_engine import FakeEngine, make_session
 from support.saving import N_VOCAB, save
@@ -23,6 +24,7 @@ TEXT = np.random.default_rng(5).integers(0, N_VOCAB, 700, dtype=np.int32)
 
 def save_beginnings(path: Path, ready: int) -> None:
     """Beginnings of every length, over and over. ready: told when it begins."""
+    slabs.SLAB_BYTES = 1 << 20  # the fake engine fills it
     session = make_session(FakeEngine(448, 64), KVFlashConfig(tail=2), n_ctx=8192, n_batch=64, n_ubatch=64)
     session.extend(TEXT)
     os.write(ready, b"!")

@@ -1,10 +1,14 @@
-"""Property tests are short unless asked."""
+"""Property tests are short unless asked, and sessions on a fake engine take little memory."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from kvflash_ggml.host import slabs
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
@@ -22,5 +26,15 @@ settings.register_profile(
     stateful_step_count=60,
     suppress_health_check=_SLOW,
 )
-if "--hypothesis-profile" not in " ".join(sys.argv):
-    settings.load_profile("kvflash")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("kvflash")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def moderate_slabs() -> Iterator[None]:
+    """A fake engine fills its memory: that of a real first slab takes longer than most tests."""
+    with mock.patch.object(slabs, "SLAB_BYTES", 1 << 20):
+        yield
