@@ -11,8 +11,8 @@ from kvflash_ggml.bench.filler import read_text
 from kvflash_ggml.bench.outcomes import Outcome, Plan, Read
 from kvflash_ggml.config import KVFlashConfig
 
-TOKENS = 4608
-POOL = 1024
+TOKENS = 3456
+POOL = 768
 PLAN = Plan(tasks=("forms",), depths=(), trials=1, fact_set="confirm")
 
 
