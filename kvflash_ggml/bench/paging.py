@@ -23,6 +23,41 @@ class Transfer:
     ms_per_chunk: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A device alone: bytes a second of one plain copy of its share of so many chunks."""
+
+    direction: str
+    chunks: int
+    device: str
+    mode: str
+    share: float
+    plain_gib_s: float
+
+
+def measure_lanes(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5) -> list[Lane]:
+    """What each device of the pool could do at best."""
+    return [
+        Lane(
+            direction=direction,
+            chunks=count,
+            device=device.name,
+            mode=device.mode,
+            share=device.share_bytes / engine.info.page_bytes,
+            plain_gib_s=_plain(engine, count * device.share_bytes, direction, repeats, device=i),
+        )
+        for count in counts
+        for direction in ("out", "in")
+        for i, device in enumerate(engine.info.devices)
+    ]
+
+
+def _plain(engine: Engine, size: int, direction: str, repeats: int, *, device: int) -> float:
+    """Bytes a second, in GiB."""
+    took = [engine.plain_copy(size, to_device=direction == "in", device=device) for _ in range(repeats)]
+    return size / float(np.median(took)) / 2**30
+
+
 def measure(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5, seed: int = 0) -> list[Transfer]:
     """Page random sets of blocks in and out. The contents of the pool are lost."""
     info = engine.info

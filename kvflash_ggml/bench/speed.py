@@ -82,17 +82,18 @@ def depth(
 @model_argument
 @click.option("--pool", default=4096, show_default=True, help="Tokens.")
 @click.option("--chunks", type=Numbers(), default="1,4,16,64", show_default=True, help="Chunks moved at once.")
+@click.option("--lanes", is_flag=True, help="Also a plain copy of the share of each device.")
 @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
 @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
 @click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
 def paging(
-    model: str, pool: int, chunks: tuple[int, ...], n_gpu_layers: int, cache_type_k: str, cache_type_v: str
+    model: str, pool: int, chunks: tuple[int, ...], lanes: bool, n_gpu_layers: int, cache_type_k: str, cache_type_v: str
 ) -> None:
     """Bandwidth of page-outs and page-ins against a plain copy of the same bytes."""
     library.load()
     from ..llama.llama import Llama
     from . import report
-    from .paging import measure
+    from .paging import measure, measure_lanes
 
     llm = Llama(
         model, n_ctx=2 * pool, kvflash=pool, n_gpu_layers=n_gpu_layers, verbose=False,
@@ -100,11 +101,15 @@ def paging(
     )  # fmt: skip
     assert llm._session is not None
     rows = measure(llm._session.engine, chunks)
+    alone = measure_lanes(llm._session.engine, chunks) if lanes else []
     device = llm._session.engine.info.device
     llm.close()
     report.table(["direction", "chunks", "GiB/s", "plain GiB/s", "ratio", "ms a chunk"], [astuple(row) for row in rows])
+    if alone:
+        report.table(["direction", "chunks", "device", "mode", "share", "plain GiB/s"], [astuple(row) for row in alone])
     report.document({"bench": "paging", "model": Path(model).name, "pool": pool, "types": [cache_type_k, cache_type_v],
-                     "environment": report.environment(device), "rows": [asdict(row) for row in rows]})  # fmt: skip
+                     "environment": report.environment(device), "rows": [asdict(row) for row in rows],
+                     "lanes": [asdict(row) for row in alone]})  # fmt: skip
 
 
 @click.command()

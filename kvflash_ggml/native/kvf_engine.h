@@ -10,6 +10,7 @@
 
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 // What is kept of the compute of a step for drafters.
@@ -35,6 +36,10 @@ struct kvf_engine {
     std::vector<kvf_lane *>    by_mode;                // those that hold nobody up first
     ggml_backend_buffer_type_t host_buft   = nullptr;  // of page images
     bool                       shares_host = false;    // a device computes with host memory where it is
+
+    // What is sent to a remote device is read of host memory at once, and not in its turn: of each image the page-out, if there
+    // are such devices.
+    std::unordered_map<uint64_t, uint64_t> written;
 
     kvf_tickets tickets;
     uint64_t    compute_barrier = 0;  // the next compute waits for this transfer

@@ -58,3 +58,4 @@ void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block
 
 // kvf_transfer.cpp
 void kvf_copies_wait(kvf_engine & engine);  // what all lanes move next comes after the compute submitted so far
+void kvf_images_wait(kvf_engine & engine, int32_t n, const uint64_t * image);  // until they can be sent to every device

@@ -185,6 +185,7 @@ void kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan) {
         l.read = 0;
     }
     find_runs(stages, plan, engine.info.page_bytes);
+    kvf_images_wait(engine, plan.n_streamed, plan.streamed);
 
     // in its own order after the last step, and after page-outs
     kvf_copies_wait(engine);

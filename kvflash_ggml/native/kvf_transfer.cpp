@@ -52,6 +52,10 @@ void copy_span(const kvf_lane & lane, const kvf_lane::span & s, const run & r, s
     }
 }
 
+bool has_remote(const kvf_engine & engine) {
+    return std::any_of(engine.lanes.begin(), engine.lanes.end(), [](const auto & lane) { return lane.mode == KVF_MODE_REMOTE; });
+}
+
 uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const uint64_t * image, direction dir) {
     const auto runs   = find_runs(n, block, image, engine.info.page_bytes);
     const auto ticket = engine.tickets.begin(engine.lanes);
@@ -98,11 +102,23 @@ void kvf_copies_wait(kvf_engine & engine) {
     }
 }
 
+void kvf_images_wait(kvf_engine & engine, int32_t n, const uint64_t * image) {
+    uint64_t last = 0;
+    for (int32_t i = 0; i < n && !engine.written.empty(); ++i) {
+        const auto found = engine.written.find(image[i]);
+        last = std::max(last, found == engine.written.end() ? 0 : found->second);
+    }
+    engine.tickets.wait(last);
+}
+
 kvf_status kvf_page_out(kvf_engine * engine, int32_t n, const int32_t * block, const uint64_t * image, uint64_t * ticket) {
     if (const auto status = check_pages(*engine, n, block, image)) {
         return status;
     }
     *ticket = transfer(*engine, n, block, image, direction::out);
+    for (int32_t i = 0; i < n && has_remote(*engine); ++i) {
+        engine->written[image[i]] = *ticket;
+    }
     return KVF_STATUS_SUCCESS;
 }
 
@@ -110,6 +126,7 @@ kvf_status kvf_page_in(kvf_engine * engine, int32_t n, const int32_t * block, co
     if (const auto status = check_pages(*engine, n, block, image)) {
         return status;
     }
+    kvf_images_wait(*engine, n, image);
     *ticket = engine->compute_barrier = transfer(*engine, n, block, image, direction::in);
     return KVF_STATUS_SUCCESS;
 }
