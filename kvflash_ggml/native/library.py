@@ -74,7 +74,7 @@ def _load() -> None:
     _point_llama_cpp_at(folder)
     llama_cpp = _import("llama_cpp", libllama)
     try:
-        trial.load_backends(ctypes.CDLL(str(libllama)), files)  # from here on llama_cpp says what ggml's log is worth
+        trial.load_backends(ctypes.CDLL(str(libllama)), files)
     except OSError as error:
         raise LibraryError(f"{error}. Build it again: {REINSTALL}") from error
     extension = _import(_EXTENSION, libllama)

@@ -191,7 +191,11 @@ def load_backends(ggml: ctypes.CDLL, files: Iterable[Path]) -> None:
     folder = variants[0].parent
     ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_load_all_from_path.restype = None
+    log, data = ctypes.c_void_p(), ctypes.c_void_p()
+    ggml.ggml_log_get(ctypes.byref(log), ctypes.byref(data))
+    ggml.ggml_log_set(_LOG, None)  # which one it was is asked for where it is of interest
     ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    ggml.ggml_log_set(log, data)
     if not ggml.ggml_backend_reg_count():
         names = ", ".join(variant.name for variant in variants)
         raise OSError(f"ggml could load none of the CPU backends in {folder} ({names})")

@@ -24,9 +24,9 @@ _LICENSES = Path("/usr/share/common-licenses")
 _OWN = "kvflash_ggml"
 
 _TRIAL = """
-import kvflash_ggml
-kvflash_ggml.load()
-info = kvflash_ggml.build_info()
+from kvflash_ggml.native import library
+library.load()
+info = library.build_info()
 assert info["flavour"] == "portable", info
 print(info["cpu_library"], "of", ", ".join(info["cpu_variants"]))
 """
@@ -86,6 +86,8 @@ def referred(text: str) -> list[str]:
 
 
 def _make(work: Path) -> list[Path]:
+    log("compiling, which is done once")
+    _python(str(REPO / "scripts" / "vendor.py"), "build")  # shows progress, which pip would hide
     log("building the wheel")
     _python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "raw"), str(REPO))
     log("looking for the platforms that it keeps to")
@@ -98,6 +100,8 @@ def _make(work: Path) -> list[Path]:
     bindings = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF"}
     sdist = str(source.fetch())
     _python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "pure"), sdist, **bindings)
+    (pure,) = (work / "pure").glob("*.whl")
+    _python("-m", "wheel", "tags", "--platform-tag", "any", "--remove", str(pure))  # nothing of it was compiled
     return [wheel, *(work / "pure").glob("*.whl")]
 
 

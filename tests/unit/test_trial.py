@@ -110,6 +110,7 @@ class Ggml:
         self._count = 0
         self.ggml_backend_reg_count: Any = lambda: self._count
         self.ggml_backend_load_all_from_path: Any = functools.partial(self._load, loads)
+        self.ggml_log_get = self.ggml_log_set = lambda log, data: None
 
     def _load(self, loads: int, folder: bytes) -> None:
         self.folders.append(folder)
