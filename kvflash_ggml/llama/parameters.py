@@ -16,9 +16,10 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
+from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from . import devices
+from . import devices, fitting
 from .devices import Placement
 from .keywords import DeviceKeywords, PoolKeywords
 
@@ -39,12 +40,13 @@ defaults: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The keywords of one constructor call, sorted. config: None without a pool."""
+    """The keywords of one constructor call, sorted. config: None without a pool. fit: None unless asked for."""
 
     config: KVFlashConfig | None
     cache: PrefixCache | None
     progress: Progress | None
     placement: Placement
+    fit: Fit | None
     upstream: dict[str, Any]
 
 
@@ -70,8 +72,9 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
+    fit = fitting.read(upstream.pop("fit", None))
     placement = devices.read(upstream, config)
-    return Request(config=config, cache=store, progress=progress, placement=placement, upstream=upstream)
+    return Request(config=config, cache=store, progress=progress, placement=placement, fit=fit, upstream=upstream)
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
