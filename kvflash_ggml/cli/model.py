@@ -15,9 +15,9 @@ import click
 
 from .. import logs
 from ..config import KVFlashConfig
-from ..constants import KV_TYPES
 from ..errors import KVFlashError, LibraryError
 from ..native import library
+from ..placement.sizes import Fit
 from .device_options import DeviceOptions
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
@@ -43,11 +43,9 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
-def load_model(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, n_gpu_layers: int, verbose: bool
-) -> Iterator[Any]:
+def load_model(path: str, *, loading: ModelOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
-    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose} | devices.settings()
+    settings: dict[str, Any] = {"n_ctx": 512, "verbose": verbose} | offloading(loading, devices) | devices.settings()
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -65,13 +63,11 @@ def open_model(
     """
     settings: dict[str, Any] = {
         "n_ctx": loading.ctx_size,
-        "n_gpu_layers": gpu_layers(loading),
-        "type_k": KV_TYPES[loading.cache_type_k],
-        "type_v": KV_TYPES[loading.cache_type_v],
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
-    } | devices.settings()
+    }
+    settings |= offloading(loading, devices) | loading.cache_types | devices.settings()
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
@@ -86,6 +82,18 @@ def open_model(
 
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
     return None if config is None else replace(config, spec=drafts.over(config.spec))
+
+
+def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
+    """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
+    fits = devices.fit
+    if fits is None:
+        may = devices.fit_target is not None or loading.n_gpu_layers == "auto"
+        fits = may and devices.fits_layers and supports_gpu_offload()
+    if not fits:
+        return {"n_gpu_layers": gpu_layers(loading)}
+    asked = {} if loading.n_gpu_layers == "auto" else {"n_gpu_layers": gpu_layers(loading)}
+    return asked | {"fit": Fit(margin=devices.fit_target)}
 
 
 def gpu_layers(loading: ModelOptions) -> int:

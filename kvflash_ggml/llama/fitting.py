@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp
 
@@ -14,9 +14,8 @@ from ..errors import ConfigError
 from ..placement.predict import ALL_LAYERS, predict
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.table import summary
-
-if TYPE_CHECKING:
-    from . import parameters
+from .devices import LAYER, NONE
+from .parameters import Request as Asked
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -35,18 +34,7 @@ class Beside:
     head: bool = False
 
 
-def read(asked: object) -> Fit | None:
-    """`fit=` of the constructor. ConfigError for what it cannot be."""
-    if asked is None or asked is False:
-        return None
-    if asked is True:
-        return Fit()
-    if not isinstance(asked, Fit):
-        raise ConfigError(f"fit is True, False or a Fit, not {asked!r}")
-    return asked
-
-
-def fit(path: str, asked: parameters.Request, beside: Beside) -> tuple[parameters.Request, Placement]:
+def fit(path: str, asked: Asked, beside: Beside) -> tuple[Asked, Placement]:
     """The keywords with everything decided, and the placement. DoesNotFit; else what `predict` raises."""
     placement, _ = predicted(path, asked, beside)
     logger.info("fit: %s; %s", placement.why, summary(placement))
@@ -68,9 +56,11 @@ def fit(path: str, asked: parameters.Request, beside: Beside) -> tuple[parameter
     return replace(asked, upstream=upstream, config=config, placement=where), placement
 
 
-def predicted(path: str, asked: parameters.Request, beside: Beside) -> tuple[Placement, tuple[Device, ...]]:
+def predicted(path: str, asked: Asked, beside: Beside) -> tuple[Placement, tuple[Device, ...]]:
     """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool."""
     settings, open_ = asked.upstream, asked.fit is not None
+    if settings.get("split_mode", LAYER) not in (NONE, LAYER):
+        raise ConfigError("fit places whole layers: leave out split_mode, or use split_mode=1 (layer) or 0 (none)")
     layers = settings.get("n_gpu_layers", None if open_ else 0)
     model = llama_cpp.llama_model_default_params()
     model.n_gpu_layers = ALL_LAYERS if layers is None or layers < 0 else layers

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from . import devices, fitting
+from . import devices
 from .devices import Placement
 from .keywords import DeviceKeywords, PoolKeywords
 
@@ -72,9 +72,20 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
-    fit = fitting.read(upstream.pop("fit", None))
+    fit = read_fit(upstream.pop("fit", None))
     placement = devices.read(upstream, config)
     return Request(config=config, cache=store, progress=progress, placement=placement, fit=fit, upstream=upstream)
+
+
+def read_fit(asked: object) -> Fit | None:
+    """`fit=` of the constructor. ConfigError for what it cannot be."""
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return Fit()
+    if not isinstance(asked, Fit):
+        raise ConfigError(f"fit is True, False or a Fit, not {asked!r}")
+    return asked
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
