@@ -30,6 +30,9 @@ class ModelOptions:
     cache_type_k: str | None
     cache_type_v: str | None
     flash_attn: str
+    repack: bool
+    rpc: str | None
+    rpc_trust: bool
 
     @property
     def cache_types(self) -> dict[str, int]:
@@ -99,6 +102,23 @@ model_options = collected(
         metavar="on|off|auto",
         default="auto",
         help="Flash attention; a pool needs it, and auto is on.  [default: auto]",
+    ),
+    _model(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
+    ),
+    _model(
+        "--rpc-trust",
+        is_flag=True,
+        help="Also of servers that are neither on this machine nor in a private network.",
+    ),
+    _model(
+        "--repack/--no-repack",
+        " /-nr",
+        "repack",
+        default=True,
+        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..errors import ConfigError
 from ..placement.predict import ALL_LAYERS, predict
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.table import summary
+from ..remote import Endpoint
 from .devices import LAYER, NONE
 from .parameters import Request as Asked
 
@@ -34,9 +36,9 @@ class Beside:
     head: bool = False
 
 
-def fit(path: str, asked: Asked, beside: Beside) -> tuple[Asked, Placement]:
+def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()) -> tuple[Asked, Placement]:
     """The keywords with everything decided, and the placement. DoesNotFit; else what `predict` raises."""
-    placement, _ = predicted(path, asked, beside)
+    placement, _ = predicted(path, asked, beside, endpoints)
     logger.info("fit: %s; %s", placement.why, summary(placement))
     upstream = {
         **asked.upstream,
@@ -56,8 +58,13 @@ def fit(path: str, asked: Asked, beside: Beside) -> tuple[Asked, Placement]:
     return replace(asked, upstream=upstream, config=config, placement=where), placement
 
 
-def predicted(path: str, asked: Asked, beside: Beside) -> tuple[Placement, tuple[Device, ...]]:
-    """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool."""
+def predicted(
+    path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()
+) -> tuple[Placement, tuple[Device, ...]]:
+    """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
+
+    endpoints: of the servers that are asked for, connected.
+    """
     settings, open_ = asked.upstream, asked.fit is not None
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
         raise ConfigError("fit places whole layers: leave out split_mode, or use split_mode=1 (layer) or 0 (none)")
@@ -68,6 +75,8 @@ def predicted(path: str, asked: Asked, beside: Beside) -> tuple[Placement, tuple
         if name in settings:
             setattr(model, name, settings[name])
     model.load_mtp = beside.head
+    for name, value in asked.weights.items():
+        setattr(model, name, value)
     n_ctx = settings.get("n_ctx", N_CTX)
     n_batch = min(n_ctx or N_BATCH, settings.get("n_batch", N_BATCH))
     steps_open = open_ and "n_batch" not in settings and "n_ubatch" not in settings
@@ -100,6 +109,7 @@ def predicted(path: str, asked: Asked, beside: Beside) -> tuple[Placement, tuple
         request,
         device=asked.placement.device,
         overrides=asked.placement.override_tensor,
+        endpoints=endpoints,
         reserved=beside.reserved,
     )
 

@@ -15,13 +15,14 @@ import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from .. import modelfile, policy
+from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
 from ..errors import KVFlashError
 from ..native import engine as native
 from ..native import library
+from ..native import remote as servers
 from ..placement import inventory
 from ..placement.measure import copied
 from ..policy.base import Scorer
@@ -64,6 +65,9 @@ class Llama(GeneratingLlama):
         fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
+    rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all
+        layers are offloaded then unless n_gpu_layers is given. rpc_trust: also servers that are neither on this machine
+        nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
     override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
     n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
@@ -76,13 +80,16 @@ class Llama(GeneratingLlama):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
+    use_extra_bufts: False keeps weights as the file has them, instead of packed for the CPU's kernels: slower where
+        there are such kernels, and the way around one that computes wrongly (`kvflash-run doctor` looks).
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.
 
-    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning.
+    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning;
+    RemoteError for a server that cannot be used. One that is lost later is DeviceLost.
     """
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
@@ -90,6 +97,7 @@ class Llama(GeneratingLlama):
         modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
+        self._weights = request.weights
         self._session = None
         self._size: PoolSize | None = None
         self._turns = Turns()
@@ -103,14 +111,17 @@ class Llama(GeneratingLlama):
             else:
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
-        library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
+        self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
+        endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
+        if not endpoints:
+            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
         self.placement: Placement | None = None
         if request.fit is not None:
-            request, self.placement = fitting.fit(model_path, request, self._beside(request))
+            with servers.connected(endpoints):
+                request, self.placement = fitting.fit(model_path, request, self._beside(request), endpoints)
             self._config = request.config
         settings = request.upstream
         self._placement = request.placement
-        self._device_arrays = devices.place(model_path, request.placement, settings)
 
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
@@ -121,7 +132,10 @@ class Llama(GeneratingLlama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
-        self._load(model_path, settings)
+        with servers.connected(endpoints):
+            self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
+            self._load(model_path, settings)
+            self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._replace_batch()
@@ -172,6 +186,8 @@ class Llama(GeneratingLlama):
         if self._device_arrays is not None:
             params.devices = self._device_arrays.devices
             params.tensor_buft_overrides = self._device_arrays.overrides
+        for name, value in self._weights.items():
+            setattr(params, name, value)
         self._model_params = params
         if self._config is not None and params.n_gpu_layers != 0:
             self._free_before = {device.name: device.free for device in inventory.devices()}
@@ -305,5 +321,4 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
-        state.update(self._placement.keywords())
-        return state
+        return state | self._rpc | self._placement.keywords() | self._weights

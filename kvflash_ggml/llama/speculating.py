@@ -208,6 +208,7 @@ def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Tar
         threads=params.n_threads,
         batch_threads=params.n_threads_batch,
         offload=offload != 0,
+        repack=llm.model_params.use_extra_bufts,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
 from ..native.devices import ModelArrays
+from ..remote import Endpoint
 from . import budget, measure
 from .fit import fit
 from .measure import Sketch, copied
@@ -31,18 +32,20 @@ def predict(
     *,
     device: Sequence[str] | None = None,
     overrides: Overrides = (),
+    endpoints: Sequence[Endpoint] = (),
     reserved: int = 0,
 ) -> tuple[Placement, tuple[Device, ...]]:
     """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
     request does not name; n_ctx may be 0. asked: the request for a model of these sizes. device, overrides: the user's
-    own. reserved: bytes that something else will take of the first device. ConfigError for a file that is no model, or
+    own. endpoints: connected servers, whose devices come before those of this machine. reserved: bytes that something
+    else will take of the first device. ConfigError for a file that is no model, or
     a name that is no device's, UnsupportedModelError for a model that cannot have the pool that is asked for,
     DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
-    with _sketch(path, model_params, layers, None, device, overrides) as found:
+    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides, endpoints)) as found:
         sizes, devices = found.sizes(context_params, overrides=overrides), found.devices(context_params)
         request = asked(sizes)
         _check_names(request.fit, devices)
@@ -53,8 +56,8 @@ def predict(
 
     def exact(placement: Placement) -> Measure:
         types = {"type_k": KV_TYPES[placement.type_k], "type_v": KV_TYPES[placement.type_v]}
-        split = placement.tensor_split
-        with _sketch(path, model_params, placement.n_gpu_layers, split, device, placement.overrides) as again:
+        arrays = ModelArrays(device, placement.overrides, endpoints)
+        with _sketch(path, model_params, placement.n_gpu_layers, placement.tensor_split, arrays) as again:
             return _measure(again, copied(params, **types), request, placement.n_ubatch, placement.pool)
 
     return fit(sizes, devices, request, measures, exact), devices
@@ -66,12 +69,11 @@ def _sketch(
     params: Any,
     n_gpu_layers: int,
     split: Sequence[float] | None,
-    device: Sequence[str] | None,
-    overrides: Overrides,
+    arrays: ModelArrays,
 ) -> Iterator[Sketch]:
+    """The arrays must outlive the load, and so does what is made of the split."""
     import llama_cpp
 
-    arrays = ModelArrays(device, overrides)
     shares = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*(split or ()))
     changed = copied(
         params,

@@ -98,7 +98,7 @@ def test_json_is_one_document(cli: Stage) -> None:
 
 
 def test_options_reach_the_model(cli: Stage) -> None:
-    line = "-m m.gguf -p hi -c 8192 -b 256 -ub 128 -ngl 99 -t 3 -ctk q8_0 -ctv q4_0 -fa on"
+    line = "-m m.gguf -p hi -c 8192 -b 256 -ub 128 -ngl 99 -t 3 -ctk q8_0 -ctv q4_0 -fa on -nr"
     assert cli(*line.split()).exit_code == 0
     assert cli.settings == {
         "model_path": "m.gguf",
@@ -111,6 +111,7 @@ def test_options_reach_the_model(cli: Stage) -> None:
         "type_k": 8,
         "type_v": 2,
         "flash_attn": True,
+        "use_extra_bufts": False,
         "kvflash": None,
         "verbose": False,
     }
@@ -118,7 +119,7 @@ def test_options_reach_the_model(cli: Stage) -> None:
 
 def test_defaults_leave_batches_and_threads_to_the_library(cli: Stage) -> None:
     cli("m.gguf", "hi")
-    assert {"n_batch", "n_ubatch", "n_threads"}.isdisjoint(cli.settings)
+    assert {"n_batch", "n_ubatch", "n_threads", "use_extra_bufts"}.isdisjoint(cli.settings)
     assert (cli.settings["n_ctx"], cli.settings["n_gpu_layers"]) == (0, 0)
 
 
@@ -153,6 +154,16 @@ def test_without_a_gpu_fitting_is_asked_for(cli: Stage) -> None:
     for wrong in ("1,2", "CUDA0=x", "CUDA0=1,2", "-1"):
         result = cli("m.gguf", "hi", f"--fit-target={wrong}")
         assert result.exit_code == 2, wrong
+
+
+def test_a_first_run_tries_what_the_run_will_use(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(model, "check_first_run", lambda *, repack: seen.append(repack))
+    cli("m.gguf", "hi")
+    cli("m.gguf", "hi", "--no-repack")
+    monkeypatch.setenv("KVFLASH_REPACK", "0")
+    cli("m.gguf", "hi")
+    assert seen == [True, False, False]
 
 
 def test_layers_without_a_gpu_are_an_error(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
