@@ -15,9 +15,9 @@ import click
 
 from .. import logs
 from ..config import KVFlashConfig
-from ..constants import KV_TYPES
 from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
+from ..placement.sizes import Fit
 from .device_options import DeviceOptions
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
@@ -47,12 +47,10 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
-def load_model(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, n_gpu_layers: int, verbose: bool
-) -> Iterator[Any]:
+def load_model(path: str, *, loading: ModelOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
-    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose}
-    settings |= _servers(loading) | devices.settings()
+    settings: dict[str, Any] = {"n_ctx": 512, "verbose": verbose}
+    settings |= offloading(loading, devices) | _servers(loading) | devices.settings()
     if not loading.repack:
         settings["use_extra_bufts"] = False
     if loading.threads is not None:
@@ -72,14 +70,11 @@ def open_model(
     """
     settings: dict[str, Any] = {
         "n_ctx": loading.ctx_size,
-        "n_gpu_layers": gpu_layers(loading),
-        "type_k": KV_TYPES[loading.cache_type_k],
-        "type_v": KV_TYPES[loading.cache_type_v],
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
     }
-    settings |= _servers(loading) | devices.settings()
+    settings |= offloading(loading, devices) | loading.cache_types | _servers(loading) | devices.settings()
     if not loading.repack:
         settings["use_extra_bufts"] = False
     if (cache := pool.cache()) is not None:
@@ -102,9 +97,21 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
     return None if config is None else replace(config, spec=drafts.over(config.spec))
 
 
+def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
+    """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
+    check_first_run(repack=loading.repack)
+    fits = devices.fit
+    if fits is None:
+        may = devices.fit_target is not None or loading.n_gpu_layers == "auto"
+        fits = may and devices.fits_layers and supports_gpu_offload()
+    if not fits:
+        return {"n_gpu_layers": gpu_layers(loading)}
+    asked = {} if loading.n_gpu_layers == "auto" else {"n_gpu_layers": gpu_layers(loading)}
+    return asked | {"fit": Fit(margin=devices.fit_target)}
+
+
 def gpu_layers(loading: ModelOptions) -> int:
     """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
-    check_first_run(repack=loading.repack)
     layers = loading.n_gpu_layers
     if loading.rpc is not None:
         return -1 if layers == "auto" else layers

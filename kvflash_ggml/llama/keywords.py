@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 
     from ..config import KVFlashConfig, SpecConfig
+    from ..placement.sizes import Fit
     from ..policy.base import Scorer
     from ..prefix_cache.cache import PrefixCache
     from ..session.session import Progress
@@ -51,6 +52,7 @@ class DeviceKeywords(TypedDict, total=False):
     device: Sequence[str] | str | None
     override_tensor: Sequence[tuple[str, str]] | str | None
     n_cpu_moe: int | None
+    fit: bool | Fit | None
 
 
 class WeightKeywords(TypedDict, total=False):

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,13 @@ from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import devices, parameters, sizing
+from . import devices, fitting, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
+from .speculating import Room, device_bytes, likely, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns
@@ -42,6 +43,7 @@ from .turns import Turns
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..placement.sizes import Placement
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -69,6 +71,9 @@ class Llama(GeneratingLlama):
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
     override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
     n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
+    fit: True, or a Fit with settings, to fit the model to the devices before it is loaded: what is not given of
+        n_gpu_layers, tensor_split, n_cpu_moe, n_ubatch and n_batch, type_k and type_v, use_mmap, and the size of a pool
+        that is "auto". What is given stays as it is. `placement` says what was decided. DoesNotFit if nothing fits.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
@@ -108,9 +113,14 @@ class Llama(GeneratingLlama):
             self._found = search(Path(model_path), self._config.spec)
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
         endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
-        settings = request.upstream
         if not endpoints:
-            library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
+            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
+        self.placement: Placement | None = None
+        if request.fit is not None:
+            with servers.connected(endpoints):
+                request, self.placement = fitting.fit(model_path, request, self._beside(request), endpoints)
+            self._config = request.config
+        settings = request.upstream
         self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)
@@ -137,6 +147,18 @@ class Llama(GeneratingLlama):
     __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
 
     # --- construction
+
+    def _beside(self, request: parameters.Request) -> fitting.Beside:
+        """What is needed beside the model and its context, before either is there."""
+        if self._config is None:
+            return fitting.Beside()
+        drafts = likely(self._config, request.upstream.get("draft_model"))
+        return fitting.Beside(
+            query_rows=self._query_rows(drafts),
+            reserved=self._reserved(),
+            planes=drafts.planes,
+            head=loads_head(self._found),
+        )
 
     def _load(self, model_path: str, settings: dict[str, Any]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
@@ -183,14 +205,22 @@ class Llama(GeneratingLlama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
-            rows = self._scorer.query_rows if self._scorer is not None else 0
-            rows += self._room.queries if rows else 0
+            rows = self._query_rows(self._room)
             self._size = self._size_pool(self._config, rows)
             rows = rows if self._size.slots < self._size.n_ctx else 0
             self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
 
+    def _query_rows(self, room: Room) -> int:
+        """Queries that are captured, if the pool is smaller than the context."""
+        rows = self._scorer.query_rows if self._scorer is not None else 0
+        return rows + (room.queries if rows else 0)
+
+    def _reserved(self) -> int:
+        """Device memory that drafting models take, which are loaded later."""
+        scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
+        return scores + device_bytes(self._found)
+
     def _size_pool(self, config: KVFlashConfig, rows: int) -> PoolSize:
-        reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
@@ -199,10 +229,12 @@ class Llama(GeneratingLlama):
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
             query_rows=rows,
-            reserved=reserved + self._room.kept_bytes + device_bytes(self._found),
+            reserved=self._reserved() + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
         )
+        if self.placement is not None:
+            return replace(size, why=self.placement.why)
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     def _open_session(self, size: PoolSize) -> None:

@@ -16,6 +16,7 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
+from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
 from . import devices
@@ -44,7 +45,7 @@ class Request:
     """The keywords of one constructor call, sorted. config: None without a pool. placement: which devices hold what.
 
     rpc: servers whose devices are used, as they were written; rpc_trust: wherever they are. weights: of
-    llama_model_params.
+    llama_model_params. fit: None unless asked for.
     """
 
     config: KVFlashConfig | None
@@ -54,6 +55,7 @@ class Request:
     rpc: tuple[str, ...]
     rpc_trust: bool
     weights: dict[str, Any]
+    fit: Fit | None
     upstream: dict[str, Any]
 
 
@@ -66,7 +68,8 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     upstream = {
         name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
     }
-    if rpc:
+    fit = read_fit(upstream.pop("fit", None))
+    if rpc and fit is None:
         upstream.setdefault("n_gpu_layers", -1)
     fields = {
         name.removeprefix(f"{_PREFIX}_"): value
@@ -88,8 +91,19 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     placement = devices.read(upstream, config)
     return Request(
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
-        upstream=upstream,
+        fit=fit, upstream=upstream,
     )  # fmt: skip
+
+
+def read_fit(asked: object) -> Fit | None:
+    """`fit=` of the constructor. ConfigError for what it cannot be."""
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return Fit()
+    if not isinstance(asked, Fit):
+        raise ConfigError(f"fit is True, False or a Fit, not {asked!r}")
+    return asked
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
