@@ -3,6 +3,7 @@
 #include "kvf_error.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace {
 
@@ -135,4 +136,10 @@ void kvf_host_free(kvf_engine * engine, void * data) {
     host.erase(std::remove_if(host.begin(), host.end(), [data](const auto & buffer) {
         return ggml_backend_buffer_get_base(buffer.get()) == data;
     }), host.end());
+}
+
+void kvf_host_move(kvf_engine * from, kvf_engine * to) {
+    std::scoped_lock lock(from->host_mutex, to->host_mutex);
+    std::move(from->host.begin(), from->host.end(), std::back_inserter(to->host));
+    from->host.clear();
 }
