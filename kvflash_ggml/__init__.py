@@ -16,6 +16,7 @@ from .config import KVFlashConfig, SpecConfig
 from .errors import KVFlashError
 from .native import library
 from .native.library import build_info
+from .placement.sizes import Fit
 
 if TYPE_CHECKING:
     from .llama.install import install
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fit",
     "KVFlashConfig",
     "KVFlashError",
     "Llama",

@@ -77,6 +77,28 @@ class DecodeError(KVFlashError, RuntimeError):
     """llama.cpp could not evaluate a batch. The session still holds everything before it."""
 
 
+class RemoteError(KVFlashError, ConnectionError):
+    """A server of devices cannot be used: nobody answers, it is busy, or it speaks another protocol."""
+
+
+class DeviceLost(KVFlashError, RuntimeError):
+    """A server whose devices compute for a model does not answer any more. The model can only be saved and closed.
+
+    device: its endpoint. kept: how many leading tokens of the text can be had back, with
+    `save_snapshot(path, salvage=True)`.
+    """
+
+    def __init__(self, device: str, kept: int = 0) -> None:
+        super().__init__(device, kept)
+        self.device = device
+        self.kept = kept
+
+    def __str__(self) -> str:
+        kept = f"the first {self.kept} tokens of the text are" if self.kept else "nothing of the text is"
+        way = ": save_snapshot(path, salvage=True) writes them, and other devices go on from there" if self.kept else ""
+        return f"the server {self.device} does not answer any more; {kept} on this machine{way}"
+
+
 class EngineError(KVFlashError, RuntimeError):
     """The native engine refused a call whose values cannot be right. Nothing has changed."""
 

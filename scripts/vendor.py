@@ -7,6 +7,7 @@ Standard library only. Messages go to stderr, the answer (usually a path) to std
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from vendoring import build, patches, source
 from vendoring.pin import REPO, Pin, VendorError, load_pin, log
-from vendoring.toolchain import Toolchain, user_defines
+from vendoring.toolchain import Toolchain, portable_defines, user_defines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--cmake", default="cmake")
         verb.add_argument("--generator", default="Ninja" if shutil.which("ninja") else None)
         verb.add_argument("--make-program")
+        verb.add_argument(
+            "--portable",
+            action="store_true",
+            default=os.environ.get("KVFLASH_PORTABLE") == "1",
+            help="for any CPU of this architecture, not this machine's alone (also: KVFLASH_PORTABLE=1)",
+        )
         verb.set_defaults(run=_key)
         if name == "build":
             verb.add_argument("--out", type=Path, help="lay out what the wheel carries in this folder")
@@ -118,8 +125,9 @@ def _stray_files() -> list[str]:
 
 
 def _toolchain(options: argparse.Namespace) -> Toolchain:
+    defines = user_defines(options.define)
     return Toolchain(
-        defines=user_defines(options.define),
+        defines=portable_defines(defines) if options.portable else defines,
         cmake=options.cmake,
         generator=options.generator,
         make_program=options.make_program,

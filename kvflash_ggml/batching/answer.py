@@ -114,5 +114,5 @@ class Answer:
         """What the pool did for this answer."""
         now, before = self._model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs") if name in now}
-        kept = ("length", "chunks", "resident", "evicted_mass", "policy")
+        kept = ("length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly")
         return {**{name: now[name] for name in kept if name in now}, **moved}

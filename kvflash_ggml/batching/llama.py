@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..llama.bias import with_bias
+from ..llama.manner import answers, manner, readings
 from ..state.session import SessionState
 from .messages import Logprob, Request
 from .model import Parked, usable
@@ -64,6 +65,7 @@ class LlamaModel:
         self._watch = Watch(self._stats.reasons)
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
+        self.readings, self.answers = readings(llm), answers(llm)
 
     @property
     def llm(self) -> Llama:
@@ -103,6 +105,7 @@ class LlamaModel:
         try:
             with (
                 shared,
+                manner(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
                 closing(
                     llm.generate(
                         request.tokens.tolist(),
@@ -198,6 +201,8 @@ class LlamaModel:
             "device_bytes": stats.device_bytes,
             "evicted_mass": stats.evicted_mass,
             "policy": stats.policy,
+            "read_exactly": stats.last.read_whole,
+            "answered_exactly": stats.last.generated_whole,
         }
 
     def close(self) -> None:

@@ -33,7 +33,9 @@ class Request:
     which text to go on from; the tokens decide. salt: only texts of the same salt are gone on from. key: whose it is;
     keys take turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse:
     may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will
-    probably begin with, 0 if that is not known. pins: token ranges that stay on the device.
+    probably begin with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what
+    tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way.
+    drafts: may they be verified?
     """
 
     id: str
@@ -52,6 +54,9 @@ class Request:
     reuse: bool = True
     shared_until: int = 0
     pins: tuple[tuple[int, int], ...] = ()
+    reading: str | None = None
+    answer: str | None = None
+    drafts: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,16 @@ class Model(Protocol):
     def n_ctx(self) -> int: ...
 
     @property
+    def readings(self) -> tuple[str, ...]:
+        """What tokens of a prompt can be made to see. Always the same."""
+        ...
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What generated tokens can be made to see. Always the same."""
+        ...
+
+    @property
     def tokens(self) -> Int32s:
         """The text at hand."""
         ...

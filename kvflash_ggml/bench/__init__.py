@@ -7,7 +7,7 @@ import click
 from .conversing import agent, conversations
 from .relevance import loss, reading, recall, scores
 from .speed import depth, paging, random_model, restore, scoring, streaming
-from .verifying import spec
+from .verifying import drafters, spec
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,7 +15,7 @@ def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-_SPEED = (depth, paging, scoring, random_model, restore, streaming, spec)
+_SPEED = (depth, paging, scoring, random_model, restore, streaming, spec, drafters)
 _RELEVANCE = (recall, scores, reading, loss)
 for verb in (*_SPEED, *_RELEVANCE, conversations, agent):
     main.add_command(verb)

@@ -12,7 +12,7 @@ import click
 from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
 from .device_options import DeviceOptions, device_options
-from .model import gpu_layers, load_model, log_to_stderr, plain_errors
+from .model import load_model, log_to_stderr, plain_errors
 from .options import ModelOptions, OutputOptions, model_options, output_options
 from .sections import SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
@@ -86,8 +86,7 @@ def _find(model: str, loading: ModelOptions, devices: DeviceOptions, output: Out
     from ..calibration.subject import of_llama
 
     progress = Progress(shown=stderr_is_terminal() and not output.quiet, doing="asking the model")
-    layers = gpu_layers(loading)
-    with load_model(model, loading=loading, devices=devices, n_gpu_layers=layers, verbose=output.verbose) as llm:
+    with load_model(model, loading=loading, devices=devices, verbose=output.verbose) as llm:
         try:
             return find(
                 llm._model,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .. import env
 from ..errors import LibraryError
-from ..native import library
+from ..native import library, trial
 from . import about
 from .child import Child, run_child
 from .first_run import rebuild, told
@@ -52,6 +52,7 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
         _library(child),
         _devices(child),
         *_environment(),
+        _weights(child),
         _decode(child, model),
         *_placement(child, asked),
     ]
@@ -104,7 +105,7 @@ def _build() -> Check:
         return Check(name="build", status="error", detail=str(error), remedy="pip install .")
     patches = info.get("patches", [])
     lines = [
-        f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}",
+        f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}, {_flavour(info)}",
         f"sdist sha256 {info.get('sdist_sha256')}",
         f"{len(patches)} patches, hash {info.get('patches_hash')}",
     ]
@@ -121,8 +122,8 @@ def _library(child: Child) -> Check:
     return Check(
         name="library",
         status="ok",
-        detail=f"{child.said['library']}\n{child.said['system']}",
-        data={"path": child.said["library"]},
+        detail=f"{child.said['library']}\n{child.said['cpu']}: {child.said['system']}",
+        data={"path": child.said["library"], "cpu": child.said["cpu"]},
     )
 
 
@@ -170,6 +171,20 @@ def _environment() -> list[Check]:
     return checks
 
 
+def _weights(child: Child) -> Check:
+    """Weights as they are packed for this CPU: are their products those of plain ones?"""
+    name = "packed weights"
+    if _failed(child, "weights"):
+        buffer = child.said.get("buffer")
+        why, remedy = trial.explain_weights(buffer) if buffer else ("", "")
+        return Check(name=name, status="error", detail=f"{why}: {child.failure}".removeprefix(": "), remedy=remedy)
+    found = child.said.get("weights")
+    if found is None:
+        return Check(name=name, status="warning", detail="not looked at")
+    lines = [f"{buffer}: {types} types, as exact as plain ones" for buffer, types in found.items()]
+    return Check(name=name, status="ok", detail="\n".join(lines) or "none here", data={"buffers": found})
+
+
 def _decode(child: Child, model: str | None) -> Check:
     name = model or "a tiny model of random weights"
     if _failed(child, "decode"):
@@ -211,6 +226,12 @@ def _decode_remedy(child: Child, model: str) -> str:
     if child.said.get("gpu"):
         return f"kvflash-run {model} -v -ngl 0 -n 4 -p Hello    (does it work on the CPU?)"
     return rebuild(child) if child.crashed else f"kvflash-run {model} -v -n 4 -p Hello    (says more)"
+
+
+def _flavour(info: dict[str, Any]) -> str:
+    if info.get("flavour") == "portable":
+        return f"for any CPU: {', '.join(info['cpu_variants'])}"
+    return "for CPUs like that of the build" if info.get("flavour") == "native" else "for CPUs with what its flags say"
 
 
 def _info() -> dict[str, Any]:

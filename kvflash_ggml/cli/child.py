@@ -25,15 +25,15 @@ class Child:
     crashed: bool = False
 
 
-def run_child(model: str | None, *, timeout: float, module: str = PROBE) -> Child:
-    """Call `main(model)` of `module` in a new process and collect what it says. None: a tiny model made for it."""
+def run_child(model: str | None, *, timeout: float, module: str = PROBE, entry: str = "main") -> Child:
+    """Call `entry(model)` of `module` in a new process and collect what it says. None: a tiny model made for it."""
     if model is None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "tiny.gguf"
             made.write_bytes(tiny_model())
-            return run_child(str(made), timeout=timeout, module=module)
+            return run_child(str(made), timeout=timeout, module=module, entry=entry)
     # The same modules as here: with -m or -c alone a source folder in the way would win.
-    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main; main({model!r})"
+    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import {entry}; {entry}({model!r})"
     command = [sys.executable, "-c", code]
     crashed = False
     try:

@@ -36,6 +36,12 @@ def verify(
     with working(f"checking {file}", quiet=quiet) as progress:
         words = checks.verify(file, model=target, rope_differs=rope_differs, progress=progress)
     if not quiet:
-        click.echo(f"{click.format_filename(file)}: {words}" + ("" if target is None else f"; it fits {target.name}"))
+        click.echo(f"{click.format_filename(file)}: {words}{_fits(target, measured=measured)}")
     if measured and target is not None:
         measure({"draft": file}, target=target, measuring=measuring, quiet=quiet)
+
+
+def _fits(target: Path | None, *, measured: bool) -> str:
+    if target is None:
+        return ""
+    return f"; it fits {target.name}" + ("" if measured else ", or a sister of it of the same shape: --measure tells")

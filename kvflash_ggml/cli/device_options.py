@@ -29,6 +29,13 @@ class DeviceOptions:
     override_tensor: list[tuple[str, str]]
     cpu_moe: bool
     n_cpu_moe: int
+    fit: bool | None
+    fit_target: int | dict[str, int] | None
+
+    @property
+    def fits_layers(self) -> bool:
+        """Whole layers are on a device, which is all that fitting knows."""
+        return self.split_mode in ("none", "layer")
 
     def settings(self) -> dict[str, Any]:
         """The keywords of `Llama` that say so; none for what is left to llama.cpp."""
@@ -54,6 +61,20 @@ def _shares(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     if not shares or min(shares) < 0 or sum(shares) <= 0:
         raise click.BadParameter(f"{value!r} is not a share for each device, as 3,1")
     return shares
+
+
+def _margins(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | dict[str, int] | None:
+    if value is None:
+        return None
+    parts = [part.rpartition("=") for part in value.split(",")]
+    named = {name: size for name, _, size in parts if name}
+    if not all(size.isdecimal() for _, _, size in parts) or len(named) not in (0, len(parts)):
+        raise click.BadParameter(f"{value!r} is neither a number of MiB nor one for each device, as CUDA0=1024")
+    if named:
+        return {name: int(size) << 20 for name, size in named.items()}
+    if len(parts) > 1:
+        raise click.BadParameter(f"{value!r} does not say which device is which: CUDA0={parts[0][2]},...")
+    return int(value) << 20
 
 
 def _overrides(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -127,6 +148,20 @@ device_options = collected(
         default=0,
         metavar="N",
         help="The experts of N layers in host memory, from the first layer of each device on.  [default: 0]",
+    ),
+    _device(
+        "-fit/-no-fit",
+        "--fit/--no-fit",
+        default=None,
+        help="Before loading, find what fits of what is not given: layers, experts, pool, -ub, -ctk and -ctv."
+        "  [default: with -ngl auto and a GPU]",
+    ),
+    _device(
+        "-fitt",
+        "--fit-target",
+        metavar="MiB|NAME=MiB,...",
+        callback=_margins,
+        help="Memory that it leaves free of each device.  [default: 512, or 2 % of a GPU]",
     ),
     _device(
         "--list-devices",

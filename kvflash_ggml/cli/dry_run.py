@@ -31,7 +31,7 @@ def dry_run(path: str, *, loading: ModelOptions, pool: PoolOptions, as_json: boo
             n_ctx=loading.ctx_size,
             n_gpu_layers=layers,
             n_ubatch=min(loading.ubatch_size or _STEP, loading.batch_size or _STEP),
-            types=(loading.cache_type_k, loading.cache_type_v),
+            types=(loading.cache_type_k or "f16", loading.cache_type_v or "f16"),
             config=pool.config(),
         )
     except DoesNotFit as error:

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from .. import env
 from ..errors import LibraryError
@@ -16,19 +17,26 @@ from .child import Child, run_child
 _SECONDS = 120
 
 
-def check_first_run() -> None:
+def check_first_run(*, repack: bool = True) -> None:
     """Decode a tiny model on the CPU in a child process, unless these libraries have done so on such a CPU before.
 
+    repack: weights are packed for the kernels of the CPU, so these are tried too.
+
     Raises:
-        LibraryError: the child crashed. Whatever else fails there is left to the run itself, which can say so.
+        LibraryError: the child crashed, or packed weights are computed wrongly. Whatever else fails there is left to
+            the run itself, which can say so.
     """
     try:
-        marker = _marker(library.library_folder())
+        marker = _marker(library.library_folder(), repack)
     except LibraryError:
         return
     if marker.exists():
         return
-    child = run_child(None, timeout=_SECONDS, module=__name__)
+    entry = main if repack else plain
+    child = run_child(None, timeout=_SECONDS, module=__name__, entry=entry.__name__)
+    if buffer := child.said.get("buffer"):
+        why, remedy = trial.explain_weights(buffer)
+        raise LibraryError(f"this build does not work on this machine: {why}: {child.failure}\n{remedy}")
     if child.crashed:
         raise LibraryError(f"this build does not work on this machine: {told(child)}\nBuild it again: {rebuild(child)}")
     if not child.failure:
@@ -54,15 +62,34 @@ def rebuild(child: Child) -> str:
 
 def main(model: str) -> None:
     """The child."""
-    library.load()
-    llama = ctypes.CDLL(str(library.libllama_path()))
-    print(json.dumps({"features": trial.built_for(llama)}), flush=True)
+    llama = _load()
+    trial.check_weights(llama, _say)
     trial.decode(llama, model)
 
 
-def _marker(folder: Path) -> Path:
+def plain(model: str) -> None:
+    """The child where weights stay as the file has them."""
+    llama = _load()
+    import llama_cpp
+
+    field: Any = llama_cpp.llama_model_params.use_extra_bufts
+    trial.decode(llama, model, off=[field.offset])
+
+
+def _load() -> ctypes.CDLL:
+    library.load()
+    llama = ctypes.CDLL(str(library.libllama_path()))
+    _say(features=trial.built_for(llama))
+    return llama
+
+
+def _say(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _marker(folder: Path, repack: bool) -> Path:
     """The file that stands for these libraries having run on such a CPU."""
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
     cpu = trial.cpu()
-    key = repr((str(folder), files, cpu.get("model name"), cpu.get("flags")))
+    key = repr((str(folder), files, cpu.get("model name"), cpu.get("flags"), repack))
     return env.cache_dir() / "ran" / hashlib.sha256(key.encode()).hexdigest()[:20]

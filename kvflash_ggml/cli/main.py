@@ -13,6 +13,7 @@ from .calibrate import calibrate
 from .doctor import doctor
 from .execute import execute
 from .report import version_line
+from .rpc import rpc
 from .run import run
 from .serve import serve
 from .snapshot import snapshot
@@ -82,6 +83,7 @@ def main() -> None:
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run calibrate model.gguf                        which heads find what is asked for
+    kvflash-run rpc serve                                   lend this machine's devices to another
     kvflash-run doctor                                      what is installed, and does it work
     """
 
@@ -92,3 +94,4 @@ main.add_command(doctor)
 main.add_command(execute)
 main.add_command(calibrate)
 main.add_command(snapshot)
+main.add_command(rpc)

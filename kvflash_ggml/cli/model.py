@@ -1,4 +1,4 @@
-"""Load the model as the options say. The three functions at the top are where tests put a fake."""
+"""Load the model as the options say. The functions at the top are where tests put a fake."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ import click
 
 from .. import logs
 from ..config import KVFlashConfig
-from ..constants import KV_TYPES
-from ..errors import KVFlashError, LibraryError
+from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
+from ..placement.sizes import Fit
 from .device_options import DeviceOptions
 from .first_run import check_first_run
 from .options import ModelOptions, OutputOptions
 from .pool_options import PoolOptions
 from .remedy import in_words
 from .spec_options import SpecOptions
+
+
+class UnusableServer(click.ClickException):
+    """A server of devices that cannot be used."""
+
+    exit_code = 2
 
 
 def create_llama(**settings: Any) -> Any:
@@ -33,21 +39,20 @@ def create_llama(**settings: Any) -> Any:
 
 
 def supports_gpu_offload() -> bool:
-    check_first_run()
     return library.supports_gpu_offload()
 
 
 def ensure_gpu_offload(layers: int) -> None:
-    check_first_run()
     library.ensure_gpu_offload(layers)
 
 
 @contextmanager
-def load_model(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, n_gpu_layers: int, verbose: bool
-) -> Iterator[Any]:
+def load_model(path: str, *, loading: ModelOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
-    settings: dict[str, Any] = {"n_ctx": 512, "n_gpu_layers": n_gpu_layers, "verbose": verbose} | devices.settings()
+    settings: dict[str, Any] = {"n_ctx": 512, "verbose": verbose}
+    settings |= offloading(loading, devices) | _servers(loading) | devices.settings()
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
     with closing(create_llama(model_path=path, **settings)) as llm:
@@ -65,13 +70,13 @@ def open_model(
     """
     settings: dict[str, Any] = {
         "n_ctx": loading.ctx_size,
-        "n_gpu_layers": gpu_layers(loading),
-        "type_k": KV_TYPES[loading.cache_type_k],
-        "type_v": KV_TYPES[loading.cache_type_v],
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
         "verbose": verbose,
-    } | devices.settings()
+    }
+    settings |= offloading(loading, devices) | loading.cache_types | _servers(loading) | devices.settings()
+    if not loading.repack:
+        settings["use_extra_bufts"] = False
     if (cache := pool.cache()) is not None:
         settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
@@ -84,13 +89,32 @@ def open_model(
         yield llm
 
 
+def _servers(loading: ModelOptions) -> dict[str, Any]:
+    return {} if loading.rpc is None else {"rpc": loading.rpc, "rpc_trust": loading.rpc_trust}
+
+
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
     return None if config is None else replace(config, spec=drafts.over(config.spec))
+
+
+def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
+    """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
+    check_first_run(repack=loading.repack)
+    fits = devices.fit
+    if fits is None:
+        may = devices.fit_target is not None or loading.n_gpu_layers == "auto"
+        fits = may and devices.fits_layers and supports_gpu_offload()
+    if not fits:
+        return {"n_gpu_layers": gpu_layers(loading)}
+    asked = {} if loading.n_gpu_layers == "auto" else {"n_gpu_layers": gpu_layers(loading)}
+    return asked | {"fit": Fit(margin=devices.fit_target)}
 
 
 def gpu_layers(loading: ModelOptions) -> int:
     """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
     layers = loading.n_gpu_layers
+    if loading.rpc is not None:
+        return -1 if layers == "auto" else layers
     if layers == "auto":
         return -1 if supports_gpu_offload() else 0
     try:
@@ -111,7 +135,10 @@ def first_seed(seed: int) -> int:
 
 @contextmanager
 def plain_errors(*, verbose: bool) -> Iterator[None]:
-    """What a user can cause ends with its message and exit code 1; `-v` adds the traceback."""
+    """What a user can cause ends with its message and exit code 1, or 2 for a server that cannot be used.
+
+    `-v` adds the traceback.
+    """
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
@@ -119,7 +146,8 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
     except (KVFlashError, ValueError, RuntimeError, OSError, MemoryError) as error:
         if verbose:
             traceback.print_exc(file=sys.stderr)
-        raise click.ClickException(in_words(error)) from error
+        kind = UnusableServer if isinstance(error, RemoteError) else click.ClickException
+        raise kind(in_words(error)) from error
 
 
 def log_to_stderr(output: OutputOptions) -> None:

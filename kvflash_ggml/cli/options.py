@@ -27,9 +27,18 @@ class ModelOptions:
     ubatch_size: int | None
     n_gpu_layers: int | Literal["auto"]
     threads: int | None
-    cache_type_k: str
-    cache_type_v: str
+    cache_type_k: str | None
+    cache_type_v: str | None
     flash_attn: str
+    repack: bool
+    rpc: str | None
+    rpc_trust: bool
+
+    @property
+    def cache_types(self) -> dict[str, int]:
+        """Keywords of `Llama`, for those that were given."""
+        given = {"type_k": self.cache_type_k, "type_v": self.cache_type_v}
+        return {name: KV_TYPES[kind] for name, kind in given.items() if kind is not None}
 
 
 model_options = collected(
@@ -55,7 +64,7 @@ model_options = collected(
         "--ubatch-size",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Tokens computed at once.  [default: 512]",
+        help="Tokens computed at once.  [default: 512, or what --fit finds]",
     ),
     _model(
         "-ngl",
@@ -63,7 +72,7 @@ model_options = collected(
         type=Layers(),
         default="auto",
         metavar="N|auto|all",
-        help="Layers on the GPU; auto is all, or 0 without a GPU.  [default: auto]",
+        help="Layers on the GPU; auto is what --fit finds, or all, or 0 without a GPU.  [default: auto]",
     ),
     _model(
         "-t",
@@ -77,17 +86,13 @@ model_options = collected(
         "--cache-type-k",
         type=CACHE_TYPE,
         metavar="TYPE",
-        default="f16",
-        show_default=True,
-        help=f"Type of the K cache: {', '.join(KV_TYPES)}.",
+        help=f"Type of the K cache: {', '.join(KV_TYPES)}.  [default: f16, or q8_0 where --fit gains by it]",
     ),
     _model(
         "-ctv",
         "--cache-type-v",
         type=CACHE_TYPE,
         metavar="TYPE",
-        default="f16",
-        show_default=True,
         help="Type of the V cache, the same names.",
     ),
     _model(
@@ -97,6 +102,23 @@ model_options = collected(
         metavar="on|off|auto",
         default="auto",
         help="Flash attention; a pool needs it, and auto is on.  [default: auto]",
+    ),
+    _model(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
+    ),
+    _model(
+        "--rpc-trust",
+        is_flag=True,
+        help="Also of servers that are neither on this machine nor in a private network.",
+    ),
+    _model(
+        "--repack/--no-repack",
+        " /-nr",
+        "repack",
+        default=True,
+        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
     ),
 )
 

@@ -33,9 +33,15 @@ def main(model: str) -> None:
     import llama_cpp
 
     _say(features=trial.built_for(ctypes.CDLL(None)))  # first, in case the next line crashes
-    _say(library=str(library.library_folder()), system=llama_cpp.llama_print_system_info().decode())
+    _say(
+        library=str(library.library_folder()),
+        cpu=library.cpu_library(),
+        system=llama_cpp.llama_print_system_info().decode(),
+    )
     _say(doing="devices")
     _say(devices=devices(), gpu=library.supports_gpu_offload())
+    _say(doing="weights")
+    _say(weights=trial.check_weights(ctypes.CDLL(None), _say))
     _say(doing="decode")
     _say(about=about.facts(model))
     _say(decode=decode(model))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LibraryError
+from ..native import library
 from ..native.library import build_info
 from ..trace.html import mass_warning
 from .answer import Answer
@@ -59,7 +60,7 @@ def version_line() -> str:
 
 def computes_on(info: dict[str, Any]) -> str:
     """The GPU backends of a build, or CPU."""
-    gpus = [name.upper() for name in info.get("backends", ()) if name not in ("cpu", "blas")]
+    gpus = [name.upper() for name in info.get("backends", ()) if name not in library.HOST_BACKENDS]
     return ", ".join(gpus) or "CPU"
 
 

@@ -50,7 +50,8 @@ takes the place of the old text in FILE. Ctrl-C twice leaves without saving.
 \b
 Every option has a variable: --ctx-size is KVFLASH_CTX_SIZE, --kvflash is KVFLASH_POOL,
 --kvflash-tau is KVFLASH_TAU.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 does not fit (--dry-run), 130 stopped by Ctrl-C."""
+Exit codes: 0 done, 1 failed, 2 wrong usage or a server of --rpc that cannot be used,
+3 does not fit (--dry-run), 130 stopped by Ctrl-C."""
 
 
 def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: str | None) -> None:

@@ -23,9 +23,9 @@ def count(file: GGUF) -> int:
     return further if any(tensor.name == name for tensor in all_tensors(file)) else 0
 
 
-def without_trunk(file: GGUF) -> bool:
-    """Has it heads alone? The question is llama.cpp's."""
-    return "blk.0.attn_norm.weight" not in file.tensors
+def alone(file: GGUF) -> bool:
+    """Has it heads, and no other layers? The question is llama.cpp's."""
+    return count(file) > 0 and "blk.0.attn_norm.weight" not in file.tensors
 
 
 def check(file: GGUF) -> None:

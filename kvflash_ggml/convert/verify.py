@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError
-from . import drafter, gguf_read, target, types
+from . import drafter, gguf_read, heads, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
 from .gguf_read import GGUF
 from .gguf_write import Progress
@@ -30,25 +30,29 @@ def verify(
 ) -> str:
     """Check a drafter's file, beside its target `model` if one is given; every tensor is read. In words, what it is.
 
-    A DFlash drafter is checked throughout, an EAGLE3 one for what it shares with its target. called: what errors name
-    the file. Raises ConversionError with what is wrong, what was wanted and what helps.
+    A DFlash drafter is checked throughout, an EAGLE3 one and a head for further tokens (MTP) for what they share with
+    their target. called: what errors name the file. Raises ConversionError with what is wrong, what was wanted and what
+    helps.
     """
     file = gguf_read.read(path, called=called)
-    aim = None if model is None else target.describe(gguf_read.read(model))
-    words = check(file, aim, rope_differs=rope_differs)
+    words = check(file, None if model is None else gguf_read.read(model), rope_differs=rope_differs)
     check_values(file, progress)
     return words
 
 
-def check(file: GGUF, aim: Target | None, *, rope_differs: bool = False) -> str:
+def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
     """`verify` without the values of the weights."""
+    aim = None if model is None else target.describe(model)
     if file.architecture == ARCHITECTURE:
         words = _verify_dflash(file, aim, rope_differs=rope_differs)
     elif file.architecture == EAGLE3:
         words = _verify_eagle3(file, aim)
+    elif heads.alone(file):
+        words = _verify_head(file, model)
     else:
         raise ConversionError(
-            file.name, "general.architecture", found=file.architecture, wanted=f"{ARCHITECTURE} or {EAGLE3}",
+            file.name, "general.architecture", found=file.architecture,
+            wanted=f"{ARCHITECTURE}, {EAGLE3}, or a head for further tokens without its model",
             remedy="A file with the older names of DFlash becomes one with kvflash-convert migrate.",
         )  # fmt: skip
     if aim is not None and (found := target.vocabulary(file)) != aim.vocabulary:
@@ -206,6 +210,14 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
             )
         _check_map(file, aim.vocab)
     return f"an EAGLE3 drafter that reads the inputs of layers {', '.join(map(str, layers))}"
+
+
+def _verify_head(file: GGUF, model: GGUF | None) -> str:
+    if model is None:
+        heads.check(file)
+    else:
+        heads.check_pair(file, model)
+    return f"a head for further tokens (MTP) of the architecture {file.architecture}"
 
 
 def _check_map(file: GGUF, vocab: int) -> None:

@@ -84,20 +84,22 @@ def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:
         beside=llm._model,
         n_ctx=llm.n_ctx(),
         offload=llm.model_params.n_gpu_layers != 0,
+        repack=llm.model_params.use_extra_bufts,
         settings=llm.context_params,
     )
     return DrafterScorer(read, source=str(path), idle=idle)
 
 
-def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, settings: Any) -> Reader:
+def load(path: Path, *, beside: Any, n_ctx: int, offload: bool, repack: bool, settings: Any) -> Reader:
     """Load a drafter for the text of a target.
 
     beside: the target's llama_cpp LlamaModel, which must outlive the reader. n_ctx: the target's context. offload: to
-    the device. settings: the target's llama_context_params, for what concerns the machine (threads).
+    the device. repack: weights packed for the CPU's kernels. settings: the target's llama_context_params, for what
+    concerns the machine (threads).
 
     Raises what llama.cpp's wrappers and the engine raise if the model cannot be loaded or cannot run in a pool.
     """
-    drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, settings=settings)
+    drafter = SmallModel(path, n_ctx=n_ctx, offload=offload, repack=repack, settings=settings)
     try:
         same = same_vocabulary(beside.vocab, drafter.model.vocab)
         tokenizer = "the same tokenizer" if same else "a tokenizer of its own"
@@ -114,11 +116,12 @@ class SmallModel:
     Sealed chunks are copied to the host, where their keys can be scored beside whatever the device computes.
     """
 
-    def __init__(self, path: Path, *, n_ctx: int, offload: bool, settings: Any) -> None:
+    def __init__(self, path: Path, *, n_ctx: int, offload: bool, repack: bool, settings: Any) -> None:
         self._file = ModelFile(path)
         with ExitStack() as stack:
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = -1 if offload else 0
+            params.use_extra_bufts = repack
             params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
             # not "verbose" makes the wrappers redirect the streams of the whole process, and this is a worker thread
             self.model = internals.LlamaModel(path_model=str(path), params=params, verbose=True)

@@ -22,10 +22,11 @@ class PageSource(Protocol):
 class PageImage:
     """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`.
 
-    fresh: it has no bytes yet. ticket: of the last transfer that fills or reads it, to be set during a lease.
+    fresh: it has no bytes yet. ticket: of the last transfer that fills or reads it, to be set during a lease. filled:
+    of the one that fills it, 0 if it came from elsewhere.
     """
 
-    __slots__ = ("address", "fresh", "holders", "place", "source", "ticket")
+    __slots__ = ("address", "filled", "fresh", "holders", "place", "source", "ticket")
 
     def __init__(self, *, source: PageSource | None = None, fresh: bool = False) -> None:
         self.address = 0
@@ -33,6 +34,7 @@ class PageImage:
         self.source = source
         self.fresh = fresh
         self.ticket = 0
+        self.filled = 0
         self.holders = 1
 
 

@@ -49,8 +49,13 @@ class HostStore:
         assert chunk not in self, "a chunk has an image"
         self._pages[chunk] = self.heap.retain(page)
 
+    def filled(self, chunks: Sequence[int], ticket: int) -> None:
+        """The transfer `ticket` fills the images. To be said during their lease."""
+        for chunk in chunks:
+            self._pages[chunk].ticket = self._pages[chunk].filled = ticket
+
     def written(self, chunks: Sequence[int], ticket: int) -> None:
-        """The transfer `ticket` fills or reads the images. To be said during their lease."""
+        """The transfer `ticket` reads the images. To be said during their lease."""
         for chunk in chunks:
             self._pages[chunk].ticket = ticket
 

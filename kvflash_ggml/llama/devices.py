@@ -17,6 +17,7 @@ from ..errors import ConfigError, EngineError, UnsupportedModelError
 if TYPE_CHECKING:
     from ..native.devices import ModelArrays
     from ..native.info import DeviceInfo
+    from ..remote import Endpoint
 
 NONE, LAYER, TENSOR = 0, 1, 3
 """llama.cpp's values of `split_mode`."""
@@ -80,16 +81,24 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
     return tuple(out)
 
 
-def place(path: str, asked: Placement, settings: dict[str, Any]) -> ModelArrays | None:
+def place(
+    path: str, asked: Placement, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
+) -> ModelArrays | None:
     """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
+
+    endpoints: of servers that are connected; their devices come first, and none can be chosen among.
 
     settings: upstream's keywords. Where experts are put aside of several devices, it gets the split of the layers that
     this went by, since llama.cpp's own follows the memory that is free at the moment.
     """
     from ..native.devices import ModelArrays, devices
 
-    if asked == Placement():
+    if asked == Placement() and not endpoints:
         return None
+    if endpoints and asked.device is not None:
+        raise ConfigError(
+            "device= chooses among this machine's: with rpc= say by tensor_split which device holds how much"
+        )
     known = devices()
     use = asked.device
     if use is not None:
@@ -98,7 +107,7 @@ def place(path: str, asked: Placement, settings: dict[str, Any]) -> ModelArrays 
     check_overrides(overrides, known)
     if asked.n_cpu_moe:
         layers: Sequence[int] = range(asked.n_cpu_moe)
-        if settings.get("split_mode", LAYER) != NONE:
+        if settings.get("split_mode", LAYER) != NONE and not endpoints:
             by_name = {device.name: device for device in known}
             chosen = default_devices(known) if use is None else [by_name[name] for name in use]
             if len(chosen) > 1:
@@ -106,7 +115,7 @@ def place(path: str, asked: Placement, settings: dict[str, Any]) -> ModelArrays 
                 layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
         overrides.append((expert_pattern(layers), HOST))
     try:
-        return ModelArrays(use, overrides)
+        return ModelArrays(use, overrides, endpoints)
     except EngineError as err:
         raise ConfigError(f"override_tensor: {err}") from err
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 
     from ..config import KVFlashConfig, SpecConfig
+    from ..placement.sizes import Fit
     from ..policy.base import Scorer
     from ..prefix_cache.cache import PrefixCache
     from ..session.session import Progress
@@ -37,12 +38,27 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_progress: Progress | None
 
 
+class RemoteKeywords(TypedDict, total=False):
+    """Devices of other machines, which this package adds too. rpc_servers: as upstream's server names them."""
+
+    rpc: str | Sequence[str] | None
+    rpc_servers: str | None
+    rpc_trust: bool | None
+
+
 class DeviceKeywords(TypedDict, total=False):
     """Where the model goes: what upstream's structs can say and its constructor cannot."""
 
     device: Sequence[str] | str | None
     override_tensor: Sequence[tuple[str, str]] | str | None
     n_cpu_moe: int | None
+    fit: bool | Fit | None
+
+
+class WeightKeywords(TypedDict, total=False):
+    """What llama.cpp can be asked about weights, and upstream's constructor cannot. `Llama` says what each means."""
+
+    use_extra_bufts: bool
 
 
 class UpstreamKeywords(TypedDict, total=False):
@@ -94,5 +110,5 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, DeviceKeywords, UpstreamKeywords, total=False):
+class Keywords(PoolKeywords, DeviceKeywords, RemoteKeywords, WeightKeywords, UpstreamKeywords, total=False):
     """Everything the constructor takes by keyword."""

@@ -15,26 +15,27 @@ import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from .. import modelfile, policy
+from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
 from ..errors import ConfigError, KVFlashError
 from ..native import engine as native
 from ..native import library
+from ..native import remote as servers
 from ..placement import inventory
 from ..placement.measure import copied
 from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import devices, parameters, sizing
+from . import devices, fitting, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
+from .speculating import Room, device_bytes, likely, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns, changing
@@ -42,6 +43,7 @@ from .turns import Turns, changing
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ..placement.sizes import Placement
     from .keywords import Keywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -63,22 +65,31 @@ class Llama(GeneratingLlama):
         fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
+    rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all
+        layers are offloaded then unless n_gpu_layers is given. rpc_trust: also servers that are neither on this machine
+        nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
     override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
     n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
+    fit: True, or a Fit with settings, to fit the model to the devices before it is loaded: what is not given of
+        n_gpu_layers, tensor_split, n_cpu_moe, n_ubatch and n_batch, type_k and type_v, use_mmap, and the size of a pool
+        that is "auto". What is given stays as it is. `placement` says what was decided. DoesNotFit if nothing fits.
 
     `n_ctx` stays the logical context: it decides the positional encoding and the limits. The pool is separate. With a
     pool, n_ctx is the length the model was trained for if it is not given, and flash attention is on. Sliding-window
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
+    use_extra_bufts: False keeps weights as the file has them, instead of packed for the CPU's kernels: slower where
+        there are such kernels, and the way around one that computes wrongly (`kvflash-run doctor` looks).
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 
     Several threads may use one object: a call waits for the other's to end, or for its stream's next piece. It holds
     one text: a stream that is advanced after another call has changed that raises KVFlashError.
 
-    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning.
+    Raises TypeError for an unknown keyword that begins with kvflash; other unknown ones are ignored with a warning;
+    RemoteError for a server that cannot be used. One that is lost later is DeviceLost.
     """
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
@@ -86,6 +97,7 @@ class Llama(GeneratingLlama):
         modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
+        self._weights = request.weights
         self._session = None
         self._size: PoolSize | None = None
         self._turns = Turns()
@@ -99,10 +111,17 @@ class Llama(GeneratingLlama):
             else:
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
+        self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
+        endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
+        if not endpoints:
+            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
+        self.placement: Placement | None = None
+        if request.fit is not None:
+            with servers.connected(endpoints):
+                request, self.placement = fitting.fit(model_path, request, self._beside(request), endpoints)
+            self._config = request.config
         settings = request.upstream
-        library.ensure_gpu_offload(settings.get("n_gpu_layers", 0))
         self._placement = request.placement
-        self._device_arrays = devices.place(model_path, request.placement, settings)
 
         logits_all = settings.pop("logits_all", False)
         if self._config is None:
@@ -113,7 +132,10 @@ class Llama(GeneratingLlama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
-        self._load(model_path, settings)
+        with servers.connected(endpoints):
+            self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
+            self._load(model_path, settings)
+            self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._replace_batch()
@@ -125,6 +147,18 @@ class Llama(GeneratingLlama):
     __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
 
     # --- construction
+
+    def _beside(self, request: parameters.Request) -> fitting.Beside:
+        """What is needed beside the model and its context, before either is there."""
+        if self._config is None:
+            return fitting.Beside()
+        drafts = likely(self._config, request.upstream.get("draft_model"))
+        return fitting.Beside(
+            query_rows=self._query_rows(drafts),
+            reserved=self._reserved(),
+            planes=drafts.planes,
+            head=loads_head(self._found),
+        )
 
     def _load(self, model_path: str, settings: dict[str, Any]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
@@ -152,6 +186,8 @@ class Llama(GeneratingLlama):
         if self._device_arrays is not None:
             params.devices = self._device_arrays.devices
             params.tensor_buft_overrides = self._device_arrays.overrides
+        for name, value in self._weights.items():
+            setattr(params, name, value)
         self._model_params = params
         if self._config is not None and params.n_gpu_layers != 0:
             self._free_before = {device.name: device.free for device in inventory.devices()}
@@ -172,16 +208,20 @@ class Llama(GeneratingLlama):
             self._size = self._size_pool(self._config)
             self._pool_requests.enter_context(self._pool_request(self._size))
 
-    def _query_rows(self) -> int:
-        """Queries that are captured where the pool does not hold the whole context."""
+    def _query_rows(self, room: Room) -> int:
+        """Queries that are captured, if the pool is smaller than the context."""
         rows = self._scorer.query_rows if self._scorer is not None else 0
-        return rows + self._room.queries if rows else 0
+        return rows + (room.queries if rows else 0)
 
     def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
-        return native.pool_request(size.slots, self._query_rows() if size.slots < size.n_ctx else 0)
+        return native.pool_request(size.slots, self._query_rows(self._room) if size.slots < size.n_ctx else 0)
+
+    def _reserved(self) -> int:
+        """Device memory that drafting models take, which are loaded later."""
+        scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
+        return scores + device_bytes(self._found)
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
-        reserved = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
@@ -189,11 +229,13 @@ class Llama(GeneratingLlama):
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
-            query_rows=self._query_rows(),
-            reserved=reserved + self._room.kept_bytes + device_bytes(self._found),
+            query_rows=self._query_rows(self._room),
+            reserved=self._reserved() + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
         )
+        if self.placement is not None:
+            return replace(size, why=self.placement.why)
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:
@@ -345,5 +387,4 @@ class Llama(GeneratingLlama):
         state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
-        state.update(self._placement.keywords())
-        return state
+        return state | self._rpc | self._placement.keywords() | self._weights

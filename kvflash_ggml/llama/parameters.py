@@ -16,19 +16,22 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
 from ..errors import ConfigError
+from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
 from . import devices
 from .devices import Placement
-from .keywords import DeviceKeywords, PoolKeywords
+from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")
 
 # keywords that upstream's server passes although upstream's constructor does nothing with them
-STRAY_KEYWORDS = {"rpc_servers", "mul_mat_q"}
+STRAY_KEYWORDS = {"mul_mat_q"}
 UPSTREAM_PARAMETERS = inspect.signature(llama_cpp.Llama.__init__).parameters
 POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
 DEVICE_KEYWORDS = tuple(DeviceKeywords.__annotations__)
+REMOTE_KEYWORDS = tuple(RemoteKeywords.__annotations__)
+WEIGHT_KEYWORDS = tuple(WeightKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -39,12 +42,20 @@ defaults: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The keywords of one constructor call, sorted. config: None without a pool."""
+    """The keywords of one constructor call, sorted. config: None without a pool. placement: which devices hold what.
+
+    rpc: servers whose devices are used, as they were written; rpc_trust: wherever they are. weights: of
+    llama_model_params. fit: None unless asked for.
+    """
 
     config: KVFlashConfig | None
     cache: PrefixCache | None
     progress: Progress | None
     placement: Placement
+    rpc: tuple[str, ...]
+    rpc_trust: bool
+    weights: dict[str, Any]
+    fit: Fit | None
     upstream: dict[str, Any]
 
 
@@ -52,7 +63,14 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     """What is asked for. below: defaults. TypeError for an unknown keyword, ConfigError for what cannot work."""
     given = over(keywords, below)
     check_names(given)
-    upstream = {name: value for name, value in given.items() if not name.startswith(_PREFIX)}
+    rpc, trust = _servers(given)
+    weights = {name: given.pop(name) for name in WEIGHT_KEYWORDS if name in given}
+    upstream = {
+        name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
+    }
+    fit = read_fit(upstream.pop("fit", None))
+    if rpc and fit is None:
+        upstream.setdefault("n_gpu_layers", -1)
     fields = {
         name.removeprefix(f"{_PREFIX}_"): value
         for name, value in given.items()
@@ -71,7 +89,21 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
     placement = devices.read(upstream, config)
-    return Request(config=config, cache=store, progress=progress, placement=placement, upstream=upstream)
+    return Request(
+        config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
+        fit=fit, upstream=upstream,
+    )  # fmt: skip
+
+
+def read_fit(asked: object) -> Fit | None:
+    """`fit=` of the constructor. ConfigError for what it cannot be."""
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return Fit()
+    if not isinstance(asked, Fit):
+        raise ConfigError(f"fit is True, False or a Fit, not {asked!r}")
+    return asked
 
 
 def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +115,8 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    unknown = set(keywords) - set(UPSTREAM_PARAMETERS) - set(POOL_KEYWORDS) - set(DEVICE_KEYWORDS) - STRAY_KEYWORDS
+    ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS, *WEIGHT_KEYWORDS}
+    unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *STRAY_KEYWORDS} - ours
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
             known = {word.removeprefix(_PREFIX): word for word in POOL_KEYWORDS}
@@ -92,6 +125,16 @@ def check_names(keywords: dict[str, Any]) -> None:
             raise TypeError(f"Llama() has no keyword {name}{hint}")
     if unknown:
         _warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
+
+
+def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """Which servers are asked for, and are they trusted wherever they are? ConfigError if they are named twice."""
+    named = [given[name] for name in ("rpc", "rpc_servers") if given.get(name)]
+    if len(named) > 1:
+        raise ConfigError("rpc and rpc_servers name the same thing: give one of them")
+    servers = named[0] if named else ()
+    words = servers.split(",") if isinstance(servers, str) else servers
+    return tuple(word.strip() for word in words), bool(given.get("rpc_trust"))
 
 
 def _name_draft_file(fields: dict[str, Any], upstream: dict[str, Any]) -> None:
@@ -170,7 +213,12 @@ def signature() -> inspect.Signature:
     names = inspect.signature(llama_cpp.Llama.__init__).parameters
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
-        for name, annotation in (PoolKeywords.__annotations__ | DeviceKeywords.__annotations__).items()
+        for keywords in (PoolKeywords, DeviceKeywords, RemoteKeywords)
+        for name, annotation in keywords.__annotations__.items()
+    ]
+    ours += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=True, annotation=annotation.__forward_arg__)
+        for name, annotation in WeightKeywords.__annotations__.items()
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])

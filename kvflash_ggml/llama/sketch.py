@@ -34,12 +34,12 @@ class PoolDrafter:
         """See `Drafter`: what the text is, the pool knows."""
 
     def propose(self, root: int, most: int) -> Draft | None:
-        """See `Drafter`. None where everything is resident: then any step sees all of the text."""
+        """See `Drafter`. None where a step sees no more than the pool, or everything is resident."""
         llm = self._made()
         assert llm is not None
         session = llm._session
         assert session is not None
-        if session.sees_everything:
+        if session.sees_everything or not session.reading.answers_exactly:
             return None
         sampler = llm._sampler
         copy = None if llm._greedy or sampler is None or sampler.custom_samplers else sampler.clone()

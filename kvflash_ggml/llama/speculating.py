@@ -84,6 +84,15 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_
     return Room(rows, 2 * rows if spec.tree else rows, planes, size if config.answer == "lossless" else 0)
 
 
+def likely(config: KVFlashConfig, draft_model: object) -> Room:
+    """What `room` will say at most of a model that has recurrent state, before that is known. Without plane_bytes."""
+    if config.spec is None and draft_model is None and config.answer != "lossless":
+        return Room()
+    spec = config.spec or SpecConfig()
+    rows = spec.width or spec.max_width or ROWS
+    return Room(rows, 2 * rows if spec.tree else rows, (spec.width or spec.max_width or HYBRID_ROWS) - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
@@ -199,6 +208,7 @@ def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Tar
         threads=params.n_threads,
         batch_threads=params.n_threads_batch,
         offload=offload != 0,
+        repack=llm.model_params.use_extra_bufts,
     )
 
 

@@ -100,19 +100,29 @@ class SavingLlama(llama_cpp.Llama):
 
     @in_turn
     def save_snapshot(
-        self, path: str | Path, *, length: int | None = None, compress: bool = False, wait: bool = True
+        self,
+        path: str | Path,
+        *,
+        length: int | None = None,
+        compress: bool = False,
+        wait: bool = True,
+        salvage: bool = False,
     ) -> Future[int]:
         """Write the text and its memory to a file, from which this or another process goes on bit for bit.
 
         length: only the first tokens, None for all. With recurrent state or a sliding window it must be a position that
         has a checkpoint. compress: with Zstandard. wait: False returns as soon as what only the device holds has been
         copied; the file is written behind the decode, and is there when the future is done. Its result is the size in
-        bytes.
+        bytes. salvage: after DeviceLost, what is on this machine: its `kept` first tokens, from which a Llama on other
+        devices goes on.
 
         A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
         """
         store = self._snapshots()
-        done = store.save(self._saved(length), Path(path), compress=compress)
+        if salvage and length is not None:
+            raise ConfigError("salvage=True saves what there is: leave out length")
+        saved = self._salvaged() if salvage else self._saved(length)
+        done = store.save(saved, Path(path), compress=compress)
         if wait:
             done.result()
         else:
@@ -182,6 +192,12 @@ class SavingLlama(llama_cpp.Llama):
         saved.seed = self._seed
         if length in (None, self.n_tokens) and self._logits_at_hand:
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
+        return saved
+
+    def _salvaged(self) -> SessionState:
+        assert self._session is not None
+        saved = self._session.kept_state()
+        saved.seed = self._seed
         return saved
 
     def _go_on_from(self, saved: SessionState) -> None:

@@ -130,6 +130,7 @@ class Engine(HostScoring):
         Raises:
             DecodeError: llama_decode failed. Recurrent state may have gone on, and queries been captured.
             EngineError: the plan is impossible.
+            DeviceLost: a server does not answer any more. Recurrent state is void.
         """
         if count > len(self.token):
             raise EngineError(f"a step of {count} tokens, the engine was made for {len(self.token)}")
@@ -320,6 +321,19 @@ class Engine(HostScoring):
         """Return when the transfer is done."""
         if ticket:
             lib.kvf_wait(self._engine, ticket)
+
+    def is_sound(self, ticket: int) -> bool:
+        """False if a server was lost before the transfer was done: what it has read is void. Waits for servers only."""
+        return not ticket or bool(lib.kvf_sound(self._engine, ticket))
+
+    @property
+    def is_lost(self) -> bool:
+        """Does a server of its devices not answer any more?"""
+        return bool(lib.kvf_check_lost(self._engine) != lib.KVF_STATUS_SUCCESS)
+
+    def check_lost(self) -> None:
+        """DeviceLost if a server of its devices does not answer any more."""
+        check(lib.kvf_check_lost(self._engine))
 
     def plain_copy(self, size: int, *, to_device: bool, device: int = 0) -> float:
         """Seconds of one plain copy of `size` bytes between page-locked memory and a device, for benchmarks.

@@ -22,6 +22,7 @@ enum kvf_status {
     KVF_STATUS_STATE       = -4,  // bytes that are no state of this memory
     KVF_STATUS_DECODE      = -5,  // llama_decode failed, or computed what are no numbers
     KVF_STATUS_UNSUPPORTED = -6,  // has a place in this interface, but cannot be done here
+    KVF_STATUS_LOST        = -7,  // a server does not answer any more; the reason is its endpoint
 };
 
 typedef struct kvf_engine kvf_engine;
@@ -227,6 +228,13 @@ enum kvf_status kvf_page_out(kvf_engine * engine, int32_t n, const int32_t * blo
 enum kvf_status kvf_page_in (kvf_engine * engine, int32_t n, const int32_t * block, const uint64_t * image, uint64_t * ticket);
 void            kvf_wait(kvf_engine * engine, uint64_t ticket);  // returns when that transfer is done
 
+// 1 unless a server was lost before that transfer was done: what it has read is void then. Waits for servers only.
+int             kvf_sound(kvf_engine * engine, uint64_t ticket);
+
+// LOST if a server that computes for this context has left a message without an answer: for good, and what is read of its
+// devices is zeros. A step asks this before and after; a state that is read is refused then.
+enum kvf_status kvf_check_lost(const kvf_engine * engine);
+
 // What llama.cpp believes about slots [slot, slot + n): empty, or holding positions pos, pos + 1, ... of a sequence.
 enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token);
@@ -327,10 +335,42 @@ enum kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, cons
 enum kvf_status kvf_keys_score (const kvf_engine * engine, int32_t n_heads, const kvf_head * heads, int32_t n,
                                 const uint64_t * image, int32_t rows, const float * queries, float * out, int32_t n_threads);
 
+// The CPU. A portable build has a backend for each kind of CPU, and loads one of them.
+
+// The file that the CPU backend was loaded from, null before that.
+const char *    kvf_cpu_library(void);
+
+// Weights in the CPU's extra buffer types, which pack them for its kernels, against plain ones: for every weight type such a
+// buffer takes, products with 1, 4 and 32 tokens. DECODE if one is off; a wrong build may also end the process.
+const char *    kvf_selfcheck_name(int32_t buffer);  // of an extra buffer type, counted from 0; null after the last
+enum kvf_status kvf_selfcheck(int32_t buffer, int32_t * n_types);  // how many weight types it takes
+
 // For benchmarks only.
 
 // Seconds that one plain copy of so many bytes takes between page-locked memory and a device of the pool.
 enum kvf_status kvf_bench_copy(kvf_engine * engine, int32_t device, int64_t size, int32_t to_device, double * seconds);
+
+// Servers of ggml's RPC backend, by "address:port" in numbers. Nobody but who asks for their devices gets them.
+
+// Connect, and stay connected until close has been called as often; LOST if it does not answer, or an earlier connection that is
+// still in use is lost; UNSUPPORTED if the library was built without that backend.
+enum kvf_status kvf_rpc_open (const char * endpoint);
+void            kvf_rpc_close(const char * endpoint);
+int             kvf_rpc_state(const char * endpoint);  // -1 not connected, 0 it answers, 1 lost
+
+// The first n of the devices (ggml_backend_dev_t) of these open servers and, behind them, of this machine, in the order in which
+// llama.cpp would fill them. Returns how many there are.
+int32_t         kvf_rpc_devices(int32_t n_endpoints, const char * const * endpoint, void ** devices, int32_t n);
+void            kvf_rpc_device (const void * device, kvf_device * out);  // name and memory
+
+// Of a device of an open server: the median of 100 round trips, and how long `size` bytes take there and back, in seconds.
+enum kvf_status kvf_rpc_measure(const void * device, int64_t size, double * round_trip, double * sent, double * received);
+// Attend to keys of this ggml type, and write a row of them. A server ends where it cannot: LOST.
+enum kvf_status kvf_rpc_try(const void * device, int32_t type);
+
+// Serve these devices of this machine, by name, to one client after the other. Returns only if it cannot listen there: LOST.
+enum kvf_status kvf_rpc_serve(const char * endpoint, int32_t n_threads, const char * cache, int32_t n,
+                              const char * const * device);
 // [/cdef]
 
 #ifdef __cplusplus

@@ -4,6 +4,7 @@
 #include "kvf_device.h"
 #include "kvf_error.h"
 #include "kvf_probe.h"
+#include "kvf_remote.h"
 #include "kvf_rollback.h"
 #include "kvf_state.h"
 
@@ -78,6 +79,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     last_pos.resize(info.n_seq);
     slot_in.resize(info.n_slots);
     row_in.resize(info.query_rows);
+    servers = kvf_endpoints(ctx);
     kvf_lanes_init(*this);
 }
 

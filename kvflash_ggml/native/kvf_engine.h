@@ -9,6 +9,7 @@
 #include "llama-context.h"
 
 #include <mutex>
+#include <string>
 #include <vector>
 
 // What is kept of the compute of a step for drafters.
@@ -27,6 +28,7 @@ struct kvf_engine {
 
     std::vector<kvf_layer> layers;
     std::vector<kvf_lane>  lanes;
+    std::vector<std::string> servers;         // endpoints that compute for the context
     kvf_info               info {};
     int32_t                reach    = 0;      // tokens that recurrent state can go back, -1: it is not known what it holds
 

@@ -195,7 +195,7 @@ kvf_status kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf
     const auto keys     = rows_of_index(engine->layers, n_units, units);
     const auto type     = engine->kv.type_k();
     const auto to_float = ggml_get_type_traits(type)->to_float;
-    const auto quantise = ggml_get_type_traits_cpu(INDEX_TYPE)->from_float;
+    const auto quantise = kvf_cpu_backend().type_traits(INDEX_TYPE)->from_float;
     for (const auto & k : keys) {
         const auto         from = rows_of_image(engine->layers[k.unit.layer], type, k.unit);
         std::vector<float> row(k.width);

@@ -117,6 +117,15 @@ kvf_status read_pool(kvf_engine & engine, const llama_batch & batch) {
     return decode(engine, batch);
 }
 
+// It was computed, but wrong.
+void take_back(kvf_engine & engine, const kvf_plan & plan) {
+    engine.reach = -1;
+    auto & cells = kvf_access::cells(engine.kv);
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        cells.rm(plan.slot[i]);
+    }
+}
+
 kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch & batch) {
     if (plan.n_tokens > KVF_BLOCK && !engine.pool.stages->reserved) {  // a prompt: longer steps follow
         if (const auto status = kvf_stages_reserve(engine)) {
@@ -126,14 +135,25 @@ kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch 
     kvf_stream_begin(engine, plan);
     const auto decoded = decode(engine, batch);
     const auto status  = kvf_stream_end(engine, decoded);
-    if (status && !decoded) {  // computed, but wrong
-        engine.reach = -1;
-        auto & cells = kvf_access::cells(engine.kv);
-        for (int32_t i = 0; i < plan.n_tokens; ++i) {
-            cells.rm(plan.slot[i]);
-        }
+    if (status && !decoded) {
+        take_back(engine, plan);
     }
     return status;
+}
+
+// Did every server answer? Who reads logits waits for the compute anyway.
+kvf_status check_answers(kvf_engine & engine, const kvf_plan & plan, kvf_status decoded) {
+    if (engine.servers.empty()) {
+        return decoded;
+    }
+    if (std::any_of(plan.output, plan.output + plan.n_tokens, [](int8_t output) { return output != 0; })) {
+        llama_synchronize(&engine.ctx);
+    }
+    const auto status = kvf_check_lost(&engine);
+    if (status && !decoded) {
+        take_back(engine, plan);
+    }
+    return status ? status : decoded;
 }
 
 }  // namespace
@@ -147,6 +167,9 @@ kvf_status kvf_check_seq(const kvf_engine & engine, int32_t seq) {
 
 kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     if (const auto status = check(*engine, *plan)) {
+        return status;
+    }
+    if (const auto status = kvf_check_lost(engine)) {
         return status;
     }
     engine->tickets.compute_waits(engine->lanes, std::max(plan->wait, engine->compute_barrier));
@@ -168,7 +191,8 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
 
     engine->pool.plan = plan;
     const auto start  = std::chrono::steady_clock::now();
-    const auto status = plan->n_streamed == 0 ? read_pool(*engine, batch) : stream(*engine, *plan, batch);
+    const auto decoded = plan->n_streamed == 0 ? read_pool(*engine, batch) : stream(*engine, *plan, batch);
+    const auto status  = check_answers(*engine, *plan, decoded);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
     engine->features.n_rows = status == KVF_STATUS_SUCCESS ? plan->n_tokens : 0;

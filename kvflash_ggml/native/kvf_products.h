@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ggml-cpp.h"
-#include "ggml-cpu.h"
+#include "kvf_cpu.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 // A value row in the type that rows of type `stored` are multiplied with.
 struct kvf_encoder {
-    explicit kvf_encoder(ggml_type stored) : type(ggml_get_type_traits_cpu(stored)->vec_dot_type) {}
+    explicit kvf_encoder(ggml_type stored) : type(kvf_cpu_backend().type_traits(stored)->vec_dot_type) {}
 
     void operator()(const float * row, int64_t width, uint8_t * out) const {
         if (type == GGML_TYPE_F32) {
             std::copy(row, row + width, (float *) out);
         } else {
-            ggml_get_type_traits_cpu(type)->from_float(row, out, width);
+            kvf_cpu_backend().type_traits(type)->from_float(row, out, width);
         }
     }
 
@@ -56,10 +56,11 @@ public:
     }
 
     void compute() {
-        auto plan = ggml_graph_plan(graph, 1, nullptr);
+        const auto & cpu  = kvf_cpu_backend();
+        auto         plan = cpu.graph_plan(graph, 1, nullptr);
         work.resize(std::max(work.size(), plan.work_size));
         plan.work_data = work.data();
-        ggml_graph_compute(graph, &plan);
+        cpu.graph_compute(graph, &plan);
     }
 
 private:

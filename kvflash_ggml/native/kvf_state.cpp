@@ -238,7 +238,7 @@ kvf_status kvf_state_get(kvf_engine * engine, int32_t seq, uint8_t * out, int64_
         if (io.n_bytes() != (size_t) size) {
             throw std::runtime_error("the buffer is too large");
         }
-        return KVF_STATUS_SUCCESS;
+        return kvf_check_lost(engine);
     } catch (const std::exception & err) {
         return kvf_fail(KVF_STATUS_STATE, "the state could not be written to %lld bytes: %s", (long long) size, err.what());
     }

@@ -8,7 +8,7 @@
 namespace {
 
 // Rows of the open chunk, from its block in the pool.
-void copy_open(const kvf_engine & engine, const kvf_lane & lane, const kvf_stages & stages, ggml_tensor * from, ggml_tensor * to) {
+void copy_open(const kvf_lane & lane, const kvf_stages & stages, ggml_tensor * from, ggml_tensor * to) {
     const auto & plan = *stages.plan;
     ggml_context_ptr ctx { ggml_init({ 2*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
     const auto part = [&](ggml_tensor * t, int64_t row) {
@@ -50,9 +50,9 @@ void load(kvf_engine & engine, kvf_stages & stages, kvf_stages::ring & ring, siz
     }
     if (stages.plan->open_rows > 0) {
         const auto & cached = kvf_access::layers(engine.kv)[layer];
-        copy_open(engine, lane, stages, cached.k, l.k);
+        copy_open(lane, stages, cached.k, l.k);
         if (l.v) {
-            copy_open(engine, lane, stages, cached.v, l.v);
+            copy_open(lane, stages, cached.v, l.v);
         }
     }
     if (lane.copy) {

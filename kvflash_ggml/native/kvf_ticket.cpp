@@ -1,6 +1,7 @@
 #include "kvf_ticket.h"
 
 #include "kvf_lane.h"
+#include "kvf_remote.h"
 
 #include <utility>
 
@@ -20,6 +21,16 @@ void synchronize(const kvf_mark & mark) {
             ggml_backend_event_synchronize(event.get());
         }
     }
+}
+
+// Has every server answered?
+bool is_answered(const std::vector<kvf_lane> & lanes, const kvf_mark & mark) {
+    for (size_t i = 0; i < lanes.size(); ++i) {
+        if (lanes[i].mode == KVF_MODE_REMOTE && !kvf_event_sound(mark.done[i].get())) {
+            return false;
+        }
+    }
+    return true;
 }
 
 }  // namespace
@@ -55,7 +66,10 @@ void kvf_tickets::end(const std::vector<kvf_lane> & lanes) {
         old = std::exchange(of[newest % N_MARKS], current);
     }
     if (old) {
+        const bool answered = is_answered(lanes, *old);
         release(old);
+        std::lock_guard<std::mutex> lock(mutex);
+        sound = answered ? newest - N_MARKS : sound;
     }
     current = nullptr;
 }
@@ -78,6 +92,21 @@ void kvf_tickets::wait(uint64_t ticket) {
         synchronize(*mark);
         release(mark);
     }
+}
+
+bool kvf_tickets::is_sound(const std::vector<kvf_lane> & lanes, uint64_t ticket) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (ticket <= sound) {
+            return true;
+        }
+    }
+    auto *     mark = hold(ticket);
+    const bool res  = !mark || is_answered(lanes, *mark);
+    if (mark) {
+        release(mark);
+    }
+    return res;
 }
 
 // The mark of a ticket, or of a later one that has taken its place: the transfers of a lane are done in their order, so that is

@@ -42,6 +42,9 @@ public:
     // Return when the transfer is done, or a later one.
     void wait(uint64_t ticket);
 
+    // Was it done before a server was lost? Waits for servers only.
+    bool is_sound(const std::vector<kvf_lane> & lanes, uint64_t ticket);
+
     uint64_t last() const { return newest; }
 
 private:
@@ -57,4 +60,5 @@ private:
     std::vector<std::unique_ptr<kvf_mark>> marks;
     std::array<kvf_mark *, N_MARKS>        of {};  // of ticket t, at t % N_MARKS
     std::vector<kvf_mark *>                idle;
+    uint64_t                               sound = 0;  // this one and those before it were, and have no mark any more
 };

@@ -1,6 +1,7 @@
 // Moves whole blocks between the pool and host memory.
 #include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_remote.h"
 
 #include <algorithm>
 #include <iterator>
@@ -116,6 +117,14 @@ kvf_status kvf_page_in(kvf_engine * engine, int32_t n, const int32_t * block, co
 
 void kvf_wait(kvf_engine * engine, uint64_t ticket) {
     engine->tickets.wait(ticket);
+}
+
+int kvf_sound(kvf_engine * engine, uint64_t ticket) {
+    return engine->tickets.is_sound(engine->lanes, ticket);
+}
+
+kvf_status kvf_check_lost(const kvf_engine * engine) {
+    return kvf_check_servers(engine->servers);
 }
 
 kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data) {

@@ -34,6 +34,11 @@ _PREFIX = "" if sys.platform == "win32" else "lib"
 _STRUCTS = ("llama_context_params", "llama_model_params", "llama_batch")
 _MISSING_OBJECT = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
 
+HOST_BACKENDS = frozenset({"cpu", "blas", "rpc"})
+"""Backends of a build that bring no GPU of this machine: RPC has devices only where somebody connects to a server."""
+
+_GPU_TYPES = (1, 2)  # ggml_backend_dev_type: GPU, IGPU
+
 REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps kvflash-ggml"
 
 
@@ -63,10 +68,15 @@ def _load() -> None:
     # Always in this order: a libstdc++ that numpy brings is there before ours, as when the build was tried.
     import numpy  # noqa: F401
 
-    for path in trial.load_order(p for p in folder.iterdir() if p.suffix == _SUFFIX):
+    files = [path for path in folder.iterdir() if path.suffix == _SUFFIX]
+    for path in trial.to_open(files):
         _open(path)
     _point_llama_cpp_at(folder)
     llama_cpp = _import("llama_cpp", libllama)
+    try:
+        trial.load_backends(ctypes.CDLL(str(libllama)), files)  # from here on llama_cpp says what ggml's log is worth
+    except OSError as error:
+        raise LibraryError(f"{error}. Build it again: {REINSTALL}") from error
     extension = _import(_EXTENSION, libllama)
     _refuse_mismatch(llama_cpp, extension.lib, libllama)
 
@@ -94,7 +104,11 @@ def libllama_path() -> Path:
 
 
 def build_info() -> dict[str, Any]:
-    """What the installed build is made of: versions, patches, flags, backends.
+    """What the installed build is made of: versions, patches, flags, backends, and flavour: "native" for CPUs like
+    that of the build, "portable" for all, "fixed" for those that have what its flags say.
+
+    Once the library is loaded also `cpu_library`: the file that the CPU backend came from, of a portable build the
+    variant that fits this CPU.
 
     Raises:
         LibraryError: the package was not built (an unbuilt source checkout, for example).
@@ -105,15 +119,36 @@ def build_info() -> dict[str, Any]:
             f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; otherwise: {REINSTALL}"
         )
     info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if _load.cache_info().currsize:
+        info["cpu_library"] = cpu_library()
     return info
+
+
+def cpu_library() -> str:
+    """The name of the file that the CPU backend of the loaded library came from."""
+    load()
+    extension = importlib.import_module(_EXTENSION)
+    return Path(extension.ffi.string(extension.lib.kvf_cpu_library()).decode()).name
 
 
 def supports_gpu_offload() -> bool:
     """Whether the loaded library has a GPU backend with a device to use."""
-    load()
-    import llama_cpp
+    return bool(gpu_devices())
 
-    return bool(llama_cpp.llama_supports_gpu_offload())
+
+def gpu_devices() -> list[str]:
+    """The GPUs of this machine that the loaded library can use, by ggml's names; none of servers."""
+    load()
+    ggml = ctypes.CDLL(None)
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for name, result in (("get", ctypes.c_void_p), ("type", ctypes.c_int), ("name", ctypes.c_char_p)):
+        function = getattr(ggml, f"ggml_backend_dev_{name}")
+        function.restype = result
+    devices = [ctypes.c_void_p(ggml.ggml_backend_dev_get(i)) for i in range(ggml.ggml_backend_dev_count())]
+    return [
+        ggml.ggml_backend_dev_name(dev).decode() for dev in devices if ggml.ggml_backend_dev_type(dev) in _GPU_TYPES
+    ]
 
 
 def ensure_gpu_offload(n_gpu_layers: int) -> None:
@@ -125,7 +160,7 @@ def ensure_gpu_offload(n_gpu_layers: int) -> None:
     if n_gpu_layers == 0 or supports_gpu_offload():
         return
     backends = build_info()["backends"]
-    gpu = [b for b in backends if b not in {"cpu", "blas"}]
+    gpu = [b for b in backends if b not in HOST_BACKENDS]
     if gpu:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         why = f"it has {', '.join(gpu)} but found no device (CUDA_VISIBLE_DEVICES: {visible})"

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import (
     DecodeError,
+    DeviceLost,
     EngineError,
     HostMemoryError,
     KVFlashError,
@@ -22,6 +23,7 @@ ERRORS: dict[int, type[KVFlashError]] = {
     lib.KVF_STATUS_STATE: SnapshotError,
     lib.KVF_STATUS_DECODE: DecodeError,
     lib.KVF_STATUS_UNSUPPORTED: UnsupportedError,
+    lib.KVF_STATUS_LOST: DeviceLost,
 }
 
 

@@ -1,5 +1,8 @@
 """Does a build compute on this machine? A model of 70 KiB is decoded with it in a child process, on the CPU alone.
 
+Before that, weights packed for its kernels are multiplied. A portable build has a CPU backend for each kind of CPU, and
+ggml loads one of them when it runs: here is also told which libraries that leaves to be opened.
+
 Standard library only and nothing of the package: the build runs this file by itself, before there is a package.
 `python trial.py LIBRARY...` exits with 0 if it computes or could not be tried, with 1 otherwise; stdout says which.
 """
@@ -11,13 +14,14 @@ import ctypes
 import itertools
 import json
 import math
+import os
 import random
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 SECONDS = 120
@@ -31,6 +35,9 @@ _FEATURES = {
     "avx512_bf16": "avx512_bf16", "amx_int8": "amx_int8",
 }  # fmt: skip
 """What libggml-cpu can be compiled for on x86, and what /proc/cpuinfo calls it."""
+
+_LINKED = {"ggml-base": 0, "ggml": 2, "llama": 3}
+"""The libraries that are no backends, and their place in the order in which they are opened; backends are at 1."""
 
 
 # --- what a crash means
@@ -70,6 +77,14 @@ def explain(features: Sequence[str]) -> tuple[str, str]:
     if "amx_int8" in features:
         return "it uses AMX, which some compilers get wrong", 'CFLAGS="-mno-amx-int8" CXXFLAGS="-mno-amx-int8"'
     return "", portable
+
+
+def explain_weights(buffer: str) -> tuple[str, str]:
+    """What has failed if products with weights in that extra buffer type of the CPU have, and what to do about it."""
+    amx = "-mno-amx-tile -mno-amx-int8"
+    build = f'build it again with CFLAGS="{amx}" CXXFLAGS="{amx}", or ' if buffer == "AMX" else ""
+    remedy = f"{build}keep weights as the file has them: --no-repack, or use_extra_bufts=False of Llama"
+    return f"weights packed for this CPU, buffer type {buffer}", f"{remedy[0].upper()}{remedy[1:]}"
 
 
 def signal_name(status: int) -> str:
@@ -140,21 +155,55 @@ def _array(kind: int, values: list[bytes]) -> bytes:
 
 def load_order(files: Iterable[Path]) -> list[Path]:
     """The libraries among them, each after those it needs, so that no loader path has to be set."""
-    order = {"ggml-base": 0, "ggml": 2, "llama": 3}
 
     def rank(file: Path) -> int | None:
         name = file.name.removeprefix("lib").partition(".")[0]
-        return order.get(name, 1 if name.startswith("ggml-") else None)
+        return _LINKED.get(name, 1 if name.startswith("ggml-") else None)
 
     return sorted((file for file in files if rank(file) is not None), key=lambda file: (rank(file), file.name))
+
+
+def cpu_variants(files: Iterable[Path]) -> list[Path]:
+    """The CPU backends of a portable build, of which ggml loads one: together they would overlay each other."""
+    return sorted(file for file in files if file.name.removeprefix("lib").startswith("ggml-cpu-"))
+
+
+def to_open(files: Iterable[Path]) -> list[Path]:
+    """Of the libraries of a build those to be opened, in this order. ggml opens the backends of a portable one."""
+    known = load_order(files)
+    if not cpu_variants(known):
+        return known
+    return [file for file in known if file.name.removeprefix("lib").partition(".")[0] in _LINKED]
+
+
+def load_backends(ggml: ctypes.CDLL, files: Iterable[Path]) -> None:
+    """Have ggml load the backends of a portable build: before llama.cpp would, which looks beside Python's executable.
+
+    It does not happen twice: a backend that is loaded again is another one.
+
+    Raises:
+        OSError: none was loaded.
+    """
+    ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+    variants = cpu_variants(files)
+    if not variants or ggml.ggml_backend_reg_count():
+        return
+    folder = variants[0].parent
+    ggml.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load_all_from_path.restype = None
+    ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+    if not ggml.ggml_backend_reg_count():
+        names = ", ".join(variant.name for variant in variants)
+        raise OSError(f"ggml could load none of the CPU backends in {folder} ({names})")
 
 
 def _child(model: str, libraries: Sequence[str]) -> None:
     # The order in which the package loads: a libstdc++ that numpy brings is there first.
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401
+    files = [Path(name) for name in libraries]
     try:
-        loaded = [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in libraries]
+        loaded = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in to_open(files)]
     except OSError as error:
         if "cannot open shared object file" not in str(error):
             raise
@@ -165,7 +214,28 @@ def _child(model: str, libraries: Sequence[str]) -> None:
     if lacking := missing(features):
         _say(skipped=f"it is for a CPU with {', '.join(lacking)}")
         return
+    loaded[-1].llama_log_set(_LOG, None)
+    load_backends(loaded[-1], files)
+    check_weights(loaded[-1], _say)
     decode(loaded[-1], model)
+
+
+def check_weights(llama: ctypes.CDLL, say: Callable[..., None]) -> dict[str, int]:
+    """Multiply weights in each extra buffer type of the CPU, where they are packed for its kernels, and plain ones.
+
+    say: is told the name of a buffer type before it is used, as `buffer`; None after the last one.
+    Returns how many types of weights each of them takes. Raises SystemExit if products differ.
+    """
+    llama.kvf_selfcheck_name.restype = llama.kvf_last_error.restype = ctypes.c_char_p
+    taken: dict[str, int] = {}
+    while name := llama.kvf_selfcheck_name(len(taken)):
+        say(buffer=name.decode())
+        types = ctypes.c_int32()
+        if llama.kvf_selfcheck(len(taken), ctypes.byref(types)):
+            raise SystemExit(llama.kvf_last_error().decode())
+        taken[name.decode()] = types.value
+    say(buffer=None)
+    return taken
 
 
 def _errors_only(level: int, text: bytes, _: object) -> None:
@@ -177,8 +247,11 @@ def _errors_only(level: int, text: bytes, _: object) -> None:
 _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_errors_only)
 
 
-def decode(llama: ctypes.CDLL, model: str) -> None:
-    """Decode a few tokens with libllama alone, on the CPU. Raises SystemExit with what is wrong with the result."""
+def decode(llama: ctypes.CDLL, model: str, *, off: Sequence[int] = ()) -> None:
+    """Decode a few tokens with libllama alone, on the CPU. Raises SystemExit with what is wrong with the result.
+
+    off: offsets of flags in llama_model_params to be cleared.
+    """
     llama.kvf_sizeof.restype = ctypes.c_int64
     context_params, model_params, batch = (_opaque(llama.kvf_sizeof(which)) for which in range(3))
     pointer = ctypes.c_void_p
@@ -199,6 +272,8 @@ def decode(llama: ctypes.CDLL, model: str) -> None:
     no_devices = (ctypes.c_void_p * 1)()
     # The first member is the list of devices to use; an empty one means the CPU.
     ctypes.cast(ctypes.byref(settings), ctypes.POINTER(pointer))[0] = ctypes.addressof(no_devices)
+    for offset in off:
+        ctypes.c_bool.from_buffer(settings, offset).value = False
     loaded = llama.llama_model_load_from_file(model.encode(), settings)
     if not loaded:
         raise SystemExit("the model could not be loaded")
@@ -243,12 +318,16 @@ def attempt(libraries: Iterable[Path]) -> tuple[bool, str]:
     if done.returncode == 0:
         return True, f"not tried: {said['skipped']}" if "skipped" in said else "a model was decoded"
     tail = "\n".join(done.stderr.decode(errors="replace").rstrip().splitlines()[-5:])
-    if done.returncode > 0:
+    crash = f"it crashes with {signal_name(done.returncode)}" if done.returncode < 0 else ""
+    if isinstance(buffer := said.get("buffer"), str):
+        why, remedy = explain_weights(buffer)
+        return False, "\n".join(filter(None, [tail, f"{crash or 'it is wrong'}: {why}", remedy]))
+    if not crash:
         return False, tail or f"exit code {done.returncode}"
     features = said.get("features", [])
     assert isinstance(features, list)
     why, remedy = explain(features)
-    crash = f"it crashes with {signal_name(done.returncode)}" + (f": {why}" if why else "")
+    crash += f": {why}" if why else ""
     return False, "\n".join(filter(None, [tail, crash, f"Build it again with {remedy}"]))
 
 

@@ -4,54 +4,94 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..constants import KV_TYPES, POOL_STEP, round_up
+from ..errors import ConfigError
 from ..native.devices import ModelArrays
-from . import measure
+from ..remote import Endpoint
+from . import budget, measure
 from .fit import fit
 from .measure import Sketch, copied
 from .search import pool_range
-from .sizes import Device, Measure, ModelSizes, Placement, Request
+from .sizes import Device, Fit, Measure, ModelSizes, Placement, Request
 
 ALL_LAYERS = 0x7FFFFFFF
 
-MAX_DEVICES = 16
-"""That llama.cpp has shares for."""
+Overrides = Sequence[tuple[str, str]]
 
 
 def predict(
-    path: str | os.PathLike[str], model_params: Any, context_params: Any, asked: Callable[[ModelSizes], Request]
+    path: str | os.PathLike[str],
+    model_params: Any,
+    context_params: Any,
+    asked: Callable[[ModelSizes], Request],
+    *,
+    device: Sequence[str] | None = None,
+    overrides: Overrides = (),
+    endpoints: Sequence[Endpoint] = (),
+    reserved: int = 0,
 ) -> tuple[Placement, tuple[Device, ...]]:
     """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
-    request does not name; n_ctx may be 0. asked: the request for a model of these sizes. ConfigError for a file that is
-    no model, UnsupportedModelError for one that cannot have the pool that is asked for, DoesNotFit.
+    request does not name; n_ctx may be 0. asked: the request for a model of these sizes. device, overrides: the user's
+    own. endpoints: connected servers, whose devices come before those of this machine. reserved: bytes that something
+    else will take of the first device. ConfigError for a file that is no model, or
+    a name that is no device's, UnsupportedModelError for a model that cannot have the pool that is asked for,
+    DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
-    with measure.sketch(path, copied(model_params, n_gpu_layers=layers)) as found:
-        sizes, devices = found.sizes(context_params), found.devices(context_params)
+    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides, endpoints)) as found:
+        sizes, devices = found.sizes(context_params, overrides=overrides), found.devices(context_params)
         request = asked(sizes)
+        _check_names(request.fit, devices)
+        first = next((x for x in devices if budget.usable(x)), devices[-1])
+        request = replace(request, extra={first.name: reserved})
         params = copied(context_params, n_ctx=request.n_ctx)
         measures = [_measure(found, params, request, *shape) for shape in _shapes(request)]
 
     def exact(placement: Placement) -> Measure:
-        # the arrays live until the model has been loaded
-        arrays = ModelArrays(None, placement.overrides)
-        shares = (ctypes.c_float * MAX_DEVICES)(*(placement.tensor_split or ()))
-        changed = copied(
-            model_params,
-            n_gpu_layers=placement.n_gpu_layers,
-            tensor_buft_overrides=arrays.overrides,
-            tensor_split=shares,
-        )
         types = {"type_k": KV_TYPES[placement.type_k], "type_v": KV_TYPES[placement.type_v]}
-        with measure.sketch(path, changed) as again:
+        arrays = ModelArrays(device, placement.overrides, endpoints)
+        with _sketch(path, model_params, placement.n_gpu_layers, placement.tensor_split, arrays) as again:
             return _measure(again, copied(params, **types), request, placement.n_ubatch, placement.pool)
 
     return fit(sizes, devices, request, measures, exact), devices
+
+
+@contextmanager
+def _sketch(
+    path: str | os.PathLike[str],
+    params: Any,
+    n_gpu_layers: int,
+    split: Sequence[float] | None,
+    arrays: ModelArrays,
+) -> Iterator[Sketch]:
+    """The arrays must outlive the load, and so does what is made of the split."""
+    import llama_cpp
+
+    shares = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*(split or ()))
+    changed = copied(
+        params,
+        n_gpu_layers=ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers,
+        devices=arrays.devices or None,
+        tensor_buft_overrides=arrays.overrides or None,
+        tensor_split=None if split is None else shares,
+    )
+    with measure.sketch(path, changed) as found:
+        yield found
+
+
+def _check_names(asked: Fit, devices: Sequence[Device]) -> None:
+    names = [device.name for device in devices]
+    margins = asked.margin if isinstance(asked.margin, Mapping) else {}
+    for name in (*asked.free, *margins):
+        if name not in names:
+            raise ConfigError(f"fit: {name!r} is no device of this model: it has {', '.join(names)}")
 
 
 def _shapes(request: Request) -> list[tuple[int, int]]:
@@ -62,7 +102,9 @@ def _shapes(request: Request) -> list[tuple[int, int]]:
 
 
 def _measure(found: Sketch, params: Any, request: Request, n_ubatch: int, pool: int) -> Measure:
+    """A full cache has no slots of a pool, but counts as one of as many."""
     whole = pool >= round_up(request.n_ctx, POOL_STEP)
     changed = copied(params, n_ubatch=n_ubatch, n_batch=max(n_ubatch, params.n_batch))
     cells = 0 if request.pool is None else pool
-    return found.measure(changed, pool=cells, query_rows=0 if whole else request.query_rows)
+    res = found.measure(changed, pool=cells, query_rows=0 if whole else request.query_rows)
+    return replace(res, pool=pool)

@@ -116,7 +116,7 @@ class Search:
             if small is not None:
                 best = max(best, self._tallest(level, small), key=lambda layout: layout.shape.pool)
         kv = best.shape.type_k, best.shape.type_v
-        for n_ubatch in self.ubatches:
+        for n_ubatch in self.ubatches if level != 4 else ():  # a CPU is no faster with large steps
             if n_ubatch <= best.shape.n_ubatch:
                 break
             place = self._place(level, self._shape(self.floor, n_ubatch, kv))

@@ -48,9 +48,5 @@ class BlockAllocator:
         out = self._others(owner).union(taken)
         return [block for block in self._order if block not in out]
 
-    def holders(self, block: int) -> int:
-        """How many owners hold the block."""
-        return sum(block in owner.held for owner in self._owners)
-
     def _others(self, owner: Owner) -> frozenset[int]:
         return frozenset[int]().union(*(other.held for other in self._owners if other is not owner))

@@ -128,6 +128,19 @@ class Front:
         for lo, hi in pool.pins:
             if not 0 <= lo < hi <= len(tokens):
                 raise ApiError(400, f"kvflash.pins: [{lo}, {hi}) is no range of the prompt's {len(tokens)} tokens")
+        model = self.scheduler.model
+        for name, value, possible in (
+            ("reading", pool.reading, model.readings),
+            ("answer", pool.answer, model.answers),
+        ):
+            if value is not None and value not in possible:
+                raise ApiError(
+                    400,
+                    f"kvflash.{name} can be {' or '.join(possible)} here, not {value!r}: start the server with "
+                    f"--kvflash-{name} {value}",
+                    code="invalid_value",
+                    param=f"kvflash.{name}",
+                )
         key = http.scope.get(KEY, "")
         reuse = pool.cache_prompt and asked.cache_prompt is not False
         return Request(
@@ -147,6 +160,9 @@ class Front:
             reuse=reuse,
             shared_until=min(shared_until, len(tokens) - 1),
             pins=tuple(pool.pins),
+            reading=pool.reading,
+            answer=pool.answer,
+            drafts=pool.drafts,
         )
 
     def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:

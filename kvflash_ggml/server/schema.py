@@ -24,6 +24,9 @@ class PoolFields(_Strict):
     conversation: str | None = Field(None, max_length=128)
     priority: int = Field(0, ge=-10, le=10)
     pins: list[tuple[int, int]] = Field(default_factory=list, max_length=64)
+    reading: Literal["exact", "pool"] | None = None
+    answer: Literal["pool", "exact", "lossless"] | None = None
+    drafts: bool = True
     report: Literal["none", "summary"] = "none"
 
 

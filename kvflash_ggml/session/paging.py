@@ -117,7 +117,7 @@ class Paging:
             self.store.drop(chunk)  # an image from before a truncation
         with self.store.allocate(chunks) as images, self._known_transfers():
             ticket = self._engine.page_out([self._table.chunks[chunk].block for chunk in chunks], images)
-            self.store.written(chunks, ticket)
+            self.store.filled(chunks, ticket)
         self._sealed(chunks)
         self.page_outs += len(chunks)
         for chunk in chunks:
@@ -139,6 +139,18 @@ class Paging:
             raise
         return pages
 
+    def retain_kept(self, length: int) -> list[PageImage]:
+        """The same of a text whose chunks are all on the host. No device is asked."""
+        whole, rows = divmod(length, CHUNK)
+        pages = [self.heap.retain(self.store.page(chunk)) for chunk in range(whole)]
+        if rows:
+            (page,) = self.heap.new(1)
+            pages.append(page)
+            with self.heap.lease([page]):
+                self.heap.view(page)[:] = self.store.bytes_of(whole)
+                self._engine.blank(self.heap.view(page), rows)
+        return pages
+
     def _retain(self, chunk: int, rows: int) -> PageImage:
         """The image of the first rows of a chunk."""
         entry = self._table.chunks[chunk]
@@ -148,7 +160,7 @@ class Paging:
         try:
             with self.heap.lease([page]) as images, self._known_transfers():
                 if entry.block >= 0:
-                    page.ticket = self._engine.page_out([entry.block], images)
+                    page.ticket = page.filled = self._engine.page_out([entry.block], images)
                 else:
                     self.heap.view(page)[:] = self.store.bytes_of(chunk)
                 if rows < CHUNK:

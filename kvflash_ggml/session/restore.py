@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
+
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
@@ -20,7 +22,8 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
     drafts: with what drafters know of it, if it is whole.
 
     Waits for the compute, and copies what the host does not have yet. SnapshotError for a length at which recurrent
-    state or a sliding window is not known, HostMemoryError if there is no room for the copies.
+    state or a sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a server
+    was lost before all of it had been read.
     """
     text.settle()
     whole = length is None or length == text.length
@@ -53,10 +56,37 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
             saved.rebuild = text.rebuild
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.freeze()
+        _check_sound(text, saved)
     except BaseException:
         saved.release()
         raise
     return saved
+
+
+def kept_state(text: Text) -> SessionState:
+    """The first `text.salvage.kept` tokens of the session, from what this machine has: no device is asked for anything.
+
+    SnapshotError if that is nothing, HostMemoryError if there is no room for the copy of a page.
+    """
+    length = text.salvage.kept
+    if length == 0:
+        raise SnapshotError("nothing of the text is on this machine: no chunk of it was sealed and read in time")
+    chunks = -(-length // CHUNK)
+    table = text.table.state(None)
+    table.blocks, table.last_use, table.settled = table.blocks[:chunks], table.last_use[:chunks], False
+    states = text.checkpoints.state()
+    return SessionState(
+        tokens=text.ids[:length].copy(),
+        whole=text.whole[:length].copy(),
+        table=table,
+        heap=text.paging.heap,
+        pages=text.paging.retain_kept(length),
+        state=states.get(length, Bytes(b"")),
+        checkpoints={pos: blob for pos, blob in states.items() if pos <= length},
+        queries=np.zeros(text.queries.size, np.float32),
+        queries_from=length,
+        policy=None,
+    )
 
 
 def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
@@ -115,6 +145,12 @@ def _try_state(text: Text, state: bytes | bytearray, length: int) -> None:
     if text.length:  # else there is nothing to come back to
         text.unfinished.begin(partial(text.engine.set_state, text.engine.get_state(), text.length))
         text.engine.set_state(state, length)
+
+
+def _check_sound(text: Text, saved: SessionState) -> None:
+    """DeviceLost unless every page was read before anything was lost."""
+    if not all(text.engine.is_sound(page.filled) for page in saved.pages):
+        text.salvage.check()
 
 
 def _state_at(text: Text, length: int) -> Blob:

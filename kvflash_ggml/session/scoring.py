@@ -72,10 +72,15 @@ class Scoring:
         self._ring = ring
         self._worker = ThreadPoolExecutor(1, "kvflash-score") if beside else None
         self._addresses: list[int] = []
-        self._buffers = [self._buffer() for _ in range(self._lag + 2)]
+        self._buffers: list[Floats] = []
         self._pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
-        scorer.open(HostKeys(engine, store, threads=threads), n_chunks)
+        try:
+            self._buffers += [self._buffer() for _ in range(self._lag + 2)]
+            scorer.open(HostKeys(engine, store, threads=threads), n_chunks)
+        except BaseException:
+            self._free()
+            raise
 
     @property
     def is_ready(self) -> bool:
@@ -224,9 +229,12 @@ class Scoring:
         if self._worker is not None:
             self._worker.shutdown()
         self.scorer.close()
+        self._free()
+
+    def _free(self) -> None:
         self._buffers.clear()
-        for address in self._addresses:
-            self._engine.free(address)
+        while self._addresses:
+            self._engine.free(self._addresses.pop())
 
     def _score(
         self, ticket: int, copy: QueryCopy, tokens: Int32s, n_chunks: int, protected: frozenset[int], rows: int

@@ -127,7 +127,8 @@ class Session(Text):
             start = self.length
             if checkpoint is not None and done < last and start < checkpoint < start + count:
                 count = checkpoint - start
-            self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
+            with self.salvage.told():
+                self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
             output = Output(every=output_all, last=done + count == batch_end)
@@ -188,15 +189,10 @@ class Session(Text):
             self._take_ready()
         self.evaluate(tokens, LAST, generated=True, ahead=room, sketch=True)
 
-    def accept(self, count: int | None = None, after: AfterStep | None = None) -> None:
-        """The first `count` of the tokens that were verified are of the text, or those that were kept.
-
-        after: as in `verify`.
-        """
+    def accept(self, after: AfterStep | None = None) -> None:
+        """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""
         self.unfinished.settle()
         if self.ahead:
-            if count is not None:
-                self.keep_first(count)
             self.settle()
             self._repair(after)
 
@@ -282,7 +278,8 @@ class Session(Text):
         """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
         start, repair = self.length, self.repair
         if repair is not None and start == repair.start:
-            self.checkpoints.before_step(start, wanted=True)
+            with self.salvage.told():
+                self.checkpoints.before_step(start, wanted=True)
         self._take_ready()
         try:
             self.evaluate(
@@ -374,6 +371,10 @@ class Session(Text):
     def state(self, length: int | None = None, *, drafts: bool = True) -> SessionState:
         """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
         return restore.state(self, length, drafts=drafts)
+
+    def kept_state(self) -> SessionState:
+        """What is left of it without its devices, to be loaded on others. See `restore.kept_state`."""
+        return restore.kept_state(self)
 
     def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
         """Replace everything by a saved session of this heap. See `restore.load`."""

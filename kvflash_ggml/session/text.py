@@ -25,6 +25,7 @@ from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
+from .salvage import Salvage
 from .sight import Sight
 from .stash import Kept
 from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
@@ -67,6 +68,7 @@ class Text:
         self.queries = QueryRing(engine, query_rows)
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.salvage = Salvage(engine, self.table, self.store, self.checkpoints)
         self.events = events
         self.streamed_steps = 0
         self.view: View | None = None
@@ -101,10 +103,12 @@ class Text:
 
     def settle(self) -> None:
         """Complete or take back what an interrupt has left half done: so begins everything that changes the text.
+        DeviceLost, and no change, where a server does not answer any more.
 
         Of the rows ahead of the text those that were kept are of it then; the others have never been. Where recurrent
         state cannot go back to them, those that were kept are read once more.
         """
+        self.salvage.check()
         self.unfinished.settle()
         ahead = self._ahead
         if ahead is None:
@@ -119,20 +123,13 @@ class Text:
 
     def keep(self, row: int) -> None:
         """One row ahead more is of the text: `length` counts it, and whatever settles the rows keeps it.
-
-        It is the next one of a chain, or of a tree a child of the last one.
-        """
+        It is the next one of a chain, or of a tree a child of the last one."""
         ahead = self._ahead
         assert ahead is not None
         self.ids[self.length] = ahead.tokens[row]
         self._ahead = ahead = ahead.with_row(row)
         if ahead.branches is not None:
             self.logits = Logits(ahead.start, ahead.kept, path=ahead.path)
-
-    def keep_first(self, count: int) -> None:
-        """The first `count` rows of a chain at once: an interrupt leaves all of them, or none."""
-        assert self._ahead is not None
-        self._ahead = replace(self._ahead, path=tuple(range(count)))
 
     # --- steps
 
@@ -171,7 +168,8 @@ class Text:
         state = self.pool.stash.keep() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
-            self._run(step, generated=generated)
+            with self.salvage.told():
+                self._run(step, generated=generated)
             self._follow(step, after)
         except BaseException as err:
             if isinstance(err, Exception):
@@ -248,6 +246,8 @@ class Text:
             if self.follower is not None:
                 self.follower.evaluated(step.start, step.tokens, ahead=bool(step.ahead))
             return
+        if self.engine.is_lost:
+            return  # there is nothing to bring back, and what the host has stays
         if before is not None:
             self._accept(replace(before, path=()), self.queries.order)
             return

@@ -1,4 +1,4 @@
-"""How many of a DFlash drafter's tokens its target accepts. Runs in a process of its own: a bad file can end it.
+"""How many of a drafter's tokens its target accepts. Runs in a process of its own: a bad file can end it.
 
 The target goes on with each text greedily, once; then every drafter is asked at the places where it would have been: as
 many tokens as are the target's own are accepted, and one more is the target's. No step of the target is undone, so any
@@ -15,19 +15,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Floats
 from ..convert import gguf_read, verify
-from ..convert import target as target_facts
 from ..errors import ConversionError, LibraryError
 from ..native import library
+from .base import Drafter
 from .target import Target
-
-if TYPE_CHECKING:
-    from .dflash import DFlash  # loads llama_cpp
 
 TEXTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -40,6 +37,9 @@ TEXTS = (
 TOKENS = 64
 """How far."""
 
+CHAIN = 8
+"""Tokens of a draft, of a drafter that makes them one after the other."""
+
 _STEP = 512
 _MAX_PROMPT = 8192
 _ROOM = 128  # for the last block
@@ -47,7 +47,7 @@ _ROOM = 128  # for the last block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continued:
-    """A text and the target's continuation as tokens, and what its layers were given: [tokens, layers x width]."""
+    """A text and the target's continuation as tokens, and what a drafter is given of each: [tokens, width]."""
 
     tokens: list[int]
     prompt: int
@@ -58,7 +58,7 @@ def main(request: str) -> None:
     """Measure and write one JSON object to stdout.
 
     request: JSON with target and drafts (paths), texts, and tokens to go on for. Answered is for each draft `accepted`
-    (drafted tokens a step, the mean), `steps`, and `block` (how many it drafts).
+    (drafted tokens a step, the mean), `steps`, and `block` (how many it drafts at once).
     """
     asked = json.loads(request)
     library.load()
@@ -67,34 +67,48 @@ def main(request: str) -> None:
 
 
 def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens: int) -> list[dict[str, Any]]:
-    """The library must be loaded. ConversionError for a drafter that is not DFlash, or cannot be loaded."""
-    from .dflash import DFlash
+    """The library must be loaded. ConversionError for a drafter that is not of this model, or cannot be loaded."""
+    from . import find
 
-    aim = target_facts.describe(gguf_read.read(model))
+    aim = gguf_read.read(model)
     files = [gguf_read.read(path) for path in drafts]
     for file in files:  # llama.cpp would abort
         verify.check(file, aim, rope_differs=True)
-    layers = {verify.describe(file).target_layers for file in files}
-    if len(layers) != 1:
+    wanted = {find.wants(file, aim) for file in files}
+    if len(wanted) != 1:
         raise ConversionError(
-            drafts[-1].name, "target layers", found=sorted(layers), wanted="the same in all files",
-            remedy="Compare files of one drafter.",
+            drafts[-1].name, "target layers", found=sorted(features.layers for features in wanted),
+            wanted="the same in all files", remedy="Compare files of one drafter.",
         )  # fmt: skip
+    features = wanted.pop()
     with ExitStack() as stack:
-        target = TargetModel(model, layers.pop(), stack)
+        target = TargetModel(model, features.layers, stack, nextn=features.nextn)
         known = [target.go_on(text, tokens) for text in texts]
         answers = []
-        for path in drafts:
-            draft = DFlash(path, target.facts)
+        for path, file in zip(drafts, files, strict=True):
+            draft, block = _open(path, find.kind_of(file), target.facts)
             try:
-                answers.append(answer(draft, known))
+                answers.append(answer(draft, known, block))
             finally:
                 draft.close()
         return answers
 
 
-def answer(draft: DFlash, known: Sequence[Continued]) -> dict[str, Any]:
-    """One drafter's answer; see `main`."""
+def _open(path: Path, kind: str, target: Target) -> tuple[Drafter, int]:
+    """A drafter, and how many tokens it drafts at once."""
+    from .dflash import DFlash
+    from .eagle3 import Eagle3
+    from .find import DFLASH, EAGLE3
+    from .mtp import Mtp
+
+    if kind == DFLASH:
+        blocks = DFlash(path, target)
+        return blocks, blocks.size
+    return (Eagle3 if kind == EAGLE3 else Mtp)(path, target), CHAIN
+
+
+def answer(draft: Drafter, known: Sequence[Continued], block: int) -> dict[str, Any]:
+    """One drafter's answer, which drafts up to `block` tokens at once; see `main`."""
     accepted: list[int] = []
     for text in known:
         tokens = np.array(text.tokens, np.int32)
@@ -102,19 +116,19 @@ def answer(draft: DFlash, known: Sequence[Continued]) -> dict[str, Any]:
         while root < len(tokens) - 1:
             draft.observe(read, tokens[read:root], text.features[read:root])
             rest = tokens[root + 1 :]
-            proposed = draft.propose(int(tokens[root]), draft.size)
+            proposed = draft.propose(int(tokens[root]), block)
             guess = rest[:0] if proposed is None else proposed.tokens[: len(rest)]
             same = int(np.logical_and.accumulate(guess == rest[: len(guess)]).sum())
             if same < len(rest):  # a block that the text ends in tells of no rejection
                 accepted.append(same)
             read, root = root, root + same + 1
-    return {"accepted": float(np.mean(accepted)) if accepted else 0.0, "steps": len(accepted), "block": draft.size}
+    return {"accepted": float(np.mean(accepted)) if accepted else 0.0, "steps": len(accepted), "block": block}
 
 
 class TargetModel:
-    """The model that decides, which gives the inputs of some of its layers."""
+    """The model that decides, which gives the inputs of some of its layers, and the state in front of its head."""
 
-    def __init__(self, path: Path, layers: Sequence[int], stack: ExitStack) -> None:
+    def __init__(self, path: Path, layers: Sequence[int], stack: ExitStack, *, nextn: bool = False) -> None:
         import llama_cpp
 
         self._lc = lc = llama_cpp
@@ -133,9 +147,14 @@ class TargetModel:
         enable = _exported("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, ctypes.c_uint32, ctypes.c_bool)
         for layer in layers:
             enable(self.ctx, layer, True)
-        self._inputs = _exported(
-            "_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.POINTER(ctypes.c_float), ctypes.c_uint32
-        )
+        rows = ctypes.POINTER(ctypes.c_float)
+        self._inputs = _exported("_Z30llama_get_embeddings_layer_inpP13llama_contextj", rows, ctypes.c_uint32)
+        self._nextn = _exported("_Z26llama_get_embeddings_nextnP13llama_context", rows) if nextn else None
+        if nextn:
+            masked = False  # of every token, not only where logits are asked for
+            _exported("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, ctypes.c_bool, ctypes.c_bool)(
+                self.ctx, True, masked
+            )
 
     def go_on(self, text: str, count: int) -> Continued:
         """The text's tokens and `count` more, fewer of either where the context ends."""
@@ -157,9 +176,10 @@ class TargetModel:
         held = (ctypes.c_int32 * n)(*tokens)  # the batch points at it
         if status := lc.llama_decode(self.ctx, lc.llama_batch_get_one(held, n)):
             raise RuntimeError(f"llama_decode returned {status} at token {start}")
-        return np.concatenate(
-            [np.ctypeslib.as_array(self._inputs(self.ctx, layer), (n, self.width)).copy() for layer in self._layers], 1
-        )
+        given = [(self._inputs(self.ctx, layer), self.width) for layer in self._layers]
+        if self._nextn is not None:
+            given.append((self._nextn(self.ctx), int(lc.llama_model_n_embd_out(self.model))))
+        return np.concatenate([np.ctypeslib.as_array(rows, (n, width)) for rows, width in given], 1)
 
     def tokens(self, text: str) -> list[int]:
         """With what the model puts before a text."""

@@ -15,11 +15,13 @@ class Features:
     """What a drafter is given of the target's compute for each token, beside the token.
 
     layers: the inputs of these layers, one after the other. nextn: the state after the last layer, in front of the
-    head, as the target's own heads for further tokens want it.
+    head, as the target's own heads for further tokens want it. newest: of how many tokens it is ever looked at, the
+    newest ones; None for all.
     """
 
     layers: tuple[int, ...] = ()
     nextn: bool = False
+    newest: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.layers) or self.nextn

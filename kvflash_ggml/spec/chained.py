@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ class Chained:
         width: int, place: int, state: Callable[[Floats], Floats] = lambda rows: rows,
     ) -> None:  # fmt: skip
         self.name = name
-        self.wants = wants
+        self.wants = replace(wants, newest=context.window + 1)  # a pair has what belongs to the token before it
         self._target = target
         self._context = context
         self._memory = DraftMemory(name, path, context)

@@ -38,8 +38,9 @@ class SavedContext:
 class DraftModel:
     """A drafter's weights. mtp: with heads for further tokens. ConversionError if llama.cpp does not load them."""
 
-    def __init__(self, path: Path, *, offload: bool, mtp: bool = False) -> None:
+    def __init__(self, path: Path, *, offload: bool, repack: bool = True, mtp: bool = False) -> None:
         params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = repack
         params.load_mtp = mtp
         params.n_gpu_layers = -1 if offload else 0
         address = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)

@@ -34,26 +34,27 @@ class DFlash:
     """
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, branches: int = 1) -> None:
-        file, aim = gguf_read.read(path), target_facts.describe(gguf_read.read(target.path))
-        verify.check(file, aim, rope_differs=True)
-        it = verify.describe(file)
+        file, model = gguf_read.read(path), gguf_read.read(target.path)
+        verify.check(file, model, rope_differs=True)
+        it, aim = verify.describe(file), target_facts.describe(model)
         if not math.isclose(it.theta, aim.theta, rel_tol=1e-6):
             logger.warning("%s was made with a RoPE theta of %g, its target with %g", path.name, it.theta, aim.theta)
-        self.wants = Features(it.target_layers)
         self._reader = blocks.reader(file, it.block)
         self._block = np.full(it.block, it.mask, np.int32)
         self._branches = branches
         self.name = self._reader.name
         with ExitStack() as stack:
-            model = DraftModel(path, offload=target.offload)
-            stack.callback(model.close)
+            weights = DraftModel(path, offload=target.offload, repack=target.repack)
+            stack.callback(weights.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
             self._context = DraftContext(
-                model.address, target, window=window, shares=shares, states=self._reader.states, causal=bool(it.causal)
+                weights.address, target, window=window, shares=shares, states=self._reader.states,
+                causal=bool(it.causal),
             )  # fmt: skip
             stack.callback(self._context.close)
             self._memory = DraftMemory(self.name, path, self._context)
             self._lag = Lag(self._context.window)
+            self.wants = Features(it.target_layers, newest=self._context.window)
             self._stack = stack.pop_all()
 
     @property

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 class FeatureRows:
     """Lets an engine keep what drafters want of each token. Made before its first step, and once.
 
-    n_embd: values of a layer's input. Raises UnsupportedError for an architecture that does not give them.
+    n_embd: values of a layer's input. newest: of so many tokens, the newest ones, it is looked at; None for all. Raises
+    UnsupportedError for an architecture that does not give them.
     """
 
     def __init__(self, engine: Engine, drafters: Sequence[Drafter], n_embd: int) -> None:
         self._layers = sorted({layer for drafter in drafters for layer in drafter.wants.layers})
         self._n_embd = n_embd
         self._engine = engine
+        spans = [drafter.wants.newest for drafter in drafters]
+        self.newest = None if None in spans else max(span for span in spans if span is not None)
         self._columns: dict[Features, slice | npt.NDArray[np.intp]] = {}
         self._width = engine.open_features(self._layers, nextn=any(drafter.wants.nextn for drafter in drafters))
 

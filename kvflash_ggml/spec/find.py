@@ -14,6 +14,7 @@ from ..convert import target as target_facts
 from ..convert.gguf_read import GGUF
 from ..drafter.model import BOUND, FOLDERS
 from ..errors import ConfigError, ConversionError
+from .base import Features
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -60,11 +61,9 @@ class _Search:
     def kind(self, draft: Path) -> str:
         """Which type of drafter a file is; checked, if it is bound to a target."""
         file = gguf_read.read(draft)
-        found = _type(file)
-        if found == MTP:
-            heads.check_pair(file, self._target)
-        elif found != SIMPLE:
-            verify.check(file, target_facts.describe(self._target), rope_differs=True)
+        found = kind_of(file)
+        if found != SIMPLE:
+            verify.check(file, self._target, rope_differs=True)
         return found
 
     def best(self) -> Found | None:
@@ -95,7 +94,7 @@ class _Search:
         for path in self._beside():
             try:
                 file = gguf_read.read(path)
-                if _type(file) in types:
+                if kind_of(file) in types:
                     yield file, Found(self.kind(path), path)
             except ConversionError as error:
                 refused(error)
@@ -119,8 +118,8 @@ class _Search:
         return gguf_read.read(self._model)
 
 
-def _type(file: GGUF) -> str:
-    """Of a file that may be bound to a target, before it is checked."""
+def kind_of(file: GGUF) -> str:
+    """The type of a file that may be bound to a target, before it is checked."""
     if file.architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[file.architecture]
     if file.architecture in BOUND:
@@ -128,7 +127,16 @@ def _type(file: GGUF) -> str:
             file.name, "general.architecture", found=file.architecture, wanted="a drafter with a memory of its own",
             remedy="It reads its target's memory, which is paged in a pool: use another drafter, or kvflash=None.",
         )  # fmt: skip
-    return MTP if heads.count(file) and heads.without_trunk(file) else SIMPLE
+    return MTP if heads.alone(file) else SIMPLE
+
+
+def wants(file: GGUF, target: GGUF) -> Features:
+    """What a drafter that is bound to this target is given of it. ConversionError if its file does not say so."""
+    if kind_of(file) == MTP:
+        return Features(nextn=True)
+    layers, own = verify.target_layers(file), target_facts.describe(target).layers
+    # what comes out of the last layer is no input of another one
+    return Features(tuple(x for x in layers if x < own), nextn=own in layers)
 
 
 def _rank(candidate: tuple[GGUF, Found]) -> tuple[int, str]:

@@ -85,6 +85,7 @@ class Speculator:
         self._features = features
         self._clock = clock
         self._end: int | None = None  # the text becomes no longer in this request
+        self._prompt = 0  # where a prompt that is being read ends
         self._ahead: tuple[int, Int32s, Floats] | None = None
         self._running: float | None = None  # when the step that is timed began, or went on
         self._spent = 0.0
@@ -122,6 +123,7 @@ class Speculator:
         self._idle = 0
         self._running = None
         self._end = None if most is None else length + most
+        self._prompt = length
         self.controls.begin(length)
 
     # --- one step
@@ -285,7 +287,11 @@ class Speculator:
         """See `session.step.Follower`."""
         if self._features is None:
             return
-        rows = self._features.read(len(tokens))  # which waits for the compute
+        end, newest = start + len(tokens), self._features.newest
+        if newest is not None and end <= self._prompt - newest:
+            return  # nobody looks so far back from where drafts begin, and to read waits for the compute
+        self._prompt = 0 if end >= self._prompt else self._prompt
+        rows = self._features.read(len(tokens))
         if ahead:
             self._ahead = (start, tokens, rows)
         else:

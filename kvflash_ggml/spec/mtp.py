@@ -37,7 +37,7 @@ class Mtp(Chained):
                     )  # fmt: skip
             else:
                 heads.check_pair(file, gguf_read.read(target.path))
-                model = DraftModel(path, offload=target.offload, mtp=True)
+                model = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
                 stack.callback(model.close)
                 address = model.address
             context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)

@@ -43,7 +43,7 @@ class Small:
             )  # fmt: skip
         self._target = target
         with ExitStack() as stack:
-            model = DraftModel(path, offload=target.offload)
+            model = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(model.close)
             if model.recurrent:
                 raise ConversionError(

@@ -13,6 +13,7 @@ class Target:
     path: its file, the first one if it is split. model, context: addresses of the llama_model and the llama_context;
     both outlive the drafter. n_embd, n_vocab: values a layer's input has, and tokens. n_ctx: how long a text can be.
     ends: the tokens that end one. threads, batch_threads: for one token, and for several. offload: use a device.
+    repack: pack weights for the CPU's kernels.
     """
 
     path: Path
@@ -25,3 +26,4 @@ class Target:
     threads: int = 1
     batch_threads: int = 1
     offload: bool = False
+    repack: bool = True

@@ -248,7 +248,8 @@ def assemble(p: Plan, target: Path) -> None:
 def build_info(p: Plan, lib: Path) -> dict[str, object]:
     """What this build is made of, as `kvflash_ggml.build_info()` reports it."""
     names = sorted(f.name for f in lib.iterdir())
-    backends = [m.group(1) for n in names if (m := re.match(r"libggml-(?!base)([\w-]+)\.", n))]
+    backends = [m.group(1) for n in names if (m := re.match(r"libggml-(?!base|cpu-)([\w-]+)\.", n))]
+    variants = [m.group(1) for n in names if (m := re.match(r"libggml-cpu-([\w.-]+)\.", n))]
     version = re.search(r'^version = "(.*)"', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
     return {
         "version": version.group(1) if version else "",
@@ -259,7 +260,9 @@ def build_info(p: Plan, lib: Path) -> dict[str, object]:
         "patches": [patch.name for patch in p.series],
         "patches_hash": series_hash(p.series)[:12],
         "cmake_defines": dict(sorted(p.toolchain.defines.items())),
-        "backends": backends,
+        "flavour": p.toolchain.flavour,
+        "backends": [*backends, *(["cpu"] if variants else [])],
+        "cpu_variants": variants,
         "libraries": names,
     }
 

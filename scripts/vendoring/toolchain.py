@@ -24,6 +24,9 @@ ENVIRONMENT = (
 # Flags in CMAKE_ARGS that mean the pure-Python dependency, not us.
 FOREIGN = ("LLAMA_BUILD", "LLAVA_BUILD")
 
+# The flavour for CPUs of others: a CPU backend for each kind of them, which ggml chooses among and loads when it runs.
+PORTABLE = {"GGML_BACKEND_DL": True, "GGML_CPU_ALL_VARIANTS": True, "GGML_NATIVE": False}
+
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
@@ -37,9 +40,19 @@ class Toolchain:
     def flag(self, name: str, *, default: bool) -> bool:
         """A boolean definition, read the way CMake reads it."""
         value = self.defines.get(name)
-        if value is None:
-            return default
-        return value.upper() not in {"", "0", "OFF", "NO", "FALSE", "N", "IGNORE", "NOTFOUND"}
+        return default if value is None else _true(value)
+
+    @property
+    def native(self) -> bool:
+        """Whether it is for CPUs like this machine's; ggml's default, unless a build is to be reproducible."""
+        return self.flag("GGML_NATIVE", default="SOURCE_DATE_EPOCH" not in os.environ)
+
+    @property
+    def flavour(self) -> str:
+        """What CPUs the libraries are for: "native", "portable", or "fixed" to those that have what the flags say."""
+        if all(self.flag(name, default=not wanted) == wanted for name, wanted in PORTABLE.items()):
+            return "portable"
+        return "native" if self.native else "fixed"
 
     @property
     def cross(self) -> bool:
@@ -55,6 +68,8 @@ class Toolchain:
         if self.make_program:
             args.append(f"-DCMAKE_MAKE_PROGRAM={self.make_program}")
         args.append("-DGGML_CCACHE=OFF")  # ggml would wrap the compiler a second time
+        if self.flag("GGML_BACKEND_DL", default=False):
+            args.append("-DCMAKE_INSTALL_BINDIR=lib")  # ggml would put its backends where programs go
         if shutil.which("ccache"):
             args += [f"-DCMAKE_{lang}_COMPILER_LAUNCHER=ccache" for lang in ("C", "CXX", "CUDA")]
         return args + [f"-D{name}={value}" for name, value in sorted(self.defines.items())]
@@ -66,8 +81,7 @@ class Toolchain:
         parts += [platform.system(), platform.machine()]
         parts += [_version(self._compiler("C", "CC", ("cc", "gcc", "clang")))]
         parts += [_version(self._compiler("CXX", "CXX", ("c++", "g++", "clang++")))]
-        native = "SOURCE_DATE_EPOCH" not in os.environ
-        if self.flag("GGML_NATIVE", default=native):
+        if self.native:
             parts.append(_cpu_features())
         if self.flag("GGML_CUDA", default=False):
             parts += self._cuda_identity()
@@ -112,6 +126,29 @@ def user_defines(extra: Sequence[str] = ()) -> dict[str, str]:
     for word in extra:
         _define(found, word)
     return found
+
+
+def portable_defines(defines: Mapping[str, str]) -> dict[str, str]:
+    """The user's definitions and those of the portable flavour.
+
+    Raises:
+        VendorError: a definition of the user's says otherwise.
+    """
+    for name, wanted in PORTABLE.items():
+        if name in defines and _true(defines[name]) != wanted:
+            raise VendorError(
+                f"a portable build has {name}={_cmake(wanted)}, but {name}={defines[name]} was given: leave it out, "
+                "or build for this machine alone, without --portable and KVFLASH_PORTABLE"
+            )
+    return {**defines, **{name: _cmake(wanted) for name, wanted in PORTABLE.items()}}
+
+
+def _true(value: str) -> bool:
+    return value.upper() not in {"", "0", "OFF", "NO", "FALSE", "N", "IGNORE", "NOTFOUND"}
+
+
+def _cmake(value: bool) -> str:
+    return "ON" if value else "OFF"
 
 
 def _define(into: dict[str, str], text: str) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.harness import TEXT
 
 from kvflash_ggml.bench import main
 from kvflash_ggml.policy.base import ScoreRequest
 
 
 def bench(*args: Any) -> dict[str, Any]:
-    result = CliRunner().invoke(main, [str(arg) for arg in (*args, "-t", 1)], catch_exceptions=False)
+    texts = [word for path in sorted(TEXT.parent.glob("*.txt")) for word in ("--text", path)]
+    result = CliRunner().invoke(main, [str(arg) for arg in (*args, *texts, "-t", 1)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return data

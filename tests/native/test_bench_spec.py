@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from kvflash_ggml.bench import main
 
 
-def bench(*args: Any) -> dict[str, Any]:
-    result = CliRunner().invoke(main, [str(x) for x in ("spec", *args, "-t", 1)], catch_exceptions=False)
+def bench(*args: Any, verb: str = "spec") -> dict[str, Any]:
+    result = CliRunner().invoke(main, [str(x) for x in (verb, *args, "-t", 1)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return document
@@ -66,6 +66,20 @@ def test_lossless_answers_are_drafted_by_the_pool(kind: str, models: dict[str, P
         assert point["of_formula"] == pytest.approx(point["tps"] / point["formula_tps"])
         assert point["of_exact"] == pytest.approx(point["tps"] / points["exact", None, 0]["tps"])
     assert all(p["same_text"] == 1 for p in document["points"] if p["arm"] != "pool")
+
+
+def test_real_drafters_are_measured_beside_plain_decoding(models: dict[str, Path], loaded: None) -> None:
+    document = bench(
+        models["dense"], "--types", f"wrong,ngram,draft-eagle3={models['eagle3']}", "--passage", 40, "--depth", 170,
+        "--pool", "1K", "--tokens", 40, "--repeats", 1, verb="drafters",
+    )  # fmt: skip
+    plain, wrong, ngram, eagle3 = document["outcomes"]
+    assert plain["of_plain"] == 1
+    assert plain["drafted"] == 0
+    assert wrong["drafted"] > 0
+    assert wrong["accepted"] == 0
+    assert ngram["drafted"] + eagle3["drafted"] > 0
+    assert all(one["same_text"] == 1 for one in document["outcomes"])
 
 
 def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:

@@ -198,6 +198,16 @@ def test_a_drafter_of_another_target_is_not_accepted(loaded: None) -> None:
     assert other < own / 4
 
 
+@pytest.mark.parametrize(
+    ("drafter", "target"), [("recall-eagle3", "recall-qwen3"), ("mtp-recall-qwen35", "recall-qwen35")]
+)
+def test_drafters_of_one_token_after_the_other_are_measured_too(loaded: None, drafter: str, target: str) -> None:
+    files = [MODELS / f"{name}-q8_0.gguf" for name in (target, drafter)]
+    verify.verify(files[1], model=files[0])
+    (found,) = acceptance.measure(files[0], files[1:], acceptance.TEXTS[:2], tokens=32)
+    assert (found["block"], found["accepted"] > 0.5) == (acceptance.CHAIN, True)
+
+
 def test_what_would_abort_is_refused_before(tmp_path: Path, loaded: None) -> None:
     wide = checkpoints.small_target(tmp_path / "target.gguf", whole=True)
     with pytest.raises(ConversionError, match="target layers"):

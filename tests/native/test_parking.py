@@ -226,3 +226,23 @@ def test_a_salted_text_is_not_in_the_folder(
             end = answer(scheduler, text, salt=salt)
             assert end.usage.cached >= cached - 64
             assert cached or end.usage.cached == 0
+
+
+def test_a_request_says_what_is_seen(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_spec="ngram")
+    prompt = tokens[:2000].tolist()
+
+    def reported(**asked: Any) -> tuple[int, int, int]:
+        end = answer(scheduler, prompt, 8, reuse=False, **asked)
+        return end.report["read_exactly"], end.report["answered_exactly"], llm.kvflash.spec.last.steps
+
+    with served(llm) as scheduler:
+        assert scheduler.model.answers == ("pool", "exact")
+        usual = reported(drafts=False)
+        whole = reported(reading="exact", answer="exact", drafts=False)
+        pool = reported(reading="pool", drafts=False)
+        again = reported(drafts=False)
+    assert usual == again
+    assert usual[0] == whole[0] == len(prompt) > pool[0]
+    assert whole[1] > 0 == usual[1]
+    assert usual[2] == 0

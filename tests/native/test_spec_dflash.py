@@ -101,7 +101,7 @@ def test_the_child_that_measures(known: Any) -> None:
 
     target, texts = known
     drafter = DFlash(DRAFT, target.facts)
-    answer = acceptance.answer(drafter, texts)
+    answer = acceptance.answer(drafter, texts, drafter.size)
     found = [n for text in texts for n in accepted(drafter, text)]
     drafter.close()
     assert answer == {"accepted": pytest.approx(np.mean(found)), "steps": len(found), "block": 15}

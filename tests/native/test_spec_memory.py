@@ -57,7 +57,7 @@ def drafting(llama: Any) -> Callable[..., Any]:
     """Makes a model with a drafter of a kind."""
 
     def make(kind: str, **settings: Any) -> Any:
-        return llama(KINDS[kind][0], **SETTINGS, **rows(kind), **{"kvflash_spec": spec(kind)} | settings)
+        return llama(KINDS[kind][0], **SETTINGS | rows(kind) | {"kvflash_spec": spec(kind)} | settings)
 
     return make
 
@@ -271,3 +271,32 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
     llm._speculator.adopt([saved], everything)
     assert llm._speculator.off is None
     assert go_on(llm, 20)["steps"][0] > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "mtp"])
+def test_what_is_left_out_of_a_long_prompt_changes_no_draft(kind: str, drafting: Any, tokens: Any) -> None:
+    prompt = tokens[300:1200].tolist()
+
+    def drafts(newest: int | None) -> tuple[list[Any], list[int], int]:
+        llm = drafting(kind, n_ubatch=64, kvflash_spec=spec(kind, window=256))
+        speculator, seen, reads = llm._speculator, [], 0
+        features, propose, read = speculator._features, drafter_of(llm).propose, speculator._features.read
+        features.newest = newest or features.newest
+
+        def proposed(root: int, most: int) -> Any:
+            seen.append(propose(root, most))
+            return seen[-1]
+
+        def counted(count: int) -> Any:
+            nonlocal reads
+            reads += count
+            return read(count)
+
+        drafter_of(llm).propose, features.read = proposed, counted
+        text = list(islice(llm.generate(prompt, temp=0.0), 20))
+        return [None if one is None else one.tokens.tolist() for one in seen], text, reads
+
+    whole, short = drafts(10_000), drafts(None)
+    assert whole[:2] == short[:2]
+    assert any(whole[0])
+    assert whole[2] > len(prompt) > short[2]

@@ -179,7 +179,8 @@ def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> 
             return
         start = session.length
         session._generate_step(rows, EVERY, None, ahead=room)
-        session.accept(1)
+        session.keep(0)
+        session.accept()
         settings["after"](start, 1)
 
     session.extend = making_room

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kvflash_ggml
 from support.harness import read_block
 
 REPO = Path(__file__).resolve().parents[2]
@@ -152,7 +153,9 @@ def run_batch(folder: Path, files: Sequence[str]) -> Iterator[Result]:
 def _child(folder: Path, arguments: Sequence[str]) -> tuple[list[Result], str, str]:
     """(results, what was going on at the end, why it ended)"""
     env = os.environ | {"GGML_NO_BACKTRACE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests"), *filter(None, [env.get("PYTHONPATH")])])
+    package = Path(kvflash_ggml.__file__).parents[1]  # the one under test: of the checkout, or installed
+    paths = [str(package), str(REPO / "tests"), *filter(None, [env.get("PYTHONPATH")])]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", "support.archs", str(folder), *arguments]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:

@@ -99,6 +99,8 @@ class Faults:
 class FakeEngine(FakeHost):
     """`truth[pos]` is the row that was computed for a position. seen: how much each token of the last step has seen."""
 
+    is_lost = False
+
     def __init__(
         self,
         n_slots: int,
@@ -290,6 +292,12 @@ class FakeEngine(FakeHost):
     def wait(self, ticket: int) -> None:
         super().wait(ticket)
         self._run_up_to(ticket)
+
+    def is_sound(self, ticket: int) -> bool:
+        return True
+
+    def check_lost(self) -> None:
+        """No server computes for it."""
 
     def _drift(self) -> None:
         """What the device does while nobody waits."""

@@ -150,6 +150,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """What a fixture yields: the command line on fakes, and the log as it was at the end."""
     stage = Stage()
     monkeypatch.setattr(model, "create_llama", stage.create)
+    monkeypatch.setattr(model, "check_first_run", lambda *, repack: None)
     monkeypatch.setattr(model, "supports_gpu_offload", lambda: False)
     monkeypatch.setattr(model, "ensure_gpu_offload", lambda layers: None)
     logger = logging.getLogger("kvflash_ggml")

@@ -57,6 +57,8 @@ class FakeModel:
     give_way: Callable[[], bool] = lambda: False
     explains: bool = False
     files: dict[Path, Int32s] = field(default_factory=dict)
+    readings: tuple[str, ...] = ("pool", "exact")
+    answers: tuple[str, ...] = ("pool", "exact")
 
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)

@@ -84,6 +84,13 @@ def settle_ahead(session: Session) -> None:
         concurrent.futures.wait([session.store.heap._slabs._next])
 
 
+def accept(session: Session, count: int) -> None:
+    """The first `count` of the tokens that were verified are of the text."""
+    for row in range(count):
+        session.keep(row)
+    session.accept()
+
+
 def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = ()) -> None:
     """Everything that must be true between two calls. frozen: what is put aside."""
     engine, pager = session.engine, session.table

@@ -14,6 +14,7 @@ from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, st
 from kvflash_ggml.cli import chat, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
+from kvflash_ggml.placement.sizes import Fit
 from kvflash_ggml.prefix_cache.cache import PrefixCache
 
 
@@ -97,7 +98,7 @@ def test_json_is_one_document(cli: Stage) -> None:
 
 
 def test_options_reach_the_model(cli: Stage) -> None:
-    line = "-m m.gguf -p hi -c 8192 -b 256 -ub 128 -ngl 99 -t 3 -ctk q8_0 -ctv q4_0 -fa on"
+    line = "-m m.gguf -p hi -c 8192 -b 256 -ub 128 -ngl 99 -t 3 -ctk q8_0 -ctv q4_0 -fa on -nr"
     assert cli(*line.split()).exit_code == 0
     assert cli.settings == {
         "model_path": "m.gguf",
@@ -110,6 +111,7 @@ def test_options_reach_the_model(cli: Stage) -> None:
         "type_k": 8,
         "type_v": 2,
         "flash_attn": True,
+        "use_extra_bufts": False,
         "kvflash": None,
         "verbose": False,
     }
@@ -117,14 +119,51 @@ def test_options_reach_the_model(cli: Stage) -> None:
 
 def test_defaults_leave_batches_and_threads_to_the_library(cli: Stage) -> None:
     cli("m.gguf", "hi")
-    assert {"n_batch", "n_ubatch", "n_threads"}.isdisjoint(cli.settings)
+    assert {"n_batch", "n_ubatch", "n_threads", "use_extra_bufts"}.isdisjoint(cli.settings)
     assert (cli.settings["n_ctx"], cli.settings["n_gpu_layers"]) == (0, 0)
 
 
-def test_all_layers_when_there_is_a_gpu(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layers_when_there_is_a_gpu_and_nothing_is_fitted(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "supports_gpu_offload", lambda: True)
-    cli("m.gguf", "hi")
+    cli("m.gguf", "hi", "--no-fit")
     assert cli.settings["n_gpu_layers"] == -1
+    assert "fit" not in cli.settings
+
+
+def test_with_a_gpu_what_is_not_given_is_fitted(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(model, "ensure_gpu_offload", lambda layers: None)
+    cli("m.gguf", "hi")
+    assert cli.settings["fit"] == Fit()
+    assert {"n_gpu_layers", "type_k", "type_v", "n_ubatch"}.isdisjoint(cli.settings)
+    cli("m.gguf", "hi", "-ngl", "20")
+    assert cli.settings["n_gpu_layers"] == 20
+    assert "fit" not in cli.settings
+    cli("m.gguf", "hi", "-ngl", "20", "--fit", "-ctk", "q8_0")
+    assert (cli.settings["n_gpu_layers"], cli.settings["type_k"], cli.settings["fit"]) == (20, 8, Fit())
+    cli("m.gguf", "hi", "-sm", "row")
+    assert cli.settings["n_gpu_layers"] == -1
+
+
+def test_without_a_gpu_fitting_is_asked_for(cli: Stage) -> None:
+    cli("m.gguf", "hi", "-fitt", "1024")
+    assert cli.settings["n_gpu_layers"] == 0
+    cli("m.gguf", "hi", "--fit", "-fitt", "CUDA0=1024,CPU=10")
+    assert cli.settings["fit"] == Fit(margin={"CUDA0": 1 << 30, "CPU": 10 << 20})
+    assert "n_gpu_layers" not in cli.settings
+    for wrong in ("1,2", "CUDA0=x", "CUDA0=1,2", "-1"):
+        result = cli("m.gguf", "hi", f"--fit-target={wrong}")
+        assert result.exit_code == 2, wrong
+
+
+def test_a_first_run_tries_what_the_run_will_use(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(model, "check_first_run", lambda *, repack: seen.append(repack))
+    cli("m.gguf", "hi")
+    cli("m.gguf", "hi", "--no-repack")
+    monkeypatch.setenv("KVFLASH_REPACK", "0")
+    cli("m.gguf", "hi")
+    assert seen == [True, False, False]
 
 
 def test_layers_without_a_gpu_are_an_error(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

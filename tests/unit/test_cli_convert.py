@@ -64,7 +64,7 @@ def test_verify_says_what_fits(drafter: Path, target: Path, tmp_path: Path) -> N
     assert result.exit_code == 0
     assert result.stdout == (
         f"{drafter}: a DFlash drafter of 2 layers, blocks of 8, that reads the inputs of layers 1, 3; "
-        "it fits target.gguf\n"
+        "it fits target.gguf, or a sister of it of the same shape: --measure tells\n"
     )
     broken = rewritten(drafter, tmp_path / "broken.gguf", lambda fields: fields.pop("dflash.target_layers"))
     result = cli("verify", broken)

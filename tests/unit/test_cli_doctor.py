@@ -38,6 +38,8 @@ DECODE = {
 SAID: dict[str, Any] = {
     "doing": "decode",
     "library": "/lib/here",
+    "cpu": "libggml-cpu.so",
+    "weights": {"CPU_REPACK": 5},
     "system": "CPU : AVX2 = 1",
     "devices": [{"name": "CPU", "description": "Some CPU", "free": 2 << 30, "total": 4 << 30}],
     "gpu": False,
@@ -107,6 +109,8 @@ def test_all_is_well(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
         "sdist sha256 832db069",
         "1 patches, hash abcdef",
         "/lib/here",
+        "libggml-cpu.so: CPU : AVX2 = 1",
+        "CPU_REPACK: 5 types, as exact as plain ones",
         "Some CPU, 2.0 of 4.0 GiB free",
         "KVFLASH_POOL=1024",
         "pages: 15 out, 1 in",
@@ -114,6 +118,28 @@ def test_all_is_well(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert text in result.stdout
     assert "hidden" not in result.stdout
+
+
+def test_what_cpus_a_build_is_for(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {None: "for CPUs with what its flags say", "native": "for CPUs like that of the build"}
+    for flavour, text in {**said, "portable": "for any CPU: haswell, x64"}.items():
+        info = {**INFO, "flavour": flavour, "cpu_variants": ["haswell", "x64"]}
+        monkeypatch.setattr(checks.library, "build_info", lambda info=info: info)
+        assert text in doctor("m.gguf").stdout
+
+
+@pytest.mark.parametrize(("buffer", "build"), [("AMX", 'CFLAGS="-mno-amx-tile'), ("CPU_REPACK", None)])
+def test_packed_weights_that_crash(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, buffer: str, build: str | None
+) -> None:
+    said = {**SAID, "buffer": buffer, "weights": None, "decode": None}
+    say(monkeypatch, Child(said=said, doing="weights", failure="crashed with SIGSEGV", crashed=True))
+    result = doctor("m.gguf")
+    assert result.exit_code == 1
+    assert f"ERROR   weights packed for this CPU, buffer type {buffer}: crashed with SIGSEGV" in result.stdout
+    assert "--no-repack, or use_extra_bufts=False" in result.stdout
+    assert ("CFLAGS" in result.stdout) == (build is not None)
+    assert "decode             ERROR   not tried" in result.stdout
 
 
 def test_json(healthy: None) -> None:
@@ -148,7 +174,7 @@ def test_the_remedy_fits_the_crash(
     healthy: None, monkeypatch: pytest.MonkeyPatch, answer: Child, text: str, remedy: str
 ) -> None:
     monkeypatch.setattr(trial, "cpu", lambda: {"flags": "amx_int8"})
-    say(monkeypatch, dataclasses.replace(answer, said={"library": "", "system": ""} | answer.said))
+    say(monkeypatch, dataclasses.replace(answer, said={"library": "", "cpu": "", "system": ""} | answer.said))
     result = doctor("m.gguf")
     assert result.exit_code == 1
     assert text in result.stdout

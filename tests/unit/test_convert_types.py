@@ -67,7 +67,7 @@ def test_accepted_tokens_are_counted_a_step(right: int) -> None:
     text = list(range(100, 140))
     known = Continued(tokens=text, prompt=10, features=np.array(text, np.float32)[:, None])
     draft = Guessing(text, right)
-    found = acceptance.answer(draft, [known])  # type: ignore[arg-type]
+    found = acceptance.answer(draft, [known], draft.size)  # type: ignore[arg-type]
     assert (found["accepted"], found["block"]) == (right, 5)
     assert draft.asked == list(range(10, 39, right + 1))
 
@@ -75,4 +75,4 @@ def test_accepted_tokens_are_counted_a_step(right: int) -> None:
 def test_a_block_that_the_text_ends_in_is_no_rejection() -> None:
     text = [1, 2, 3]
     known = Continued(tokens=text, prompt=1, features=np.array(text, np.float32)[:, None])
-    assert acceptance.answer(Guessing(text, 5), [known])["steps"] == 0  # type: ignore[arg-type]
+    assert acceptance.answer(Guessing(text, 5), [known], 5)["steps"] == 0  # type: ignore[arg-type]

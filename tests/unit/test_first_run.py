@@ -28,9 +28,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def answer(monkeypatch: pytest.MonkeyPatch, child: Child) -> list[str]:
     seen: list[str] = []
 
-    def run(model: str | None, *, timeout: float, module: str) -> Child:
-        assert model is None
-        seen.append(module)
+    def run(model: str | None, *, timeout: float, module: str, entry: str) -> Child:
+        assert (model, module) == (None, first_run.__name__)
+        seen.append(entry)
         return child
 
     monkeypatch.setattr(first_run, "run_child", run)
@@ -40,7 +40,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, child: Child) -> list[str]:
 def test_once_for_each_build_and_cpu(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first_run.check_first_run()
     first_run.check_first_run()
-    assert asked == [first_run.__name__]
+    assert asked == ["main"]
     monkeypatch.setattr(trial, "cpu", lambda: {"model name": "B", "flags": "avx"})
     first_run.check_first_run()
     assert len(asked) == 2
@@ -57,6 +57,23 @@ def test_a_crash_is_told_every_time(asked: list[str], monkeypatch: pytest.Monkey
         with pytest.raises(LibraryError, match=TOLD):
             first_run.check_first_run()
     assert len(seen) == 2
+
+
+def test_weights_that_are_not_packed_are_tried_by_themselves(asked: list[str]) -> None:
+    first_run.check_first_run()
+    first_run.check_first_run(repack=False)
+    first_run.check_first_run(repack=False)
+    assert asked == ["main", "plain"]
+    assert all(callable(getattr(first_run, entry)) for entry in asked)
+
+
+@pytest.mark.parametrize("crashed", [True, False])
+def test_packed_weights_that_fail_are_told_with_the_way_around(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, crashed: bool
+) -> None:
+    answer(monkeypatch, Child(said={"buffer": "AMX"}, doing="start", failure="q4_K: off by 1", crashed=crashed))
+    with pytest.raises(LibraryError, match=r"buffer type AMX: q4_K: off by 1\nBuild it again with .*--no-repack"):
+        first_run.check_first_run()
 
 
 def test_other_failures_are_left_to_the_run(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

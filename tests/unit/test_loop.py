@@ -361,11 +361,12 @@ def test_what_it_takes_to_decide_is_of_the_drafts_cost() -> None:
 class Rows:
     """Features of the target, by position."""
 
-    def __init__(self) -> None:
-        self.newest = np.empty((0, 2), np.float32)
+    def __init__(self, newest: int | None = None) -> None:
+        self.rows = np.empty((0, 2), np.float32)
+        self.newest = newest
 
     def read(self, count: int) -> Any:
-        return self.newest[:count]
+        return self.rows[:count]
 
     def of(self, wants: Features, rows: Any) -> Any:
         return rows
@@ -380,7 +381,7 @@ def test_one_that_looks_into_the_target_is_told_what_stays() -> None:
     )
     features = Rows()
     one = make(drafter, features=features)
-    features.newest = np.arange(8, dtype=np.float32).reshape(4, 2)
+    features.rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     one.evaluated(0, ids(10, 11), ahead=False)
     one.evaluated(2, ids(5, 1, 2, 3), ahead=True)
     assert len(seen) == 1
@@ -397,6 +398,23 @@ def test_one_that_looks_into_the_target_is_told_what_stays() -> None:
     one.evaluated(5, ids(8), ahead=False)
     assert one.off is not None
     assert drafted(one) is None
+
+
+def test_the_old_part_of_a_prompt_is_not_read_for_those_who_look_at_the_newest() -> None:
+    drafter = Drafts(tokens(1))
+    seen: list[int] = []
+    drafter.wants = Features((1,), newest=6)  # type: ignore[misc]
+    drafter.observe = lambda start, told, rows: seen.append(start)  # type: ignore[method-assign]
+    features = Rows(newest=6)
+    one = make(drafter, features=features)
+    features.rows = np.zeros((4, 2), np.float32)
+    one.begin(20)
+    for start in range(0, 20, 4):
+        one.evaluated(start, ids(1, 2, 3, 4), ahead=False)
+    assert seen == [12, 16], "positions from 14 on are looked at"
+    one.truncated(4)
+    one.evaluated(4, ids(1, 2), ahead=False)
+    assert seen == [12, 16, 4], "what comes after the prompt is no prompt"
 
 
 def test_steps_that_nobody_is_asked_for_are_told_of_together() -> None:

@@ -79,7 +79,6 @@ class TestBlocks:
         blocks.join(one)
         blocks.join(other)
         assert blocks.free(NOBODY, ()) == [3]
-        assert [blocks.holders(b) for b in range(4)] == [1, 2, 1, 0]
         assert (blocks.quota(one), blocks.quota(other), blocks.quota(NOBODY)) == (3, 3, 1)
         assert blocks.free(one, [0]) == [3]
         blocks.leave(other)

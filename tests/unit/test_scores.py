@@ -41,6 +41,18 @@ def session(request: pytest.FixtureRequest) -> Any:
     session.close()
 
 
+def test_a_policy_that_cannot_be_opened_leaves_nothing_behind() -> None:
+    class Closed(Foreign):
+        def open(self, keys: Any, n_chunks: int) -> None:
+            assert engine.allocated > 0, "room for queries"
+            raise RuntimeError("shut")
+
+    engine = FakeEngine(512, 128, query_rows=4, asynchronous=True)
+    with pytest.raises(RuntimeError, match="shut"):
+        make_session(engine, KVFlashConfig(pool=512), n_ctx=2048, n_batch=128, n_ubatch=128, scorer=Closed())
+    assert engine.allocated == 0
+
+
 def some(count: int) -> np.ndarray[Any, Any]:
     return np.arange(count, dtype=np.int32)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, Faults, make_session
+from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
@@ -54,7 +55,7 @@ def test_looks_go_on_while_drafts_are_rejected(wrong: int, recurrent: bool) -> N
     one = session(scorer, recurrent=recurrent)
     while one.length < PROMPT + 400:
         one.verify(np.full(4 + wrong, 7, np.int32))
-        one.accept(4)
+        accept(one, 4)
     assert len(scorer.seen) == 400 // 16
     one.close()
 
@@ -70,7 +71,7 @@ def test_drafts_leave_no_trace() -> None:
         for token in tokens:
             plain.extend(token[None])
         drafted.verify(np.concatenate([tokens, rng.integers(200, 300, 5).astype(np.int32)]))
-        drafted.accept(right)
+        accept(drafted, right)
         done += right
         assert drafted.tokens.tolist() == plain.tokens.tolist()
         assert [c.on_host for c in drafted.table.chunks] == [c.on_host for c in plain.table.chunks]
@@ -138,7 +139,7 @@ def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) ->
 
     one.engine.step = count  # type: ignore[method-assign]
     one.verify(np.arange(6, dtype=np.int32))
-    one.accept(2)
+    accept(one, 2)
     assert steps == read
     assert one.length == PROMPT + 502
     one.close()
@@ -180,7 +181,7 @@ def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -
         put_back(length)
 
     one.engine.put_state = fail_once  # type: ignore[method-assign]
-    one.accept(0)
+    accept(one, 0)
     assert failed
     assert one.ahead == 0
     assert one.length < PROMPT

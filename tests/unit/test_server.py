@@ -225,6 +225,12 @@ def test_metrics() -> None:
         ({"kvflash": {"polcy": 1}}, 400, "kvflash.polcy"),
         ({"kvflash": {"pins": [[5, 2]]}}, 400, "pins"),
         ({"kvflash": {"pins": [[0, 10**9]]}}, 400, "pins"),
+        ({"kvflash": {"reading": "auto"}}, 400, "reading"),
+        (
+            {"kvflash": {"answer": "lossless"}},
+            400,
+            "pool or exact here, not 'lossless': start the server with --kvflash-answer lossless",
+        ),
         ({"n": 2}, 400, "one answer a request"),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),

@@ -18,7 +18,18 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.fake_engine import PAGE_BYTES, ROW_BYTES, Faults
-from support.fake_session import FaultyFile, check, check_protected, close, ints, make, settle_ahead, small_slabs, some
+from support.fake_session import (
+    FaultyFile,
+    accept,
+    check,
+    check_protected,
+    close,
+    ints,
+    make,
+    settle_ahead,
+    small_slabs,
+    some,
+)
 from support.saving import Digest, dump, load, seen, settle_scores, snapshot_store
 
 from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
@@ -214,7 +225,7 @@ class SessionMachine(RuleBasedStateMachine):
             session.settle()
         else:
             accepted = min(accepted, count)
-            session.accept(accepted)
+            accept(session, accepted)
         self.settle(self.tokens + new[:accepted].tolist())
 
     # --- what may go wrong

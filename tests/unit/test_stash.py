@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, Faults, make_session
+from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.session.session import Session
@@ -45,7 +46,7 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
         for token in (7, 8, 9):
             one.sketch(np.array([token], np.int32), room=4)
         one.verify(np.arange(1000, 1004, dtype=np.int32))
-        one.accept(accepted)
+        accept(one, accepted)
         text += range(1000, 1000 + accepted)
         assert one.tokens.tolist() == engine.tokens == text
     one.extend(np.array([5], np.int32))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_engine import PAGE_BYTES, Faults
-from support.fake_session import check, close, ints, make, small_slabs, some
+from support.fake_session import accept, check, close, ints, make, small_slabs, some
 from support.saving import Digest, dump, load
 
 from kvflash_ggml.constants import CHUNK
@@ -166,7 +166,7 @@ def test_every_token_of_an_answer_can_see_all(kind: dict[str, Any], world: Any) 
     assert session.whole[:1080].all()
     assert (session.loss.generated, session.loss.generated_whole) == (80, 80)
     session.verify(some(6, 3))
-    session.accept(4)
+    accept(session, 4)
     check(session, [*some(1000).tolist(), *answer, *some(6, 3)[:4].tolist()])
     assert session.whole[:1084].all()
 
@@ -255,7 +255,7 @@ def test_drafts_are_repaired_once_they_are_accepted(accepted: list[int], kind: d
     for i, count in enumerate(accepted):
         session.verify(some(6, i))
         assert session.length == len(text)
-        session.accept(count)
+        accept(session, count)
         text += some(6, i)[:count].tolist()
         check(session, text)
     repaired = session.loss.repaired

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, make_session
+from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
@@ -130,9 +131,9 @@ def test_a_session_tells_every_change_and_the_truth() -> None:
     assert trace.moments[11].length == 3000
 
     one.verify(np.arange(8, dtype=np.int32))
-    one.accept(8)
+    accept(one, 8)
     one.verify(np.arange(60, dtype=np.int32))
-    one.accept(60)
+    accept(one, 60)
     assert trace.moments[-1].generating
 
     one.truncate(500)

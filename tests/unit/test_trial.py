@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,64 @@ def test_libraries_are_loaded_after_those_they_need() -> None:
     assert [path.name for path in trial.load_order(map(Path, names))] == [
         "libggml-base.so", "libggml-cpu.so", "libggml-cuda.so", "libggml.so", "libllama.so",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 4)", "sys.exit('q4_K: off by 1')"])
+def test_packed_weights_that_fail_name_their_buffer_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    fine, text = child(monkeypatch, tmp_path, f"say(features=['amx_int8']); say(buffer='AMX'); {end}")
+    assert not fine
+    assert "weights packed for this CPU, buffer type AMX\nBuild it again with CFLAGS=" in text
+    assert "--no-repack, or use_extra_bufts=False of Llama" in text
+    assert ("crashes with SIGILL: weights" in text) == ("kill" in end)
+    fine, text = child(monkeypatch, tmp_path, f"say(buffer='AMX'); say(buffer=None); {end}")
+    assert not fine
+    assert "packed" not in text
+
+
+PORTABLE_FILES = [
+    "libllama.so",
+    "libggml-cpu-x64.so",
+    "libggml.so",
+    "libggml-cuda.so",
+    "libggml-cpu-zen4.so",
+    "libggml-base.so",
+]
+
+
+def test_ggml_opens_the_backends_of_a_portable_build() -> None:
+    files = [Path("lib", name) for name in PORTABLE_FILES]
+    assert [file.name for file in trial.to_open(files)] == ["libggml-base.so", "libggml.so", "libllama.so"]
+    assert [file.name for file in trial.cpu_variants(files)] == ["libggml-cpu-x64.so", "libggml-cpu-zen4.so"]
+    native = [Path("lib", name) for name in ("libllama.so", "libggml-cpu.so", "libggml.so", "libggml-base.so")]
+    assert trial.to_open(native) == trial.load_order(native)
+    assert trial.cpu_variants(native) == []
+
+
+class Ggml:
+    """The part of ggml that loads backends. loads: how many it finds."""
+
+    def __init__(self, loads: int) -> None:
+        self.folders: list[bytes] = []
+        self._count = 0
+        self.ggml_backend_reg_count: Any = lambda: self._count
+        self.ggml_backend_load_all_from_path: Any = functools.partial(self._load, loads)
+
+    def _load(self, loads: int, folder: bytes) -> None:
+        self.folders.append(folder)
+        self._count += loads
+
+
+def test_backends_are_loaded_once_and_from_the_folder_of_the_build() -> None:
+    ggml: Any = Ggml(1)
+    for _ in range(2):
+        trial.load_backends(ggml, [Path("here", name) for name in PORTABLE_FILES])
+    assert ggml.folders == [b"here"]
+    trial.load_backends(native := Ggml(0), [Path("here/libggml-cpu.so")])  # type: ignore[arg-type]
+    assert native.folders == []
+    with pytest.raises(OSError, match=r"none of the CPU backends in here \(libggml-cpu-x64\.so, "):
+        trial.load_backends(Ggml(0), [Path("here", name) for name in PORTABLE_FILES])  # type: ignore[arg-type]
 
 
 # --- at the end of a build

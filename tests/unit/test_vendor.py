@@ -8,6 +8,7 @@ import os
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vendoring import build, patches, source, toolchain
@@ -296,6 +297,40 @@ def test_cmake_args_reach_the_build_and_the_key(monkeypatch: pytest.MonkeyPatch)
     before = digest(*flagged.identity())
     monkeypatch.setenv("CXXFLAGS", "-O1")
     assert digest(*flagged.identity()) != before
+
+
+@pytest.mark.usefixtures("compilers")
+def test_a_portable_build_has_its_own_key_and_none_of_its_flags_may_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = toolchain.portable_defines({"GGML_NATIVE": "0", "GGML_LTO": "on"})
+    portable, native = toolchain.Toolchain(defines=given), toolchain.Toolchain(defines={"GGML_LTO": "on"})
+    assert (portable.flavour, native.flavour) == ("portable", "native")
+    assert toolchain.Toolchain(defines={"GGML_NATIVE": "OFF"}).flavour == "fixed"
+    assert digest(*portable.identity()) != digest(*native.identity())
+    assert "-DCMAKE_INSTALL_BINDIR=lib" in portable.arguments()
+    assert "-DCMAKE_INSTALL_BINDIR=lib" not in native.arguments()
+    monkeypatch.setattr(toolchain, "_cpu_features", lambda: "another CPU")
+    assert portable.identity() == toolchain.Toolchain(defines=given).identity()
+    with pytest.raises(VendorError, match="a portable build has GGML_BACKEND_DL=ON, but GGML_BACKEND_DL=off was given"):
+        toolchain.portable_defines({"GGML_BACKEND_DL": "off"})
+
+
+def test_the_variants_of_a_portable_build_are_one_backend(pin: Pin, tmp_path: Path) -> None:
+    source_tree = tmp_path / "source"
+    (source_tree / "ggml").mkdir(parents=True)
+    (source_tree / "ggml" / "CMakeLists.txt").touch()
+    unused: Any = dict.fromkeys(("ggml", "work", "out"), tmp_path)
+    chain = toolchain.Toolchain(defines=toolchain.portable_defines({}))
+    plan = build.Plan(pin=pin, toolchain=chain, source=source_tree, series=(), developer=False, **unused)
+    lib = tmp_path / "lib"
+    lib.mkdir()
+    for name in ("base", "cpu-x64", "cuda", "cpu-armv8.2_1"):
+        (lib / f"libggml-{name}.so").touch()
+    info = build.build_info(plan, lib)
+    assert info["backends"] == ["cuda", "cpu"]
+    assert info["cpu_variants"] == ["armv8.2_1", "x64"]
+    assert info["flavour"] == "portable"
 
 
 def test_the_real_pin_reads() -> None:

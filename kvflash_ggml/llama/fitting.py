@@ -1,0 +1,152 @@
+"""Fits a model to the devices before it is loaded: what is left open in the keywords is decided and written there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import llama_cpp
+
+from ..config import KVFlashConfig
+from ..constants import KV_TYPES, POOL_STEP
+from ..errors import ConfigError
+from ..placement.predict import ALL_LAYERS, predict
+from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
+from ..placement.table import summary
+from ..remote import Endpoint
+from .devices import LAYER, NONE
+from .parameters import Request as Asked
+
+logger = logging.getLogger("kvflash_ggml")
+
+N_CTX, N_BATCH, N_UBATCH = 512, 512, 512
+"""llama-cpp-python's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What else a model needs. query_rows: captured queries. reserved: bytes of the first device. planes: recurrent
+    states to go back to. head: one of the model's own file is loaded with it."""
+
+    query_rows: int = 0
+    reserved: int = 0
+    planes: int = 0
+    head: bool = False
+
+
+def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()) -> tuple[Asked, Placement]:
+    """The keywords with everything decided, and the placement. DoesNotFit; else what `predict` raises."""
+    placement, _ = predicted(path, asked, beside, endpoints)
+    logger.info("fit: %s; %s", placement.why, summary(placement))
+    upstream = {
+        **asked.upstream,
+        "n_gpu_layers": placement.n_gpu_layers,
+        "n_ubatch": placement.n_ubatch,
+        "n_batch": max(placement.n_ubatch, asked.upstream.get("n_batch", N_BATCH)),
+        "type_k": KV_TYPES[placement.type_k],
+        "type_v": KV_TYPES[placement.type_v],
+        "use_mmap": placement.use_mmap,
+    }
+    if placement.tensor_split is not None:
+        upstream["tensor_split"] = list(placement.tensor_split)
+    config = asked.config
+    if config is not None:
+        config = replace(config, pool=placement.pool, pool_bytes=None)
+    where = replace(asked.placement, override_tensor=placement.overrides, n_cpu_moe=0)
+    return replace(asked, upstream=upstream, config=config, placement=where), placement
+
+
+def predicted(
+    path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()
+) -> tuple[Placement, tuple[Device, ...]]:
+    """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
+
+    endpoints: of the servers that are asked for, connected.
+    """
+    settings, open_ = asked.upstream, asked.fit is not None
+    if settings.get("split_mode", LAYER) not in (NONE, LAYER):
+        raise ConfigError("fit places whole layers: leave out split_mode, or use split_mode=1 (layer) or 0 (none)")
+    layers = settings.get("n_gpu_layers", None if open_ else 0)
+    model = llama_cpp.llama_model_default_params()
+    model.n_gpu_layers = ALL_LAYERS if layers is None or layers < 0 else layers
+    for name in ("split_mode", "main_gpu"):
+        if name in settings:
+            setattr(model, name, settings[name])
+    model.load_mtp = beside.head
+    for name, value in asked.weights.items():
+        setattr(model, name, value)
+    n_ctx = settings.get("n_ctx", N_CTX)
+    n_batch = min(n_ctx or N_BATCH, settings.get("n_batch", N_BATCH))
+    steps_open = open_ and "n_batch" not in settings and "n_ubatch" not in settings
+    n_ubatch = None if steps_open else min(n_batch, settings.get("n_ubatch", N_UBATCH))
+    flash = bool(settings.get("flash_attn", False))
+    types = [_type(settings.get(name), left_open=open_ and flash) for name in ("type_k", "type_v")]
+
+    def request(sizes: ModelSizes) -> Request:
+        return Request(
+            n_ctx=n_ctx or sizes.n_ctx_train,
+            pool=_slots(asked.config, sizes, types),
+            minimum_pool=POOL_STEP if asked.config is None else asked.config.minimum_pool,
+            n_ubatch=n_ubatch,
+            type_k=types[0],
+            type_v=types[1],
+            n_gpu_layers=layers,
+            tensor_split=_shares(settings.get("tensor_split")),
+            overrides=asked.placement.override_tensor,
+            n_cpu_moe=asked.placement.n_cpu_moe or (None if open_ else 0),
+            use_mmap=settings.get("use_mmap", None if open_ else True),
+            offload_kqv=settings.get("offload_kqv", True),
+            query_rows=beside.query_rows,
+            fit=asked.fit or Fit(),
+        )
+
+    return predict(
+        path,
+        model,
+        _context_params(settings, n_ctx, n_batch, beside.planes, flash=flash),
+        request,
+        device=asked.placement.device,
+        overrides=asked.placement.override_tensor,
+        endpoints=endpoints,
+        reserved=beside.reserved,
+    )
+
+
+def _context_params(settings: dict[str, Any], n_ctx: int, n_batch: int, planes: int, *, flash: bool) -> Any:
+    """As upstream's constructor makes them, as far as memory goes."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_batch, N_UBATCH)
+    params.n_rs_seq = planes
+    params.flash_attn_type = (
+        llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    params.embeddings = settings.get("embedding", False)
+    for name in ("offload_kqv", "op_offload", "swa_full", "type_k", "type_v"):
+        if settings.get(name) is not None:
+            setattr(params, name, settings[name])
+    return params
+
+
+def _type(number: int | None, *, left_open: bool) -> str | None:
+    if number is None:
+        return None if left_open else "f16"
+    names = {value: name for name, value in KV_TYPES.items()}
+    if number not in names:
+        raise ConfigError(f"fit knows no K or V of type {number}: it is one of {', '.join(KV_TYPES)}")
+    return names[number]
+
+
+def _shares(split: list[float] | None) -> tuple[float, ...] | None:
+    return None if split is None else tuple(split)
+
+
+def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:
+    """Of the pool: a number, "auto", or None for a full cache."""
+    if config is None:
+        return None
+    if config.pool_bytes is None:
+        return config.pool
+    slot = sum(layer.slot(types[0] or "f16", types[1] or "f16") for layer in sizes.layers if not layer.window)
+    return config.pool_bytes // max(1, slot) // POOL_STEP * POOL_STEP

@@ -1,0 +1,55 @@
+"""One answer made in another way than the model was told to make all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .llama import Llama
+
+
+def readings(llm: Llama) -> tuple[str, ...]:
+    """How prompts can be read: "pool", and "exact" where there are stages."""
+    return ("pool", "exact") if _stages(llm) else ("pool",)
+
+
+def answers(llm: Llama) -> tuple[str, ...]:
+    """What a generated token can see: as `readings`, or "lossless" in place of "exact" where the pool was to draft."""
+    config = llm._config
+    if not _stages(llm) or config is None:
+        return ("pool",)
+    return ("pool", "lossless" if config.answer == "lossless" else "exact")
+
+
+@contextmanager
+def manner(llm: Llama, *, reading: str | None = None, answer: str | None = None, drafts: bool = True) -> Iterator[None]:
+    """For the answer within: how its prompt is read, what its tokens see, and whether drafts are verified.
+
+    None leaves it to the model's configuration. What is known of the prompt stays as it was read. ConfigError for what
+    the model was not opened for.
+    """
+    session = llm._session
+    assert session is not None
+    for name, value, possible in (("reading", reading, readings(llm)), ("answer", answer, answers(llm))):
+        if value is not None and value not in possible:
+            here = f"{name} can be {' or '.join(possible)} here, not {value!r}"
+            raise ConfigError(f"{here}: make the model with kvflash_{name}={value!r}")
+    before, speculator = session.reading, llm._speculator
+    exact = before.exact if reading is None else reading == "exact"
+    answers_exactly = before.answers_exactly if answer is None else answer != "pool"
+    session.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
+    if not drafts:
+        llm._speculator = None
+    try:
+        yield
+    finally:
+        session.reading, llm._speculator = before, speculator
+
+
+def _stages(llm: Llama) -> bool:
+    return llm._session is not None and llm._session.pool.stage_slots > 0

@@ -1,0 +1,55 @@
+"""How much of a text is on this machine, if the devices that computed it are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..constants import CHUNK
+from ..errors import DeviceLost
+from ..host.store import HostStore
+from ..pool.page_table import PageTable
+from .checkpoints import Checkpoints
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+class Salvage:
+    """Of a text. None of this asks a device for anything."""
+
+    def __init__(self, engine: Engine, table: PageTable, store: HostStore, checkpoints: Checkpoints) -> None:
+        self._engine = engine
+        self._table = table
+        self._store = store
+        self._checkpoints = checkpoints
+
+    @property
+    def kept(self) -> int:
+        """Leading tokens that can be had back: those of sealed chunks whose images were read while servers answered.
+
+        Where not all memory is pooled, those before the newest checkpoint among them.
+        """
+        chunks = self._table.chunks[: self._table.length // CHUNK]
+        lost = (c for c, chunk in enumerate(chunks) if not (chunk.on_host and self._is_sound(c)))
+        length = next(lost, len(chunks)) * CHUNK
+        info = self._engine.info
+        return self._checkpoints.nearest(length) if info.recurrent or info.n_swa else length
+
+    def _is_sound(self, chunk: int) -> bool:
+        return chunk in self._store and self._engine.is_sound(self._store.page(chunk).filled)
+
+    def check(self) -> None:
+        """DeviceLost if a server does not answer any more."""
+        with self.told():
+            self._engine.check_lost()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """A DeviceLost that is raised meanwhile says how much is kept."""
+        try:
+            yield
+        except DeviceLost as err:
+            err.kept = self.kept
+            raise
