@@ -60,6 +60,18 @@ class PageHeap:
         self._closed = False
         self._lock = RLock()
 
+    def move(self, memory: HostMemory, hand_over: Callable[[], None]) -> None:
+        """The images stay where they are, and belong to `memory` after `hand_over`. Nobody has a lease.
+
+        Waits for all transfers: those of another memory have other tickets.
+        """
+        with self._lock:
+            for page in (*self._pages, *self._orphans):
+                self._memory.wait(page.ticket)
+                page.ticket = 0
+            self._slabs.move(memory, hand_over)
+            self._memory = memory
+
     # --- queries
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from ..errors import HostMemoryError
@@ -48,6 +49,13 @@ class Slabs:
 
     def give_back(self, address: int) -> None:
         heapq.heappush(self._free, address)
+
+    def move(self, memory: HostMemory, hand_over: Callable[[], None]) -> None:
+        """Take further slabs from there, which has those that were made after `hand_over`."""
+        if self._next is not None:
+            wait([self._next])
+        hand_over()
+        self._memory = memory
 
     def close(self) -> None:
         """Free all memory."""

@@ -19,7 +19,7 @@ from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import KVFlashError
+from ..errors import ConfigError, KVFlashError
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
@@ -38,7 +38,7 @@ from .sizing import PoolSize
 from .speculating import Room, device_bytes, likely, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
-from .turns import Turns
+from .turns import Turns, changing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,22 +205,23 @@ class Llama(GeneratingLlama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
-            rows = self._query_rows(self._room)
-            self._size = self._size_pool(self._config, rows)
-            rows = rows if self._size.slots < self._size.n_ctx else 0
-            self._pool_requests.enter_context(native.pool_request(self._size.slots, rows))
+            self._size = self._size_pool(self._config)
+            self._pool_requests.enter_context(self._pool_request(self._size))
 
     def _query_rows(self, room: Room) -> int:
         """Queries that are captured, if the pool is smaller than the context."""
         rows = self._scorer.query_rows if self._scorer is not None else 0
         return rows + (room.queries if rows else 0)
 
+    def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
+        return native.pool_request(size.slots, self._query_rows(self._room) if size.slots < size.n_ctx else 0)
+
     def _reserved(self) -> int:
         """Device memory that drafting models take, which are loaded later."""
         scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
         return scores + device_bytes(self._found)
 
-    def _size_pool(self, config: KVFlashConfig, rows: int) -> PoolSize:
+    def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
@@ -228,7 +229,7 @@ class Llama(GeneratingLlama):
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
-            query_rows=rows,
+            query_rows=self._query_rows(self._room),
             reserved=self._reserved() + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
@@ -237,7 +238,7 @@ class Llama(GeneratingLlama):
             return replace(size, why=self.placement.why)
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
-    def _open_session(self, size: PoolSize) -> None:
+    def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:
         assert self._config is not None
         n_ubatch = min(self.context_params.n_ubatch or self.n_batch, self.n_batch)  # 0 is upstream's "as n_batch"
         if self._drafter is not None:
@@ -248,7 +249,7 @@ class Llama(GeneratingLlama):
         )
         config = self._config
         sizing.warn_if_tight(engine.info.devices, n_ubatch)
-        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill)
+        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, beside=beside)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
@@ -263,6 +264,71 @@ class Llama(GeneratingLlama):
             logger.warning(self.kvflash.banner())
         else:
             logger.info(self.kvflash.banner())
+
+    # --- another size
+
+    @changing
+    def resize_pool(self, tokens: int) -> int:
+        """Give the pool another size, in tokens; the text and its memory stay. Returns how many slots there are then.
+
+        Page images stay on the host and nothing is read again: what follows is what a session of that pool answers
+        that has loaded this text. For a moment both pools are there. A prefix cache keeps what is in its folder.
+
+        Raises DoesNotFit where there is no room for both, ConfigError for a size that cannot work or a policy that is
+        an object, which cannot serve two pools: nothing has changed then, as after any other error.
+        """
+        config, old = self._config, self._session
+        if config is None or old is None:
+            raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
+        old.check_open()
+        if not isinstance(config.policy, str):
+            raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")
+        config = replace(config, pool=tokens, pool_bytes=None)
+        size = sizing.fit(config, self._model, self.context_params)
+        if size.slots == old.pool.n_slots:
+            return size.slots
+        cache = None if self._prefixes is None else self._prefixes.cache
+        self._keep_prefix()
+        saved = self._saved(None)
+        before, closing = dict(vars(self)), self._ctx
+        try:
+            self._config, self._size = config, size
+            if self._drafter is None:
+                self._scorer = policy.resolve(config.policy)
+            self._ctx = self._make_context(size)
+            self._prefixes = None
+            self._open_session(size, beside=old.pool)
+            assert self._session is not None
+            self._session.events.observer = old.events.observer
+            self._session.pool.take_images(old.pool)
+            self._go_on_from(saved)
+        except BaseException:
+            made, session = self._ctx, self._session
+            vars(self).update(before)
+            if session is not None and not old.pool.owns_images:
+                old.pool.take_images(session.pool)
+            if made is not closing:
+                made.close()
+            saved.release()
+            raise
+        closing.close()
+        if cache is not None:
+            self.set_cache(cache)
+        return size.slots
+
+    def _make_context(self, size: PoolSize) -> internals.LlamaContext:
+        """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
+        with self._pool_request(size):
+            try:
+                context = internals.LlamaContext(model=self._model, params=self.context_params, verbose=self.verbose)
+            except ValueError as err:
+                raise sizing.no_room_beside(self._session, size) from err
+        self._stack.enter_context(contextlib.closing(context))
+        if self._lora_adapter is not None:
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._lora_adapter)  # type: ignore[misc]
+            scales = (ctypes.c_float * 1)(self.lora_scale)
+            llama_cpp.llama_set_adapters_lora(context.ctx, adapters, 1, scales)
+        return context
 
     @property
     def draft_model(self) -> Any:

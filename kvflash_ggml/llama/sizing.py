@@ -14,6 +14,7 @@ from ..errors import DoesNotFit
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
+    from ..session.session import Session
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -187,6 +188,15 @@ def does_not_fit(size: PoolSize) -> DoesNotFit:
         free=lane.free + lane.margin,
         needs={"context and compute of the smallest pool": lane.small, "margin": lane.margin},
     )
+
+
+def no_room_beside(session: Session | None, size: PoolSize) -> DoesNotFit:
+    """No second context of that size could be made beside the session's."""
+    assert session is not None
+    info = session.engine.info
+    pool = size.slots * (info.page_bytes // CHUNK)
+    free = sum(device.free_bytes for device in info.devices)
+    return DoesNotFit(info.device, needed=pool, free=free, needs={"KV of a second pool, beside its compute": pool})
 
 
 def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:

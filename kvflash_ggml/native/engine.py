@@ -310,6 +310,10 @@ class Engine(HostScoring):
     def free(self, address: int) -> None:
         lib.kvf_host_free(self._engine, ffi.cast("void *", address))
 
+    def adopt_host(self, other: Engine) -> None:
+        """What another engine on the same devices has allocated is this one's from now on, at the same addresses."""
+        lib.kvf_host_move(other._engine, self._engine)
+
     def view(self, address: int, size: int) -> memoryview:
         return memoryview(ffi.buffer(ffi.cast("char *", address), size)).cast("B")
 

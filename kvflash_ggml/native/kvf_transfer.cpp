@@ -4,6 +4,7 @@
 #include "kvf_remote.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace {
 
@@ -161,4 +162,10 @@ void kvf_host_free(kvf_engine * engine, void * data) {
     host.erase(std::remove_if(host.begin(), host.end(), [data](const auto & buffer) {
         return ggml_backend_buffer_get_base(buffer.get()) == data;
     }), host.end());
+}
+
+void kvf_host_move(kvf_engine * from, kvf_engine * to) {
+    std::scoped_lock lock(from->host_mutex, to->host_mutex);
+    std::move(from->host.begin(), from->host.end(), std::back_inserter(to->host));
+    from->host.clear();
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ class Pool:
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
     streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
-    stash: where what is not pooled is kept in front of drafts.
+    stash: where what is not pooled is kept in front of drafts. beside: another pool of the same model and devices,
+    whose images this one's texts can have; `take_images` makes them its own. owns_images: closes them with itself.
     """
 
     def __init__(
@@ -34,13 +36,17 @@ class Pool:
         host_limit: int | None = None,
         spill: Path | None = None,
         block_order: Sequence[int] | None = None,
+        beside: Pool | None = None,
     ) -> None:
         info = engine.info
         self.engine = engine
         self.n_slots = info.n_slots
         self.n_ubatch = n_ubatch
         self.blocks = BlockAllocator(info.n_slots // CHUNK, block_order)
-        self.heap = PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill)
+        self.owns_images = beside is None
+        self.heap: PageHeap = (
+            PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill) if beside is None else beside.heap
+        )
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
         self.stash = Stash(engine)
@@ -57,6 +63,12 @@ class Pool:
         """What one more text sees."""
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
+    def take_images(self, other: Pool) -> None:
+        """The images that both have are this pool's from now on; it closes them, and the other no longer does."""
+        self.heap.move(self.engine, partial(self.engine.adopt_host, other.engine))
+        self.owns_images, other.owns_images = True, False
+
     def close(self) -> None:
-        self.heap.close()
+        if self.owns_images:
+            self.heap.close()
         self.engine.close()

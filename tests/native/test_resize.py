@@ -1,0 +1,92 @@
+"""A pool gets another size: the text and its memory stay, and nothing is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import check, row, same_bits
+
+from kvflash_ggml.errors import ConfigError, DoesNotFit, KVFlashError
+
+PROMPT, STEPS = 900, 12
+SETTINGS = {"n_ctx": 2048, "kvflash_policy": "qk", "kvflash_tau": 8}
+
+
+def go_on(llm: Any, tokens: Any) -> Any:
+    rows = []
+    for token in tokens[PROMPT : PROMPT + STEPS]:
+        llm.eval([int(token)])
+        rows.append(row(llm))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("kind", ["small", "hybrid"])
+@pytest.mark.parametrize("size", [1024, 512, 2048])
+def test_the_answer_is_that_of_a_pool_of_this_size(
+    llama: Callable[..., Any], tokens: Any, tmp_path: Path, kind: str, size: int
+) -> None:
+    llm = llama(kind, kvflash=768, **SETTINGS)
+    llm.eval(tokens[:PROMPT].tolist())
+    llm.save_snapshot(tmp_path / "text.kvs")
+    outs, address = llm.kvflash.page_outs, llm._session.paging.heap
+    assert llm.resize_pool(size) == size
+    assert llm.kvflash.pool == size
+    assert llm.n_tokens == PROMPT
+    assert llm._session.paging.heap is address
+    assert llm._session.engine.decode_seconds == 0, "something was read again"
+    assert outs >= PROMPT // 64 - 1
+    found = go_on(llm, tokens)
+    check(llm)
+
+    other = llama(kind, kvflash=size, **SETTINGS)
+    other.load_snapshot(tmp_path / "text.kvs")
+    assert same_bits(found, go_on(other, tokens))
+
+
+def test_back_and_forth(llama: Callable[..., Any], tokens: Any) -> None:
+    llm = llama("small", kvflash=512, kvflash_cache=None, **SETTINGS)
+    llm.eval(tokens[:PROMPT].tolist())
+    for size in (1024, 512, 2048, 512):
+        assert llm.resize_pool(size) == size
+    assert llm.resize_pool(512) == 512
+    llm.eval(tokens[PROMPT : PROMPT + 300].tolist())
+    check(llm)
+    assert llm.kvflash.page_outs > 0
+
+
+def test_a_failure_leaves_the_session_as_it_was(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import llama_cpp
+
+    from kvflash_ggml.session.session import Session
+
+    def begun() -> Any:
+        llm = llama("small", kvflash=768, **SETTINGS)
+        llm.eval(tokens[:PROMPT].tolist())
+        return llm
+
+    wanted = go_on(begun(), tokens)
+    llm = begun()
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
+        with pytest.raises(DoesNotFit, match="second pool"):
+            llm.resize_pool(1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "load", lambda self, saved, then: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.resize_pool(1024)
+    with pytest.raises(ConfigError, match="positive number"):
+        llm.resize_pool(0)
+    assert llm.kvflash.pool == 768
+    assert same_bits(go_on(llm, tokens), wanted)
+    check(llm)
+
+
+def test_what_has_no_pool_of_its_own(llama: Callable[..., Any]) -> None:
+    with pytest.raises(KVFlashError, match="no pool"):
+        llama("small").resize_pool(512)
