@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .. import env
 from ..errors import LibraryError
 from ..native import library, trial
-from . import about
+from . import about, dry_run
 from .child import Child, run_child
 from .first_run import rebuild, told
 from .report import computes_on, package_version
@@ -216,10 +216,8 @@ def _placement(child: Child, model: str | None) -> list[Check]:
     if child.failure:
         return [Check(name="placement", status="error", detail=told(child), remedy=f"kvflash-run {model} --dry-run")]
     found = child.said["placement"]
-    if not found["fits"]:
-        return [Check(name="placement", status="warning", detail=found["why"], data=found)]
-    detail = "\n".join([found["table"], f"llama.cpp, with a full cache: {' '.join(found['options'])}"])
-    return [Check(name="placement", status="ok", detail=detail, data=found)]
+    status: Status = "ok" if found["fits"] else "warning"
+    return [Check(name="placement", status=status, detail="\n".join(dry_run.lines(model, found)), data=found)]
 
 
 def _decode_remedy(child: Child, model: str) -> str:

@@ -68,25 +68,32 @@ def open_model(
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
+    settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
+    if (cache := pool.cache()) is not None:
+        settings["kvflash_cache"] = cache
+    with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:
+        yield llm
+
+
+def keywords(
+    *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions
+) -> dict[str, Any]:
+    """The keywords of `Llama` that say how a model is loaded, and where it goes."""
     settings: dict[str, Any] = {
         "n_ctx": loading.ctx_size,
         "flash_attn": loading.flash_attn != "off",
         "kvflash": _with_drafts(pool.config(), drafts),
-        "verbose": verbose,
     }
     settings |= offloading(loading, devices) | loading.cache_types | _servers(loading) | devices.settings()
     if not loading.repack:
         settings["use_extra_bufts"] = False
-    if (cache := pool.cache()) is not None:
-        settings["kvflash_cache"] = cache
     if loading.batch_size is not None:
         settings["n_batch"] = loading.batch_size
     if loading.ubatch_size is not None:
         settings["n_ubatch"] = loading.ubatch_size
     if loading.threads is not None:
         settings["n_threads"] = settings["n_threads_batch"] = loading.threads
-    with closing(create_llama(model_path=path, **settings)) as llm:
-        yield llm
+    return settings
 
 
 def _servers(loading: ModelOptions) -> dict[str, Any]:

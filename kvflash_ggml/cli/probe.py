@@ -13,16 +13,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import DoesNotFit, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..native import library, trial
 from . import about
 from .dry_run import predicted
 
 DECODE_POOL = 512
 _CONTEXT = 1024
-_STEP = 512
 _SMALL_FILE = 256 << 20
 _TEXT = "The quick brown fox jumps over the lazy dog. "
 
@@ -120,16 +118,12 @@ def decode(model: str) -> dict[str, Any]:
 
 def placement(model: str) -> dict[str, Any]:
     """What would go where for the whole context, with a pool if the model can have one."""
-    settings: dict[str, Any] = {"n_ctx": 0, "n_gpu_layers": None if library.supports_gpu_offload() else 0}
-    settings |= {"n_ubatch": _STEP, "types": ("f16", "f16")}
+    settings: dict[str, Any] = {"n_ctx": 0, "flash_attn": True}
+    settings |= {"fit": True} if library.supports_gpu_offload() else {"n_gpu_layers": 0}
     try:
-        try:
-            found = predicted(model, config=KVFlashConfig(), **settings)
-        except UnsupportedModelError:
-            found = predicted(model, config=None, **settings)
-    except DoesNotFit as error:
-        return {"fits": False, "why": str(error)}
-    return {"fits": True, "table": found["table"], **found["document"]}
+        return predicted(model, {**settings, "kvflash": "auto"})
+    except UnsupportedModelError:
+        return predicted(model, settings)
 
 
 def _say(**values: Any) -> None:

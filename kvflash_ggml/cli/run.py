@@ -16,7 +16,7 @@ from .calibrate import finish
 from .chat import Chat
 from .device_options import DeviceOptions, device_options
 from .dry_run import dry_run as say_what_goes_where
-from .model import first_seed, has_chat_template, log_to_stderr, open_model, plain_errors
+from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
 from .prompt import model_and_words, read_prompt
@@ -143,7 +143,8 @@ def run(
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
         if dry_run:
-            ctx.exit(say_what_goes_where(path, loading=loading, pool=pool, as_json=output.as_json))
+            settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
+            ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, prompt, file, use_stdin=conversation is not True)
         chatting = text is None or (conversation is True and stdin_is_terminal())
         if chatting and conversation is False:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
+from .. import modelfile, policy, remote
 from ..config import KVFlashConfig
 from ..constants import KV_TYPES, POOL_STEP
+from ..drafter import model as drafter
 from ..errors import ConfigError
+from ..native import library
+from ..native import remote as servers
 from ..placement.predict import ALL_LAYERS, predict
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.table import summary
+from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
+from . import parameters
 from .devices import LAYER, NONE
 from .parameters import Request as Asked
+from .speculating import device_bytes, likely, loads_head, search
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -56,6 +64,34 @@ def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] =
         config = replace(config, pool=placement.pool, pool_bytes=None)
     where = replace(asked.placement, override_tensor=placement.overrides, n_cpu_moe=0)
     return replace(asked, upstream=upstream, config=config, placement=where), placement
+
+
+def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
+    """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit."""
+    asked = parameters.read(keywords, parameters.defaults)
+    modelfile.check(Path(path))
+    endpoints = [remote.find(text, trust=asked.rpc_trust) for text in asked.rpc]
+    if not endpoints:
+        library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
+    with servers.connected(endpoints):
+        return predicted(path, asked, beside(path, asked), endpoints)
+
+
+def beside(path: str, asked: Asked) -> Beside:
+    """What the keywords need beside the model and its context, before either is there."""
+    config = asked.config
+    if config is None:
+        return Beside()
+    small = drafter.find(path, config.drafter) if config.policy == DRAFTER else None
+    scorer = policy.resolve(config.policy) if small is None else None
+    found, drafts = search(Path(path), config.spec), likely(config, asked.upstream.get("draft_model"))
+    rows = 0 if scorer is None else scorer.query_rows
+    return Beside(
+        query_rows=rows + (drafts.queries if rows else 0),
+        reserved=(0 if small is None else drafter.reserve_bytes(small)) + device_bytes(found),
+        planes=drafts.planes,
+        head=loads_head(found),
+    )
 
 
 def predicted(

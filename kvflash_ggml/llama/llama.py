@@ -35,7 +35,7 @@ from .context import PagedContext
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
-from .speculating import Room, device_bytes, likely, loads_head, make_speculator, open_drafting, room, search
+from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 from .turns import Turns, changing
@@ -118,7 +118,9 @@ class Llama(GeneratingLlama):
         self.placement: Placement | None = None
         if request.fit is not None:
             with servers.connected(endpoints):
-                request, self.placement = fitting.fit(model_path, request, self._beside(request), endpoints)
+                request, self.placement = fitting.fit(
+                    model_path, request, fitting.beside(model_path, request), endpoints
+                )
             self._config = request.config
         settings = request.upstream
         self._placement = request.placement
@@ -147,18 +149,6 @@ class Llama(GeneratingLlama):
     __init__.__signature__ = parameters.signature()  # type: ignore[attr-defined]
 
     # --- construction
-
-    def _beside(self, request: parameters.Request) -> fitting.Beside:
-        """What is needed beside the model and its context, before either is there."""
-        if self._config is None:
-            return fitting.Beside()
-        drafts = likely(self._config, request.upstream.get("draft_model"))
-        return fitting.Beside(
-            query_rows=self._query_rows(drafts),
-            reserved=self._reserved(),
-            planes=drafts.planes,
-            head=loads_head(self._found),
-        )
 
     def _load(self, model_path: str, settings: dict[str, Any]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
@@ -208,13 +198,13 @@ class Llama(GeneratingLlama):
             self._size = self._size_pool(self._config)
             self._pool_requests.enter_context(self._pool_request(self._size))
 
-    def _query_rows(self, room: Room) -> int:
+    def _query_rows(self) -> int:
         """Queries that are captured, if the pool is smaller than the context."""
         rows = self._scorer.query_rows if self._scorer is not None else 0
-        return rows + (room.queries if rows else 0)
+        return rows + (self._room.queries if rows else 0)
 
     def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
-        return native.pool_request(size.slots, self._query_rows(self._room) if size.slots < size.n_ctx else 0)
+        return native.pool_request(size.slots, self._query_rows() if size.slots < size.n_ctx else 0)
 
     def _reserved(self) -> int:
         """Device memory that drafting models take, which are loaded later."""
@@ -229,7 +219,7 @@ class Llama(GeneratingLlama):
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
-            query_rows=self._query_rows(self._room),
+            query_rows=self._query_rows(),
             reserved=self._reserved() + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,

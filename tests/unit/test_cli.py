@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
-from kvflash_ggml.cli import chat, model, prompt, run
+from kvflash_ggml.cli import chat, dry_run, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
 from kvflash_ggml.placement.sizes import Fit
@@ -115,6 +115,28 @@ def test_options_reach_the_model(cli: Stage) -> None:
         "kvflash": None,
         "verbose": False,
     }
+
+
+def test_a_dry_run_loads_nothing(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    found: dict[str, Any] = {"fits": True, "table": "device  free", "options": ["-ngl", "7"]}
+
+    def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+        asked.append((path, settings))
+        return found
+
+    monkeypatch.setattr(dry_run, "predicted", predicted)
+    result = cli("m.gguf", "--dry-run", "--kvflash", "4096", "-c", "8192", "-ot", "exps=CPU")
+    assert result.exit_code == 0
+    assert result.stdout == "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ngl 7\n"
+    (path, settings), made = asked[0], cli.made
+    assert (path, settings["n_ctx"], settings["kvflash"].pool) == ("m.gguf", 8192, 4096)
+    assert settings["override_tensor"] == [("exps", "CPU")]
+    assert not made
+    found = {"fits": False, "device": "CUDA0", "why": "CUDA0 has 1 MiB free"}
+    result = cli("m.gguf", "--dry-run")
+    assert (result.exit_code, result.stdout) == (3, "does not fit: CUDA0 has 1 MiB free\n")
+    assert json.loads(cli("m.gguf", "--dry-run", "--json").stdout) == {"model": "m.gguf", **found}
 
 
 def test_defaults_leave_batches_and_threads_to_the_library(cli: Stage) -> None:

@@ -88,7 +88,7 @@ def test_what_would_go_where_is_said_of_a_model_that_is_asked_for(
 
     with_placement(fits=True, table="device  free", options=["-ngl", "7"])
     assert "device  free" in doctor("m.gguf").stdout
-    assert "llama.cpp, with a full cache: -ngl 7" in doctor("m.gguf").stdout
+    assert "llama-cli -m m.gguf -ngl 7" in doctor("m.gguf").stdout
     assert "placement" not in doctor().stdout
     assert json.loads(doctor("m.gguf", "--json").stdout)["checks"]["placement"]["options"] == ["-ngl", "7"]
     with_placement(fits=False, why="CUDA0 has 1 MiB free")
