@@ -91,15 +91,11 @@ def place(
     settings: upstream's keywords. Where experts are put aside of several devices, it gets the split of the layers that
     this went by, since llama.cpp's own follows the memory that is free at the moment.
     """
-    from ..native.devices import ModelArrays, devices
-    from ..native.remote import served
+    from ..native.devices import ModelArrays
 
     if asked == Placement() and not endpoints:
         return None
-    known = (*(device for endpoint in endpoints for device in served(endpoint)), *devices())
-    use = asked.device
-    if use is None and endpoints:  # llama.cpp does not know them by itself
-        use = tuple(device.name for device in default_devices(known))
+    known, use = _known(endpoints), holders(asked, endpoints)
     if use is not None:
         check_devices(use, known)
     overrides = list(asked.override_tensor)
@@ -117,6 +113,21 @@ def place(
         return ModelArrays(use, overrides)
     except EngineError as err:
         raise ConfigError(f"override_tensor: {err}") from err
+
+
+def holders(asked: Placement, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
+    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server."""
+    if asked.device is not None or not endpoints:
+        return asked.device
+    return tuple(device.name for device in default_devices(_known(endpoints)))
+
+
+def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
+    """The devices of connected servers, and of this machine."""
+    from ..native.devices import devices
+    from ..native.remote import served
+
+    return (*(device for endpoint in endpoints for device in served(endpoint)), *devices())
 
 
 def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:

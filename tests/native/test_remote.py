@@ -71,6 +71,15 @@ def test_two_servers_are_exact(
     assert go_on(other, 16) == expected
 
 
+def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) -> None:
+    """Pages are sent back at once that have just been read: only when they have come."""
+    where = over(servers) | {"n_ctx": 2048}
+    stock = logits_along(llama(flash_attn=True, swa_full=False, **where), tokens[:1500], tokens[1500:1502])
+    llm = llama(kvflash=1024, kvflash_reading="exact", kvflash_answer="exact", **where)
+    assert same_bits(logits_along(llm, tokens[:1500], tokens[1500:1502]), stock)
+    assert llm._session.streamed_steps > 3
+
+
 def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, tokens: Any) -> None:
     """A token costs what it costs without a pool; what is recalled is sent without waiting."""
     wire = Wire(servers[0])
