@@ -97,7 +97,7 @@ def _lanes(
     from ..placement.sizes import Fit
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
-    devices = inventory.named(need.device for need in small.devices[:-1])
+    devices = inventory.of_model(model)
     lanes, lost = [], {}
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
         gone = before.get(device.name, 0) - device.free - least.model

@@ -18,6 +18,15 @@ def devices() -> tuple[DeviceInfo, ...]:
     return tuple(map(read_device, raw))
 
 
+def model_devices(model: int) -> tuple[DeviceInfo, ...]:
+    """Those of the llama_model at this address that hold its layers, in its order. Servers' devices are only there."""
+    address = ffi.cast("void *", model)
+    n = lib.kvf_model_n_devices(address) - 1
+    raw: Any = ffi.new("kvf_device[]", n)
+    check(lib.kvf_model_devices(address, raw, n))
+    return tuple(map(read_device, raw))
+
+
 class ModelArrays:
     """Arrays for a llama_model_params, as addresses: 0 leaves a choice to llama.cpp. They live as long as this does.
 

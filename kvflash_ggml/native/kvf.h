@@ -183,6 +183,7 @@ void            kvf_sketch_free(void * model);
 
 // Of a model, loaded with its data or without.
 int32_t         kvf_model_n_devices(const void * model);  // with the host
+enum kvf_status kvf_model_devices  (const void * model, kvf_device * out, int32_t n);  // without it, so that n is one less
 int32_t         kvf_model_n_layers (const void * model);
 int32_t         kvf_model_n_weights(const void * model);
 enum kvf_status kvf_model_weights  (const void * model, kvf_weight * out, int32_t n);

@@ -1,4 +1,5 @@
 // What a model and a context would take, without making them.
+#include "kvf_device.h"
 #include "kvf_error.h"
 #include "kvf_pool.h"
 #include "kvf_probe.h"
@@ -230,6 +231,17 @@ void kvf_sketch_free(void * model) {
 
 int32_t kvf_model_n_devices(const void * model) {
     return ((const llama_model *) model)->devices.size() + 1;
+}
+
+kvf_status kvf_model_devices(const void * model, kvf_device * out, int32_t n) {
+    const auto & devices = ((const llama_model *) model)->devices;
+    if (n != (int32_t) devices.size()) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "room for %d devices, there are %d", n, (int) devices.size());
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        out[i] = kvf_describe_device(devices[i].dev);
+    }
+    return KVF_STATUS_SUCCESS;
 }
 
 int32_t kvf_model_n_layers(const void * model) {

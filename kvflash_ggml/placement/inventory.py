@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -21,10 +20,9 @@ def devices() -> tuple[Device, ...]:
     return (*(_device(x) for x in native.devices() if x.kind in ("gpu", "integrated")), host())
 
 
-def named(names: Iterable[str]) -> tuple[Device, ...]:
-    """Those of a model, by their names and in its order, and the host."""
-    known = {x.name: x for x in native.devices()}
-    return (*(_device(known[name]) for name in names), host())
+def of_model(address: int) -> tuple[Device, ...]:
+    """Those of the llama_model at this address, in its order, and the host."""
+    return (*map(_device, native.model_devices(address)), host())
 
 
 def host() -> Device:

@@ -56,10 +56,9 @@ class Sketch:
             offloaded=all(x.device != host or x.kind == native.EMBEDDING for x in self.weights),
         )
 
-    def devices(self, params: Any) -> tuple[Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """Those of the model, in its order, and the host."""
-        *names, _ = (x.device for x in native.measure(self.address, params, cells=0).devices)
-        return inventory.named(names)
+        return inventory.of_model(self.address)
 
     def sizes(self, params: Any, *, overrides: Overrides = ()) -> ModelSizes:
         """Sizes of layers, output and embedding. overrides: the user's own, with which the model was loaded."""

@@ -44,7 +44,7 @@ def predict(
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
     with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as found:
-        sizes, devices = found.sizes(context_params, overrides=overrides), found.devices(context_params)
+        sizes, devices = found.sizes(context_params, overrides=overrides), found.devices()
         request = asked(sizes)
         _check_names(request.fit, devices)
         first = next((x for x in devices if budget.usable(x)), devices[-1])

@@ -180,7 +180,7 @@ def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: Non
     with sketch(model("of olmoe"), llama_cpp.llama_model_default_params()) as found:
         sizes = found.sizes(params)
         measured = found.measure(params, pool=512)
-        devices = found.devices(params)
+        devices = found.devices()
         moved = found.sizes(params, overrides=[("exps", "CPU")])
     total = sum(layer.dense + layer.experts for layer in sizes.layers) + sizes.output + sizes.embedding
     assert total == sum(device.model for device in measured.devices)
