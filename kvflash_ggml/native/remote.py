@@ -21,6 +21,10 @@ MEASURED_BYTES = 4 << 20
 TRIED_TYPES = ("f16", "q8_0")
 
 
+_connected: list[Endpoint] = []
+"""Servers of the connections that last, one for each."""
+
+
 def _lib() -> tuple[Any, Any]:
     library.load()
     from ._kvf import ffi, lib
@@ -47,7 +51,14 @@ def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
                 )
             check(status)
             stack.callback(lib.kvf_rpc_close, name)
+            _connected.append(endpoint)
+            stack.callback(_connected.remove, endpoint)
         yield
+
+
+def all_served() -> tuple[DeviceInfo, ...]:
+    """The devices of all servers that are connected."""
+    return tuple(device for endpoint in dict.fromkeys(_connected) for device in served(endpoint))
 
 
 def served(endpoint: Endpoint) -> tuple[DeviceInfo, ...]:

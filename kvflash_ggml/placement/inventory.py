@@ -9,6 +9,7 @@ from typing import Literal
 
 from ..native import devices as native
 from ..native.info import DeviceInfo
+from ..native.remote import all_served
 from .sizes import HOST, Device
 
 _MEMINFO = Path("/proc/meminfo")
@@ -22,8 +23,8 @@ def devices() -> tuple[Device, ...]:
 
 
 def named(names: Iterable[str]) -> tuple[Device, ...]:
-    """Those of a model, by their names and in its order, and the host."""
-    known = {x.name: x for x in native.devices()}
+    """Those of a model, of this machine or of servers, by their names and in its order, and the host."""
+    known = {x.name: x for x in (*native.devices(), *all_served())}
     return (*(_device(known[name]) for name in names), host())
 
 
