@@ -153,3 +153,9 @@ def test_options_of_a_server_are_kept(servers: list[Server], llama: Any) -> None
     assert [device.name[:3] for device in llm._session.engine.info.devices] == ["RPC"]
     assert llm.__getstate__()["rpc"] == [servers[0].endpoint]
     llm.close()
+
+
+def test_a_model_is_fitted_to_a_server(servers: list[Server], llama: Any) -> None:
+    llm = llama(kvflash=512, fit=True, **over(servers[:1]))
+    assert [device.name[:3] for device in llm._session.engine.info.devices] == ["RPC"]
+    llm.eval([1, 2, 3])
