@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,16 @@ def heads_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def no_known_heads(heads_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the user's retrieval heads nor those that another test has found, in child processes either."""
     monkeypatch.setenv("KVFLASH_HEADS", str(next(heads_folders)))
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """The command line turns the log to the terminal for good; other tests of the same process read it."""
+    logger = logging.getLogger("kvflash_ggml")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,8 +14,10 @@ from ..native import library
 from ..native import remote as servers
 from .first_run import check_first_run
 from .model import plain_errors
-from .probe import devices
 from .terminal import note
+
+if TYPE_CHECKING:
+    from ..native.info import DeviceInfo
 
 MIB = 1 << 20
 
@@ -65,7 +68,9 @@ def serve(
     with plain_errors(verbose=False):
         check_first_run()
         library.load()
-        known = {one["name"]: one for one in devices()}
+        from ..native.devices import devices
+
+        known = {one.name: one for one in devices()}
         names = device or tuple(library.gpu_devices()) or ("CPU",)
         unknown = [name for name in names if name not in known]
         if unknown:
@@ -76,9 +81,7 @@ def serve(
             note(f"warning: {remote.RISK}. A tunnel is safer: {tunnel} on the client, and --host 127.0.0.1 here")
         port = port or remote.free_port(host)
         for name in names:
-            one = known[name]
-            memory = f"{one['free'] // MIB:,} of {one['total'] // MIB:,} MiB free"
-            click.echo(f"{name}: {one['description']}, {memory}")
+            click.echo(_described(known[name]))
         version = ".".join(map(str, remote.PROTOCOL))
         click.echo(f"serving at {host}:{port}, protocol {version}")
         # the native call never returns to Python, which would act on these
@@ -86,6 +89,11 @@ def serve(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threads = threads or max(1, (os.cpu_count() or 1) // 2)
         servers.serve(host, port, devices=names, threads=threads, cache=cache)
+
+
+def _described(device: DeviceInfo) -> str:
+    memory = f"{device.free_bytes // MIB:,} of {device.total_bytes // MIB:,} MiB free"
+    return f"{device.name}: {device.description}, {memory}"
 
 
 @rpc.command()
@@ -102,8 +110,8 @@ def check(server: str, *, rpc_trust: bool) -> None:
         click.echo(f"{server}: protocol {'.'.join(map(str, version))}")
         check_first_run()
         with servers.connected([endpoint]):
-            for name, free, total in servers.served(endpoint):
-                click.echo(f"{name}: {free // MIB:,} of {total // MIB:,} MiB free")
+            for device in servers.served(endpoint):
+                click.echo(_described(device))
             for name, speed in servers.measure(endpoint):
                 click.echo(
                     f"{name}: round trip {speed.round_trip * 1e3:.2f} ms, {speed.sent / MIB:,.0f} MiB/s there, "

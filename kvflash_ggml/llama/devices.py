@@ -86,28 +86,23 @@ def place(
 ) -> ModelArrays | None:
     """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
 
-    endpoints: of servers that are connected; their devices come first, and none can be chosen among.
+    endpoints: of servers that are connected; their devices come before this machine's, unless `device` says otherwise.
 
     settings: upstream's keywords. Where experts are put aside of several devices, it gets the split of the layers that
     this went by, since llama.cpp's own follows the memory that is free at the moment.
     """
-    from ..native.devices import ModelArrays, devices
+    from ..native.devices import ModelArrays
 
     if asked == Placement() and not endpoints:
         return None
-    if endpoints and asked.device is not None:
-        raise ConfigError(
-            "device= chooses among this machine's: with rpc= say by tensor_split which device holds how much"
-        )
-    known = devices()
-    use = asked.device
+    known, use = _known(endpoints), holders(asked, endpoints)
     if use is not None:
         check_devices(use, known)
     overrides = list(asked.override_tensor)
     check_overrides(overrides, known)
     if asked.n_cpu_moe:
         layers: Sequence[int] = range(asked.n_cpu_moe)
-        if settings.get("split_mode", LAYER) != NONE and not endpoints:
+        if settings.get("split_mode", LAYER) != NONE:
             by_name = {device.name: device for device in known}
             chosen = default_devices(known) if use is None else [by_name[name] for name in use]
             if len(chosen) > 1:
@@ -115,9 +110,24 @@ def place(
                 layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
         overrides.append((expert_pattern(layers), HOST))
     try:
-        return ModelArrays(use, overrides, endpoints)
+        return ModelArrays(use, overrides)
     except EngineError as err:
         raise ConfigError(f"override_tensor: {err}") from err
+
+
+def holders(asked: Placement, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
+    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server."""
+    if asked.device is not None or not endpoints:
+        return asked.device
+    return tuple(device.name for device in default_devices(_known(endpoints)))
+
+
+def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
+    """The devices of connected servers, and of this machine."""
+    from ..native.devices import devices
+    from ..native.remote import served
+
+    return (*(device for endpoint in endpoints for device in served(endpoint)), *devices())
 
 
 def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:

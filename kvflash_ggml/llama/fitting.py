@@ -23,7 +23,7 @@ from ..placement.table import summary
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
 from . import parameters
-from .devices import LAYER, NONE
+from .devices import LAYER, NONE, holders
 from .parameters import Request as Asked
 from .speculating import device_bytes, likely, loads_head, search
 
@@ -143,9 +143,8 @@ def predicted(
         model,
         _context_params(settings, n_ctx, n_batch, beside.planes, flash=flash),
         request,
-        device=asked.placement.device,
+        device=holders(asked.placement, endpoints),
         overrides=asked.placement.override_tensor,
-        endpoints=endpoints,
         reserved=beside.reserved,
     )
 

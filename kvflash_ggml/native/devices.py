@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..remote import Endpoint
 from ._kvf import ffi, lib
 from .info import DeviceInfo, read_device
-from .remote import device_list
 from .status import check, value
 
 
@@ -33,17 +31,12 @@ class ModelArrays:
     """Arrays for a llama_model_params, as addresses: 0 leaves a choice to llama.cpp. They live as long as this does.
 
     use: the devices that hold layers, in their order, None for llama.cpp's choice. overrides: (pattern, device), of
-    which the first that is found in a tensor's name says where it goes. endpoints: of connected servers, whose devices
-    are used instead, and this machine's behind them. EngineError for a device that there is not, or a pattern that is
-    no regular expression.
+    which the first that is found in a tensor's name says where it goes. Those of connected servers can be named too.
+    EngineError for a device that there is not, or a pattern that is no regular expression.
     """
 
-    def __init__(
-        self, use: Sequence[str] | None, overrides: Sequence[tuple[str, str]], endpoints: Sequence[Endpoint] = ()
-    ) -> None:
+    def __init__(self, use: Sequence[str] | None, overrides: Sequence[tuple[str, str]]) -> None:
         self._use = None if use is None else _owned(lib.kvf_device_list, len(use), _texts(use))
-        if endpoints:
-            self._use = device_list(endpoints)
         self._overrides = None
         if overrides:
             patterns, places = zip(*overrides, strict=True)

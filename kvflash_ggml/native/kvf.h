@@ -359,15 +359,13 @@ enum kvf_status kvf_rpc_open (const char * endpoint);
 void            kvf_rpc_close(const char * endpoint);
 int             kvf_rpc_state(const char * endpoint);  // -1 not connected, 0 it answers, 1 lost
 
-// The first n of the devices (ggml_backend_dev_t) of these open servers and, behind them, of this machine, in the order in which
-// llama.cpp would fill them. Returns how many there are.
-int32_t         kvf_rpc_devices(int32_t n_endpoints, const char * const * endpoint, void ** devices, int32_t n);
-void            kvf_rpc_device (const void * device, kvf_device * out);  // name and memory
+// The first n devices of an open server, whose names kvf_device_list and kvf_overrides know. Returns how many there are.
+int32_t         kvf_rpc_devices(const char * endpoint, kvf_device * devices, int32_t n);
 
 // Of a device of an open server: the median of 100 round trips, and how long `size` bytes take there and back, in seconds.
-enum kvf_status kvf_rpc_measure(const void * device, int64_t size, double * round_trip, double * sent, double * received);
+enum kvf_status kvf_rpc_measure(const char * device, int64_t size, double * round_trip, double * sent, double * received);
 // Attend to keys of this ggml type, and write a row of them. A server ends where it cannot: LOST.
-enum kvf_status kvf_rpc_try(const void * device, int32_t type);
+enum kvf_status kvf_rpc_try(const char * device, int32_t type);
 
 // Serve these devices of this machine, by name, to one client after the other. Returns only if it cannot listen there: LOST.
 enum kvf_status kvf_rpc_serve(const char * endpoint, int32_t n_threads, const char * cache, int32_t n,

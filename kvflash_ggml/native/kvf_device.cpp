@@ -1,6 +1,7 @@
 #include "kvf_device.h"
 
 #include "kvf_error.h"
+#include "kvf_remote.h"
 
 #include "llama.h"
 
@@ -22,6 +23,9 @@ int32_t kind_of(ggml_backend_dev_t dev) {
 
 kvf_status find_device(const char * name, ggml_backend_dev_t * dev) {
     *dev = ggml_backend_dev_by_name(name);
+    if (!*dev) {
+        *dev = kvf_find_remote(name);
+    }
     return *dev ? KVF_STATUS_SUCCESS : kvf_fail(KVF_STATUS_ARGUMENT, "there is no device %s", name);
 }
 

@@ -1,6 +1,7 @@
 // Devices of ggml's RPC servers. They are not registered with ggml: a model gets them only if it is asked for.
 #include "kvf_remote.h"
 
+#include "kvf_device.h"
 #include "kvf_error.h"
 
 #include "ggml-cpp.h"
@@ -56,54 +57,14 @@ kvf_status connect(const char * endpoint, connection & c) {
     return KVF_STATUS_SUCCESS;
 }
 
-const char * device_id(ggml_backend_dev_t dev) {
-    ggml_backend_dev_props props {};
-    ggml_backend_dev_get_props(dev, &props);
-    return props.device_id;
-}
-
-bool is_among(const std::vector<ggml_backend_dev_t> & devices, const char * id) {
-    return id && std::any_of(devices.begin(), devices.end(), [id](auto * dev) {
-        const auto * other = device_id(dev);
-        return other && strcmp(other, id) == 0;
-    });
-}
-
-// Those that llama.cpp takes if it is not told: a GPU that several backends see once, integrated ones where there is no other.
-std::vector<ggml_backend_dev_t> local_devices() {
-    std::vector<ggml_backend_dev_t> gpus, integrated;
-    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-        auto * dev = ggml_backend_dev_get(i);
-        switch (ggml_backend_dev_type(dev)) {
-            case GGML_BACKEND_DEVICE_TYPE_GPU:
-                if (!is_among(gpus, device_id(dev))) {
-                    gpus.push_back(dev);
-                }
-                break;
-            case GGML_BACKEND_DEVICE_TYPE_IGPU:
-                if (integrated.empty() || ggml_backend_dev_backend_reg(dev) == ggml_backend_dev_backend_reg(integrated[0])) {
-                    integrated.push_back(dev);
-                }
-                break;
-            default:
-                break;
-        }
-    }
-    return gpus.empty() ? integrated : gpus;
-}
-
 }  // namespace
-
-bool kvf_is_remote(ggml_backend_dev_t dev) {
-    return dev && strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0;
-}
 
 std::vector<std::string> kvf_endpoints(const llama_context & ctx) {
     std::vector<std::string> res;
     auto * sched = ctx.get_sched();
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
         auto * dev = ggml_backend_get_device(ggml_backend_sched_get_backend(sched, i));
-        if (kvf_is_remote(dev)) {
+        if (strcmp(kvf_backend_name(dev), "RPC") == 0) {
             res.push_back(ggml_backend_dev_description(dev));
         }
     }
@@ -153,28 +114,27 @@ void kvf_rpc_close(const char * endpoint) {
     }
 }
 
-int32_t kvf_rpc_devices(int32_t n_endpoints, const char * const * endpoint, void ** devices, int32_t n) {
-    std::vector<ggml_backend_dev_t> found;
-    for (int32_t i = 0; i < n_endpoints; ++i) {
-        auto * reg = add_server(endpoint[i]);
-        for (size_t k = 0; reg && k < ggml_backend_reg_dev_count(reg); ++k) {
-            found.push_back(ggml_backend_reg_dev_get(reg, k));
+ggml_backend_dev_t kvf_find_remote(const char * name) {
+    std::lock_guard<std::mutex> lock(connections_mutex);
+    for (const auto & [endpoint, c] : connections) {
+        auto * reg = add_server(endpoint.c_str());
+        for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); ++i) {
+            auto * dev = ggml_backend_reg_dev_get(reg, i);
+            if (strcmp(ggml_backend_dev_name(dev), name) == 0) {
+                return dev;
+            }
         }
     }
-    const auto local = local_devices();
-    found.insert(found.end(), local.begin(), local.end());
-    std::copy_n(found.begin(), std::min(n, (int32_t) found.size()), devices);
-    return found.size();
+    return nullptr;
 }
 
-void kvf_rpc_device(const void * device, kvf_device * out) {
-    auto * dev  = (ggml_backend_dev_t) device;
-    size_t free = 0, total = 0;
-    ggml_backend_dev_memory(dev, &free, &total);
-    *out = {};
-    snprintf(out->name, sizeof(out->name), "%s", ggml_backend_dev_name(dev));
-    out->free_bytes  = free;
-    out->total_bytes = total;
+int32_t kvf_rpc_devices(const char * endpoint, kvf_device * devices, int32_t n) {
+    auto * reg = add_server(endpoint);
+    const int32_t count = reg ? ggml_backend_reg_dev_count(reg) : 0;
+    for (int32_t i = 0; i < std::min(n, count); ++i) {
+        devices[i] = kvf_describe_device(ggml_backend_reg_dev_get(reg, i));
+    }
+    return count;
 }
 
 kvf_status kvf_rpc_serve(const char * endpoint, int32_t n_threads, const char * cache, int32_t n, const char * const * device) {

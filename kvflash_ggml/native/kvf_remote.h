@@ -10,7 +10,7 @@
 
 struct llama_context;
 
-bool                     kvf_is_remote(ggml_backend_dev_t dev);
+ggml_backend_dev_t       kvf_find_remote(const char * name);  // of the servers that are connected, or null
 std::vector<std::string> kvf_endpoints(const llama_context & ctx);  // of all devices that compute for it
 
 // LOST if one of them has left a message without an answer; it names the first that did.

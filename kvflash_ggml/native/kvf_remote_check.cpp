@@ -33,6 +33,10 @@ kvf_status status_of(ggml_backend_dev_t dev) {
     return kvf_check_servers({ ggml_backend_dev_description(dev) });
 }
 
+kvf_status no_device(const char * name) {
+    return kvf_fail(KVF_STATUS_ARGUMENT, "no server that is connected has a device %s", name);
+}
+
 template <typename F> double seconds(F && work) {
     const auto start = std::chrono::steady_clock::now();
     work();
@@ -41,8 +45,11 @@ template <typename F> double seconds(F && work) {
 
 }  // namespace
 
-kvf_status kvf_rpc_measure(const void * device, int64_t size, double * round_trip, double * sent, double * received) {
-    auto * dev = (ggml_backend_dev_t) device;
+kvf_status kvf_rpc_measure(const char * device, int64_t size, double * round_trip, double * sent, double * received) {
+    auto * dev = kvf_find_remote(device);
+    if (!dev) {
+        return no_device(device);
+    }
     bench  b(dev);
     auto * t = ggml_new_tensor_1d(b.ctx.get(), GGML_TYPE_I8, size);
     if (!b.alloc()) {
@@ -60,8 +67,11 @@ kvf_status kvf_rpc_measure(const void * device, int64_t size, double * round_tri
     return status_of(dev);
 }
 
-kvf_status kvf_rpc_try(const void * device, int32_t type) {
-    auto * dev  = (ggml_backend_dev_t) device;
+kvf_status kvf_rpc_try(const char * device, int32_t type) {
+    auto * dev = kvf_find_remote(device);
+    if (!dev) {
+        return no_device(device);
+    }
     bench  b(dev);
     auto * ctx  = b.ctx.get();
     auto * k    = ggml_new_tensor_3d(ctx, (ggml_type) type, HEAD, ROWS, 1);

@@ -6,13 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import remote
 from ..constants import KV_TYPES
 from ..errors import KVFlashError, RemoteError
 from ..remote import Endpoint
 from . import library
+
+if TYPE_CHECKING:
+    from .info import DeviceInfo
 
 MEASURED_BYTES = 4 << 20
 TRIED_TYPES = ("f16", "q8_0")
@@ -47,27 +50,16 @@ def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
         yield
 
 
-def device_list(endpoints: Sequence[Endpoint]) -> Any:
-    """The devices of connected servers, then those of this machine: a null-terminated array, as llama.cpp wants it."""
-    ffi, lib = _lib()
-    names = [ffi.new("char[]", str(endpoint).encode()) for endpoint in endpoints]
-    count = lib.kvf_rpc_devices(len(names), names, ffi.NULL, 0)
-    found = ffi.new("void *[]", count + 1)
-    lib.kvf_rpc_devices(len(names), names, found, count)
-    return found
+def served(endpoint: Endpoint) -> tuple[DeviceInfo, ...]:
+    """The devices of a connected server."""
+    from .info import read_device
 
-
-def served(endpoint: Endpoint) -> list[tuple[str, int, int]]:
-    """(name, free bytes, total bytes) of the devices of a connected server."""
     ffi, lib = _lib()
-    local = lib.kvf_rpc_devices(0, [], ffi.NULL, 0)
-    devices = device_list([endpoint])
-    found = []
-    for i in range(len(devices) - 1 - local):
-        out = ffi.new("kvf_device *")
-        lib.kvf_rpc_device(devices[i], out)
-        found.append((ffi.string(out.name).decode(), int(out.free_bytes), int(out.total_bytes)))
-    return found
+    name = str(endpoint).encode()
+    count = lib.kvf_rpc_devices(name, ffi.NULL, 0)
+    raw = ffi.new("kvf_device[]", count)
+    lib.kvf_rpc_devices(name, raw, count)
+    return tuple(map(read_device, raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +77,15 @@ def measure(endpoint: Endpoint) -> Iterator[tuple[str, Speed]]:
     from .status import check
 
     ffi, lib = _lib()
-    devices = device_list([endpoint])
-    for i, (name, _, _) in enumerate(served(endpoint)):
+    for device in served(endpoint):
+        name = device.name.encode()
         for kind in TRIED_TYPES:
-            if lib.kvf_rpc_try(devices[i], KV_TYPES[kind]) != lib.KVF_STATUS_SUCCESS:
-                raise RemoteError(f"{endpoint.text} has ended when {name} was to attend to keys of type {kind}")
+            if lib.kvf_rpc_try(name, KV_TYPES[kind]) != lib.KVF_STATUS_SUCCESS:
+                raise RemoteError(f"{endpoint.text} has ended when {device.name} was to attend to keys of type {kind}")
         times = [ffi.new("double *") for _ in range(3)]
-        check(lib.kvf_rpc_measure(devices[i], MEASURED_BYTES, *times))
+        check(lib.kvf_rpc_measure(name, MEASURED_BYTES, *times))
         round_trip, sent, received = (time[0] for time in times)
-        yield name, Speed(round_trip, MEASURED_BYTES / sent, MEASURED_BYTES / received, TRIED_TYPES)
+        yield device.name, Speed(round_trip, MEASURED_BYTES / sent, MEASURED_BYTES / received, TRIED_TYPES)
 
 
 def serve(host: str, port: int, *, devices: Sequence[str], threads: int, cache: Path | None) -> NoReturn:

@@ -12,7 +12,6 @@ from typing import Any
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
 from ..native.devices import ModelArrays
-from ..remote import Endpoint
 from . import budget, measure
 from .fit import fit
 from .measure import Sketch, copied
@@ -32,20 +31,19 @@ def predict(
     *,
     device: Sequence[str] | None = None,
     overrides: Overrides = (),
-    endpoints: Sequence[Endpoint] = (),
     reserved: int = 0,
 ) -> tuple[Placement, tuple[Device, ...]]:
     """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
     request does not name; n_ctx may be 0. asked: the request for a model of these sizes. device, overrides: the user's
-    own. endpoints: connected servers, whose devices come before those of this machine. reserved: bytes that something
-    else will take of the first device. ConfigError for a file that is no model, or
+    own, or those of connected servers and of this machine. reserved: bytes that something else will take of the
+    first device. ConfigError for a file that is no model, or
     a name that is no device's, UnsupportedModelError for a model that cannot have the pool that is asked for,
     DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
-    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides, endpoints)) as found:
+    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as found:
         sizes, devices = found.sizes(context_params, overrides=overrides), found.devices()
         request = asked(sizes)
         _check_names(request.fit, devices)
@@ -56,7 +54,7 @@ def predict(
 
     def exact(placement: Placement) -> Measure:
         types = {"type_k": KV_TYPES[placement.type_k], "type_v": KV_TYPES[placement.type_v]}
-        arrays = ModelArrays(device, placement.overrides, endpoints)
+        arrays = ModelArrays(device, placement.overrides)
         with _sketch(path, model_params, placement.n_gpu_layers, placement.tensor_split, arrays) as again:
             return _measure(again, copied(params, **types), request, placement.n_ubatch, placement.pool)
 

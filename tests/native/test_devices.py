@@ -1,4 +1,4 @@
-"""A pool on several devices: half of the layers in host memory, and two GPUs.
+"""A pool on several devices: half of the layers in host memory, two servers of this machine, and two GPUs.
 
 On a machine with a GPU: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_devices.py. One GPU shows as two
 in a process of its own, which runs the same tests.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from support import device_ladder as ladder
 from support.device_ladder import Placed
 from support.harness import KV_TYPES
+from support.servers import running
 
 from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
@@ -25,7 +27,7 @@ HALF = {"dense": 4, "hybrid": 5, "iswa": 4}
 
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
-PLACES = ("host", "half", "two")
+PLACES = ("host", "half", "two", "servers")
 TWO = ("half", "two")
 
 
@@ -37,13 +39,24 @@ def gpus(loaded: None, on_gpu: bool) -> list[Any]:
     return [device for device in devices() if device.kind == "gpu"] if on_gpu else []
 
 
+@pytest.fixture(scope="module")
+def endpoints(loaded: None) -> Iterator[list[str]]:
+    with running(2) as servers:
+        yield [server.endpoint for server in servers]
+
+
 @pytest.fixture
-def place(gpus: list[Any]) -> Any:
+def place(gpus: list[Any], request: pytest.FixtureRequest) -> Any:
     """Keywords and modes of a place by name, for a kind of model."""
 
     def find(name: str, kind: str = "dense") -> Placed:
         if name == "host":
             return Placed({"n_gpu_layers": 0}, ("host",))
+        if name == "servers" and gpus:
+            pytest.skip("servers are tried where there is no GPU to hold a part of the model")
+        if name == "servers":
+            settings = {"rpc": request.getfixturevalue("endpoints"), "n_gpu_layers": -1, "tensor_split": [1.0, 1.0]}
+            return Placed(settings, ("remote", "remote"))
         if not gpus:
             pytest.skip("needs a GPU: KVFLASH_TEST_GPU_LAYERS=99")
         if name == "half":
@@ -58,10 +71,7 @@ def place(gpus: list[Any]) -> Any:
 
 
 def _mode(gpu: Any) -> str:
-    asked = os.environ.get("KVFLASH_LANE")
-    if gpu.backend == "RPC":
-        return "sync" if asked == "sync" else "remote"
-    return asked or ("stream" if gpu.backend in ("CUDA", "ROCm", "MUSA") else "sync")
+    return os.environ.get("KVFLASH_LANE") or ("stream" if gpu.backend in ("CUDA", "ROCm", "MUSA") else "sync")
 
 
 @pytest.mark.parametrize("kv", BOTH_TYPES)
@@ -74,7 +84,7 @@ def test_whole_context_is_stock(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", PLACES[:3])
 def test_pages_come_back(where: str, kind: str, place: Any, llama: Any, tokens: Any) -> None:
     for kv in BOTH_TYPES if where != "host" else BOTH_TYPES[:1]:
         ladder.pages_come_back(kind, kv, place(where, kind), llama, tokens)
@@ -92,10 +102,10 @@ def test_looks_repeat(where: str, place: Any, llama: Any, tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-@pytest.mark.parametrize("where", TWO)
+@pytest.mark.parametrize("where", PLACES[1:])
 def test_exact_reading_sees_all(where: str, kind: str, place: Any, llama: Any, tokens: Any) -> None:
     """With a part in host memory attention may be computed on another device than in the full cache."""
-    ladder.exact_reading_sees_all(kind, place(where, kind), llama, tokens, bitwise=where == "two")
+    ladder.exact_reading_sees_all(kind, place(where, kind), llama, tokens, bitwise=where != "half")
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -110,9 +120,10 @@ def test_a_full_pool_reuses_its_graph(place: Any, llama: Any, tokens: Any) -> No
     assert in_answer >= 6
 
 
-def test_steps_of_a_prompt_overlap(place: Any, llama: Any, tokens: Any) -> None:
+@pytest.mark.parametrize("where", ["two", "servers"])
+def test_steps_of_a_prompt_overlap(where: str, place: Any, llama: Any, tokens: Any) -> None:
     """0010: on several devices no step of a prompt waits for the one before it; a single token reuses the graph."""
-    in_prompt, in_answer = ladder.reused_graphs(place("two"), llama, tokens)
+    in_prompt, in_answer = ladder.reused_graphs(place(where), llama, tokens)
     assert in_prompt == 0
     assert in_answer >= 6
 
@@ -123,7 +134,7 @@ def test_two_virtual_gpus(gpus: list[Any]) -> None:
         pytest.skip("needs one CUDA device that can show as two")
     environment = os.environ | {"GGML_CUDA_DEVICES": "2"}
     line = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", __file__]
-    line += ["-k", "(two and not virtual) or overlap"]
+    line += ["-k", "two and not virtual"]
     ran = subprocess.run(line, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert "skipped" not in ran.stdout.splitlines()[-1], ran.stdout[-3000:]

@@ -56,6 +56,30 @@ def test_what_is_measured_is_what_is_taken(
     llm.eval(list(range(1, 20)))
 
 
+def test_each_of_several_devices_is_measured(llama: Callable[..., Any], model: Callable[[str], Path]) -> None:
+    from dataclasses import replace
+
+    from support.servers import running
+
+    from kvflash_ggml.native import measure
+
+    with running(2) as servers:
+        endpoints = [server.endpoint for server in servers]
+        settings = {"n_gpu_layers": -1, "tensor_split": [1, 1], "rpc": endpoints, "use_mmap": False}
+        llm = llama("small", kvflash=POOL, kvflash_policy="qk", **settings)
+        rows = llm._session.engine.info.query_rows
+        taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
+        with measure.sketch(model("small"), llm.model_params) as found:
+            sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows).devices
+        llm.close()
+    assert len(taken) == 3
+    assert all(min(x.model, x.context, x.compute, x.queries) > 0 for x in taken[:-1])
+    # where steps overlap, llama.cpp thinks that what crosses takes a little more of the device where it arrives
+    assert taken[1].compute <= sketched[1].compute < 1.25 * taken[1].compute
+    assert [replace(x, compute=0) for x in sketched] == [replace(x, compute=0) for x in taken]
+    assert [sketched[i].compute for i in (0, 2)] == [taken[i].compute for i in (0, 2)]
+
+
 def test_a_larger_pool_takes_its_slots(llama: Callable[..., Any]) -> None:
     from kvflash_ggml.native import measure
 

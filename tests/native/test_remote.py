@@ -11,7 +11,7 @@ from support.harness import CHUNK, check, go_on, logits_along, read_block, row, 
 from support.servers import Server, Wire, running
 
 from kvflash_ggml import remote
-from kvflash_ggml.errors import LibraryError, RemoteError
+from kvflash_ggml.errors import ConfigError, LibraryError, RemoteError
 from kvflash_ggml.native import library
 
 LAYERS = {"all": -1, "half": 4}
@@ -71,6 +71,15 @@ def test_two_servers_are_exact(
     assert go_on(other, 16) == expected
 
 
+def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) -> None:
+    """Pages are sent back at once that have just been read: only when they have come."""
+    where = over(servers) | {"n_ctx": 2048}
+    stock = logits_along(llama(flash_attn=True, swa_full=False, **where), tokens[:1500], tokens[1500:1502])
+    llm = llama(kvflash=1024, kvflash_reading="exact", kvflash_answer="exact", **where)
+    assert same_bits(logits_along(llm, tokens[:1500], tokens[1500:1502]), stock)
+    assert llm._session.streamed_steps > 3
+
+
 def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, tokens: Any) -> None:
     """A token costs what it costs without a pool; what is recalled is sent without waiting."""
     wire = Wire(servers[0])
@@ -123,6 +132,19 @@ def test_nobody_gets_devices_unasked(servers: list[Server], llama: Any, monkeypa
     local = llama(kvflash=512, n_gpu_layers=0)
     assert not any(device.name.startswith("RPC") for device in local._session.engine.info.devices)
     llm.close()
+
+
+def test_devices_of_servers_have_names(servers: list[Server], llama: Any) -> None:
+    """The other way round, and one of two."""
+    where = over(servers)
+    names = [device.name for device in llama(kvflash=512, **where)._session.engine.info.devices]
+    for use in (names[::-1], names[1:]):
+        llm = llama(kvflash=512, device=use, **(where | {"tensor_split": None}))
+        assert [device.name for device in llm._session.engine.info.devices] == use
+        llm.eval([1, 2, 3])
+        llm.close()
+    with pytest.raises(ConfigError, match="device='RPC99' cannot hold layers: there are RPC"):
+        llama(kvflash=512, device=["RPC99"], **where)
 
 
 def test_options_of_a_server_are_kept(servers: list[Server], llama: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -147,17 +146,13 @@ class Stage:
 
 
 def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    """What a fixture yields: the command line on fakes, and the log as it was at the end."""
+    """What a fixture yields: the command line on fakes."""
     stage = Stage()
     monkeypatch.setattr(model, "create_llama", stage.create)
     monkeypatch.setattr(model, "check_first_run", lambda *, repack: None)
     monkeypatch.setattr(model, "supports_gpu_offload", lambda: False)
     monkeypatch.setattr(model, "ensure_gpu_offload", lambda layers: None)
-    logger = logging.getLogger("kvflash_ggml")
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield stage
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
 
 
 def interrupt_at(*counts: int) -> Callable[[int], None]:

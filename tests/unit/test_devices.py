@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from support.fake_llama import FakeLlama
+from support.fake_llama import Stage, staged
 
-from kvflash_ggml.cli import main, model
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
 from kvflash_ggml.llama import devices
@@ -144,26 +143,23 @@ def test_the_split_that_experts_were_put_aside_by_is_kept() -> None:
 # --- the command line
 
 
-def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    made: list[dict[str, Any]] = []
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    yield from staged(monkeypatch)
 
-    def create(**settings: Any) -> FakeLlama:
-        made.append(settings)
-        return FakeLlama(settings)
 
-    monkeypatch.setattr(model, "create_llama", create)
-    monkeypatch.setattr(model, "supports_gpu_offload", lambda: True)
-    line = ["m.gguf", "hello", "-no-cnv", "-q", "-dev", "CUDA1,CUDA0", "-sm", "none", "-ts", "3,1", "-mg", "1"]
-    line += ["-ot", r"blk\.1=CPU,x=CUDA0", "-cmoe", "-ncmoe", "2"]
-    ran = CliRunner().invoke(main, line)
+def test_options_reach_the_model(cli: Stage) -> None:
+    line = ["m.gguf", "hello", "-dev", "CUDA1,CUDA0", "-sm", "none", "-ts", "3,1", "-mg", "1"]
+    ran = cli(*line, "-ot", r"blk\.1=CPU,x=CUDA0", "-cmoe", "-ncmoe", "2")
     assert ran.exit_code == 0, ran.output
-    assert {name: made[0][name] for name in ("device", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe")} == {
+    asked = {name: cli.settings[name] for name in ("device", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe")}
+    assert asked == {
         "device": "CUDA1,CUDA0", "split_mode": 0, "tensor_split": [3.0, 1.0], "main_gpu": 1, "n_cpu_moe": 2,
     }  # fmt: skip
-    assert made[0]["override_tensor"] == [(r"blk\.1", "CPU"), ("x", "CUDA0"), (devices.EXPERTS, "CPU")]
-    assert CliRunner().invoke(main, ["m.gguf", "hello", "-no-cnv", "-q"]).exit_code == 0
-    assert not {"device", "split_mode", "override_tensor"} & set(made[1])
+    assert cli.settings["override_tensor"] == [(r"blk\.1", "CPU"), ("x", "CUDA0"), (devices.EXPERTS, "CPU")]
+    assert cli("m.gguf", "hello").exit_code == 0
+    assert not {"device", "split_mode", "override_tensor"} & set(cli.settings)
     for wrong, why in ((["-ts", "0,0"], "is not a share"), (["-ot", "exps"], "is not PATTERN=DEVICE")):
-        refused = CliRunner().invoke(main, ["m.gguf", "hello", *wrong])
+        refused = cli("m.gguf", "hello", *wrong)
         assert refused.exit_code == 2
         assert why in refused.output
