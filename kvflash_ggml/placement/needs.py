@@ -53,7 +53,7 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
         window=0 if pooled else slot * cells,
         state=layer.state,
         staging=slot * CHUNK * STAGED_PAGES if pooled and shape.pool < full else 0,
-        queries=layer.query * request.query_rows,
+        queries=layer.query * (request.query_rows + 1 if request.query_rows else 0),  # one for what is not kept
     )
 
 

@@ -1,0 +1,162 @@
+"""A model is fitted to its devices before it is loaded: what was planned is what is taken, and it answers as always.
+
+The devices are this machine's CPU, and a server of it, which counts as a device of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.servers import running
+
+from kvflash_ggml import Fit, KVFlashConfig
+from kvflash_ggml.bench.shapes import SHAPES, write
+from kvflash_ggml.errors import ConfigError, DoesNotFit
+from kvflash_ggml.placement.sizes import HOST, Placement
+
+MIB = 1 << 20
+STEPS = {"n_batch": 64, "n_ubatch": 64, "n_threads": 1, "verbose": False}
+POOL = {"kvflash": KVFlashConfig(pool=1024, reading="pool"), "n_ctx": 8192}
+PROMPT = [5, 6, 7, 8]
+ANSWER = list(range(9, 17))
+"""The model counts on."""
+
+NAME = "RPC0"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("fit") / "moe.gguf"
+    write(path, SHAPES["tiny-moe"])
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def servers(loaded: None) -> Iterator[list[str]]:
+    with running(2) as found:
+        yield [server.endpoint for server in found]
+
+
+def make(path: str, **keywords: Any) -> Any:
+    from kvflash_ggml import Llama
+
+    return Llama(path, **{**STEPS, **POOL, **keywords})
+
+
+def answer(llm: Any) -> list[int]:
+    return list(islice(llm.generate(PROMPT, temp=0.0), len(ANSWER)))
+
+
+def check_taken(llm: Any, placement: Placement) -> None:
+    """Byte for byte what the placement says, but for copies of inputs that overlapping steps did not need."""
+    from kvflash_ggml.native import measure
+
+    def address(pointer: Any) -> int:
+        return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+    taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
+    assert [x.device for x in taken] == [need.device for need in placement.needs]
+    for x, need in zip(taken, placement.needs, strict=True):
+        assert x.context == need.kv + need.state
+        assert x.queries == need.queries
+        assert x.compute == need.compute or (placement.pipeline and x.compute < need.compute)
+        assert x.model == need.weights or (placement.use_mmap and need.device == HOST)  # pages of the file count twice
+
+
+def on_server(free_mib: float | None) -> Fit:
+    return Fit() if free_mib is None else Fit(free={NAME: int(free_mib * MIB)}, margin=0)
+
+
+@pytest.mark.parametrize(
+    ("free", "level", "layers", "experts"), [(30, 1, 0, 0), (10.5, 2, 0, 2), (6, 2, 0, 8), (3, 3, 7, 1), (0, 4, 8, 0)]
+)
+def test_what_is_planned_is_what_is_taken(
+    free: float, level: int, layers: int, experts: int, mixture: str, servers: list[str]
+) -> None:
+    llm = make(mixture, rpc=servers[:1], fit=on_server(free))
+    found = llm.placement
+    assert (found.level, found.needs[-1].layers[1], len(found.host_experts)) == (level, layers, experts)
+    assert all(need.left >= 0 for need in found.needs)
+    check_taken(llm, found)
+    assert answer(llm) == ANSWER
+    llm.close()
+
+
+def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[str]) -> None:
+    fit = Fit(free={"RPC0": 8 * MIB, "RPC1": 10 * MIB}, margin=0)
+    llm = make(mixture, rpc=servers, fit=fit)
+    found = llm.placement
+    assert found.level == 1
+    assert found.pipeline
+    first, second = found.tensor_split
+    assert 0 < first < second
+    check_taken(llm, found)
+    assert answer(llm) == ANSWER
+    assert [device.name for device in llm.kvflash.devices] == ["RPC0", "RPC1"]
+    llm.close()
+
+
+def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str, servers: list[str]) -> None:
+    asked = {"rpc": servers[:1], "fit": on_server(10.5), "n_gpu_layers": -1, "type_k": 1, "type_v": 1}
+    with pytest.raises(DoesNotFit, match=r"RPC0 has 10 MiB free.*Enough by itself: .*-ngl") as failed:
+        make(mixture, **asked, n_cpu_moe=1)
+    options = {remedy.option.split()[0]: remedy for remedy in failed.value.remedies if remedy.enough}
+    moved = options["-ncmoe"].changes["n_cpu_moe"]
+    llm = make(mixture, **asked, n_cpu_moe=moved)
+    assert len(llm.placement.host_experts) == moved
+    assert (llm.placement.type_k, llm.placement.n_gpu_layers) == ("f16", -1)
+    llm.close()
+    fewer = options["-ngl"].changes["n_gpu_layers"]
+    llm = make(mixture, **{**asked, "n_gpu_layers": fewer}, n_cpu_moe=1)
+    assert llm.placement.needs[-1].layers == (0, 9 - fewer)
+    llm.close()
+
+
+def test_a_machine_without_a_gpu_bounds_the_pool_by_its_memory(mixture: str, loaded: None) -> None:
+    def fitted(free_mib: int, **more: Any) -> Any:
+        fit = Fit(free={HOST: free_mib * MIB}, margin={HOST: 0})
+        return make(mixture, fit=fit, kvflash="auto", n_ctx=0, **more)
+
+    llm = fitted(40)
+    found = llm.placement
+    assert (found.level, found.n_gpu_layers, found.n_ctx) == (4, 0, SHAPES["tiny-moe"].context)
+    assert 512 <= llm._size.slots < 16_384
+    assert llm._size.slots == found.pool
+    assert answer(llm) == ANSWER
+    copy = pickle.loads(pickle.dumps(llm))
+    assert copy.placement is None
+    assert copy._size.slots == found.pool
+    assert copy.context_params.type_k == llm.context_params.type_k
+    copy.close()
+    llm.close()
+    with pytest.raises(DoesNotFit, match=r"^CPU has 15 MiB free"):
+        fitted(15)
+
+
+def test_a_full_cache_can_be_fitted_too(mixture: str, loaded: None) -> None:
+    llm = make(mixture, fit=True, kvflash=None, n_ctx=2048)
+    assert llm.placement.pool == llm.placement.n_ctx == 2048
+    assert llm.kvflash is None
+    assert answer(llm) == ANSWER
+    llm.close()
+
+
+def test_without_fit_nothing_is_decided(mixture: str, loaded: None) -> None:
+    llm = make(mixture)
+    assert llm.placement is None
+    llm.close()
+
+
+def test_what_cannot_be_fitted_is_said(mixture: str, loaded: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'CUDA7' is no device of this model: it has CPU"):
+        make(mixture, fit=Fit(free={"CUDA7": MIB}))
+    with pytest.raises(ConfigError, match="fit is True, False or a Fit, not 3"):
+        make(mixture, fit=3)
+    with pytest.raises(ConfigError, match="fit places whole layers"):
+        make(mixture, fit=True, split_mode=2)
