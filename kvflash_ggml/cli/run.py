@@ -165,8 +165,8 @@ def run(
             recorded(llm, report, title=Path(path).name),
         ):
             load_s = time.perf_counter() - start
-            if llm.kvflash is not None and not output.quiet and not output.verbose:
-                note(llm.kvflash.banner())  # with -v the library says it
+            if not output.quiet and not output.verbose:  # with -v the library says it
+                _say_how_it_was_loaded(llm)
             templated = _use_template(llm, conversation, chatting=chatting, system=system)
             session_file.load(llm)
             if chatting:
@@ -195,6 +195,14 @@ def run(
                 finish(llm, shown=stderr_is_terminal() and not output.quiet)
     if answer.interrupted:
         raise KeyboardInterrupt
+
+
+def _say_how_it_was_loaded(llm: Any) -> None:
+    """With a pool, or where something was decided."""
+    if llm.kvflash is not None:
+        note(llm.kvflash.banner())
+    elif llm.placement is not None:
+        note(f"fit: {llm.placement.why}")
 
 
 def _answer(llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:

@@ -48,6 +48,7 @@ class FakeLlama:
     def __post_init__(self) -> None:
         self.metadata = {"tokenizer.chat_template": "x"} if self.template else {}
         self.kvflash = stats() if self.settings["kvflash"] is not None else None
+        self.placement = None
         self.kvflash_progress: Callable[[int, int], None] | None = None
         self.input_ids: list[int] = []
         self.n_tokens = 0

@@ -124,6 +124,15 @@ def test_experts_leave_before_layers_and_layers_before_everything() -> None:
     assert placed(moe(), (host(64 * GIB),), Request(n_ctx=131_072)).level == 4
 
 
+def test_small_experts_do_not_come_and_go_with_layers_that_leave() -> None:
+    """An expert layer that has room beside some layers would have to leave again for one layer more."""
+    sizes, request = moe(dense=300 * MIB, experts=60 * MIB), Request(n_ctx=131_072)
+    places = [placed(sizes, (*gpus(free * 128 * MIB), host(64 * GIB)), request) for free in range(16, 64)]
+    there = [40 - found.needs[-1].layers[1] - len(found.host_experts) for found in places]
+    assert there == sorted(there)
+    assert {found.level for found in places} == {3}
+
+
 def test_the_pool_of_a_host_alone_leaves_half_to_page_images() -> None:
     sizes = moe()
     weights = sum(layer.dense + layer.experts for layer in sizes.layers) + sizes.output + sizes.embedding
