@@ -41,9 +41,10 @@ class Salvage:
         return chunk in self._store and self._engine.is_sound(self._store.page(chunk).filled)
 
     def check(self) -> None:
-        """DeviceLost if a server does not answer any more."""
-        with self.told():
-            self._engine.check_lost()
+        """DeviceLost if a server does not answer any more. Nobody is asked once the model is closed."""
+        if not self._engine.closed:
+            with self.told():
+                self._engine.check_lost()
 
     @contextmanager
     def told(self) -> Iterator[None]:

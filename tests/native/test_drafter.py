@@ -45,7 +45,7 @@ def reader_of(llm: Any) -> Any:
 def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:
     settings = llama_cpp.llama_context_default_params()
     settings.n_threads = settings.n_threads_batch = 1
-    return drafter.load(path, beside=target._model, n_ctx=n_ctx, offload=False, settings=settings)
+    return drafter.load(path, beside=target._model, n_ctx=n_ctx, offload=False, repack=True, settings=settings)
 
 
 @pytest.fixture
