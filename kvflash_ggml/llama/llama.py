@@ -190,7 +190,8 @@ class Llama(GeneratingLlama):
     def tokenizer_(self, tokenizer: Any) -> None:
         # upstream sets this between loading the model and making the context: the moment to size the pool
         if isinstance(tokenizer, LlamaTokenizer):
-            tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos)
+            spells = llama_cpp.llama_vocab_type(self._model.vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
+            tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos, spells=spells)
         self._tokenizer = tokenizer
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)

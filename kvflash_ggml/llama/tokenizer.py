@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ConfigError
+
 SHORT = 8
 """Lists up to this length are not worth remembering: a stream asks for single tokens between its growing text."""
 
 
 class IncrementalTokenizer:
-    """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is."""
+    """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is.
 
-    def __init__(self, tokenizer: Any, bos: Callable[[], int]) -> None:
+    spells: does the model's file have a vocabulary? Without one llama.cpp ends the process: here it is a ConfigError.
+    """
+
+    def __init__(self, tokenizer: Any, bos: Callable[[], int], *, spells: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._spells = spells
         self._bos = bos
         self._tokens: list[int] = []
         self._text = b""
@@ -24,6 +30,11 @@ class IncrementalTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        self._check()
+        tokens: list[int] = self._tokenizer.tokenize(text, add_bos, special)
+        return tokens
 
     def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
         if len(tokens) <= SHORT:
@@ -45,6 +56,11 @@ class IncrementalTokenizer:
         self._special = special
         return self._text
 
+    def _check(self) -> None:
+        if not self._spells:
+            raise ConfigError("this model's file has no vocabulary: give it tokens (generate, eval) instead of text")
+
     def _plain(self, tokens: list[int], prev_tokens: list[int] | None, special: bool) -> bytes:
+        self._check()
         text: bytes = self._tokenizer.detokenize(tokens, prev_tokens=prev_tokens, special=special)
         return text

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvflash_ggml.bench import main
+from kvflash_ggml.errors import ConfigError
 
 
 def bench(*args: Any, verb: str = "spec") -> dict[str, Any]:
@@ -91,6 +92,9 @@ def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
     write(path, SHAPES["tiny"])
     llm = Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
     assert [*islice(llm.generate([900, 30, 500], temp=0.0), 8)] == [*range(501, 509)]
+    for asked in (lambda: llm.tokenize(b"text"), lambda: llm.detokenize([5]), lambda: llm("text")):
+        with pytest.raises(ConfigError, match="no vocabulary"):
+            asked()
     llm.close()
 
 
