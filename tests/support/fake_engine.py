@@ -322,15 +322,17 @@ class FakeEngine(FakeHost):
 
     def settled(self) -> tuple[Bytes, Callable[[int], bytes]]:
         """(pool, reader of images) as they will be once the queue is empty. Changes nothing."""
-        pool, images = self.pool.copy(), {}
-        for transfer in self._queue:
-            for block, image in transfer.pairs:
-                rows = pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
-                if transfer.out:
-                    images[image] = rows.tobytes()
-                else:
-                    data = images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
-                    rows[:] = np.frombuffer(data, np.uint8)
+        images: dict[int, bytes] = {}
+        with self._queue_lock:  # a scoring thread that waits would take transfers away under the loop
+            pool = self.pool.copy()
+            for transfer in self._queue:
+                for block, image in transfer.pairs:
+                    rows = pool[block * CHUNK : (block + 1) * CHUNK].reshape(-1)
+                    if transfer.out:
+                        images[image] = rows.tobytes()
+                    else:
+                        data = images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
+                        rows[:] = np.frombuffer(data, np.uint8)
         return pool, lambda image: images.get(image) or self.bytes_at(image, PAGE_BYTES).tobytes()
 
     def blank(self, image: memoryview, first: int) -> None:

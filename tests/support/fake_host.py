@@ -21,11 +21,12 @@ class FakeHost:
         self.refuse_alloc = False
         self.most = 0
         self._next = 1 << 20
-        self._lock = threading.Lock()  # the store asks for slabs from a thread of its own
+        self._lock = threading.RLock()  # the store asks for slabs from a thread of its own, others read them
 
     @property
     def allocated(self) -> int:
-        return sum(len(slab) for slab in self.slabs.values())
+        with self._lock:
+            return sum(len(slab) for slab in self.slabs.values())
 
     def alloc(self, size: int) -> int:
         if self.refuse_alloc:
@@ -41,7 +42,9 @@ class FakeHost:
             self.slabs.pop(address).fill(POISON)
 
     def bytes_at(self, address: int, size: int) -> Bytes:
-        for base, slab in list(self.slabs.items()):
+        with self._lock:
+            slabs = list(self.slabs.items())
+        for base, slab in slabs:
             if base <= address and address + size <= base + len(slab):
                 return slab[address - base : address - base + size]
         raise AssertionError(f"{size} bytes at {address} are not ours")
