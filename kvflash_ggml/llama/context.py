@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -54,6 +55,13 @@ class PagedContext(internals.LlamaContext):
 
     def kv_cache_seq_shift(self, seq_id: int, p0: int, p1: int, shift: int) -> NoReturn:
         raise KVFlashError("paged positions are fixed: context shift needs kvflash=None")
+
+
+def take_closing(context: internals.LlamaContext) -> ExitStack:
+    """What is left of closing a context and its model, which the caller does then, and they no longer."""
+    rest: ExitStack = context.model._exit_stack.pop_all()
+    rest.callback(context._exit_stack.pop_all().close)
+    return rest
 
 
 def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:

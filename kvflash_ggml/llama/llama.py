@@ -7,6 +7,7 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from ..session.pool import Pool
 from ..spec.find import Found
 from . import devices, fitting, parameters, sizing
 from .bias import with_bias
-from .context import PagedContext
+from .context import PagedContext, take_closing
 from .generation import GeneratingLlama
 from .reading import open_session
 from .sizing import PoolSize
@@ -243,7 +244,7 @@ class Llama(GeneratingLlama):
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, beside=beside)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
-        self._ctx._exit_stack.callback(self._session.close)
+        self._ctx._exit_stack.callback(self._session.close, partial(take_closing, self._ctx))
         self._speculator = self._session.follower = make_speculator(self, config, self._drafting)
         self._open_snapshots(self._session)
         self._finder = open_finder(self, self._session, self._scorer)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +23,10 @@ from .keys import HostKeys
 from .query_ring import QueryCopy, QueryRing
 from .scores import check_scores
 from .selection import Selection
+from .worker import Worker
 
 if TYPE_CHECKING:
+    from ..host.image import PageImage
     from ..host.store import HostStore
     from ..native.engine import Engine
 
@@ -70,7 +73,7 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
-        self._worker = ThreadPoolExecutor(1, "kvflash-score") if beside else None
+        self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
         self._pending: deque[Future[Floats | None]] = deque()
@@ -95,13 +98,13 @@ class Scoring:
 
     def sealed(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self._run(self._seal, chunk)
+            self._run(self._seal, chunk, self._store.page(chunk))
 
-    def _seal(self, chunk: int) -> None:
+    def _seal(self, chunk: int, page: PageImage) -> None:
         try:
             self.scorer.seal(chunk)
         except Exception as err:
-            if chunk in self._store:  # else the text was cut while this was waiting
+            if page in self._store.pages():  # else the text was cut while this was waiting
                 self._failed = self._failed or err
 
     def truncate(self, n_chunks: int) -> None:
@@ -224,10 +227,21 @@ class Scoring:
         self.selection.load(saved)
         self._pending.extend(done(scores) for scores in saved.looks)
 
+    @property
+    def is_here(self) -> bool:
+        """Is the caller on the thread that scores, which may be in the midst of it?"""
+        return self._worker is not None and self._worker.is_here
+
+    def finish(self, close: Callable[[], None], then: ExitStack) -> None:
+        """Do both on the worker, once it has done what it was given. What they raise is logged."""
+        assert self._worker is not None
+        then.callback(close)
+        self._worker.submit(then.close).add_done_callback(Future.result)
+
     def close(self) -> None:
         self.restart()
         if self._worker is not None:
-            self._worker.shutdown()
+            self._worker.close()
         self.scorer.close()
         self._free()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..arrays import Floats, Int32s
@@ -220,7 +221,16 @@ class Session(Text):
             return shared
         return max(0, min(shared, total - rows))
 
-    def close(self) -> None:
+    def close(self, outlived: Callable[[], ExitStack] = ExitStack) -> None:
+        """Wait for all work and free everything. On the thread that scores, where a garbage collector may run, that
+        comes behind what it computes, and what `outlived` gives comes after that.
+        """
+        if self.scoring is not None and self.scoring.is_here:
+            self.scoring.finish(self._close, outlived())
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self.engine.synchronize()
         if self.scoring is not None:
             self.scoring.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import llama_cpp.llama_cpp as upstream
 import numpy as np
 import pytest
 from support.harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
@@ -19,6 +20,7 @@ from support.harness import CHUNK, agreement, check, logits_along, pages, row, s
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
+from kvflash_ggml.session.worker import Worker
 
 GREEDY = {"temp": 0.0}
 
@@ -731,6 +733,43 @@ def test_a_model_in_a_cycle_is_closed_before_its_context(models: dict[str, Path]
             gc.collect()
         """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first", ["llm", "_ctx", "_model"])
+def test_a_model_that_is_collected_on_the_thread_that_scores(
+    first: str, models: dict[str, Path], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread computes with the pool, and the pool with the model."""
+    from kvflash_ggml import Llama
+
+    freed: list[tuple[str, bool]] = []
+
+    def watch(name: str) -> None:
+        free = getattr(upstream, name)
+        monkeypatch.setattr(upstream, name, lambda what: (freed.append((name, session.engine.closed)), free(what)))
+
+    watch("llama_free")
+    watch("llama_model_free")
+    llm = Llama(str(models["small"]), n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
+    session, model, context = llm._session, llm._model, llm._ctx
+    assert session is not None
+    assert session.scoring is not None
+    session.scoring._worker = worker = Worker("kvflash-score")  # as where a device computes beside the host
+    llm.eval(tokens[:700].tolist())
+    made = {"llm": llm, "_ctx": context, "_model": model}
+    del llm
+
+    def collect() -> bool:
+        made.pop(first).close()  # as its __del__ does, in any order
+        while made:
+            made.popitem()[1].close()
+        session.scoring.scorer.seal(3)
+        return session.engine.closed or bool(freed)
+
+    assert not worker.submit(collect).result(30)
+    for thread in tuple(worker._executor._threads):
+        thread.join(30)
+    assert freed == [("llama_free", True), ("llama_model_free", True)]
 
 
 # --- cutting the text

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, make_session
-from support.saving import Digest
+from support.saving import Digest, settle_scores
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.session.worker import Worker
 
 
 class Foreign(Digest):
@@ -95,3 +100,123 @@ def test_an_error_while_a_chunk_is_sealed_is_told(error: Exception, session: Any
     session.scoring.scorer.trouble = error
     with pytest.raises(type(error), match="mine"):
         session.extend(some(1000))
+
+
+# --- on a thread of its own
+
+
+def asynchronous(scorer: Foreign) -> Any:
+    engine = FakeEngine(512, 128, query_rows=4, asynchronous=True)
+    config = KVFlashConfig(pool=512, tail=2, tau=1000)
+    session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)
+    session.extend(some(1000))
+    settle_scores(session)
+    return session
+
+
+def generate(session: Any, count: int) -> None:
+    for token in some(count):
+        session.extend(token[None])
+
+
+def await_end(session: Any) -> None:
+    """Until the thread has ended, by itself."""
+    for thread in tuple(session.scoring._worker._executor._threads):
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_chunk_that_could_not_be_sealed_and_is_another_one_now_fails_nobody() -> None:
+    class Waiting(Foreign):
+        goes_on: threading.Event | None = None
+
+        def seal(self, chunk: int) -> None:
+            event, self.goes_on = self.goes_on, None
+            if event is not None:
+                begun.set()
+                event.wait()
+                raise LookupError("the page image has been released")
+            super().seal(chunk)
+
+    scorer, begun = Waiting(), threading.Event()
+    session = asynchronous(scorer)
+    scorer.goes_on = event = threading.Event()
+    generate(session, 24)
+    image = session.store.page(15)
+    assert begun.wait(30)
+    session.truncate(1000)
+    generate(session, 24)
+    assert session.store.page(15) is not image
+    event.set()
+    settle_scores(session)
+    session.scoring.take()
+    session.close()
+
+
+@pytest.mark.parametrize("work", ["seal", "score"])
+def test_a_session_that_is_closed_on_the_thread_that_scores(work: str) -> None:
+    """A garbage collector runs on any thread: what that thread computes with is freed behind it."""
+    seen: list[Any] = []
+
+    class Closing(Foreign):
+        armed = False
+
+        def seal(self, chunk: int) -> None:
+            self.collect("seal")
+            super().seal(chunk)
+
+        def score(self, look: Any) -> Any:
+            self.collect("score")
+            return super().score(look)
+
+        def collect(self, where: str) -> None:
+            if self.armed and where == work:
+                self.armed = False
+                session.close(outlived)
+                seen.append((engine.closed, engine.allocated > 0, len(self._keys.read(3))))
+
+    def outlived() -> ExitStack:
+        stack = ExitStack()
+        stack.callback(lambda: seen.append(("behind", engine.closed, engine.allocated)))
+        return stack
+
+    scorer = Closing()
+    session = asynchronous(scorer)
+    engine = session.engine
+    scorer.armed = True
+    if work == "seal":
+        session.scoring.sealed([3])
+    else:
+        session._request_scores(rows=None)
+    await_end(session)
+    assert seen == [(False, True, 1), ("behind", True, 0)]
+
+
+def test_what_closing_on_that_thread_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    session = asynchronous(Foreign())
+
+    def outlived() -> ExitStack:
+        stack = ExitStack()
+        stack.callback(lambda: 1 // 0)
+        return stack
+
+    session.scoring._run(session.close, outlived)
+    await_end(session)
+    assert "ZeroDivisionError" in caplog.text
+    assert session.engine.closed
+
+
+def test_work_is_done_although_nobody_knows_the_worker_any_more() -> None:
+    """What closes a model is submitted while a garbage collector takes all of it."""
+    done = threading.Event()
+    worker = Worker("kvflash-score")
+    worker.submit(int).result()
+    (thread,), known = worker._executor._threads, weakref.ref(worker)
+    del worker
+    gc.collect()
+    left = known()
+    assert left is not None
+    left.submit(done.set)
+    assert done.wait(30)
+    left.close()
+    assert not thread.is_alive()
