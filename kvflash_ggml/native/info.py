@@ -83,7 +83,7 @@ class EngineInfo:
 
     n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
     branches: can tokens of a step be siblings, of one position?
-    rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot. rs_bytes: size of one such state.
+    rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
     host_compute: has the CPU a part in every step, with `n_threads` threads? devices: in the order of the layers.
     """
@@ -102,7 +102,6 @@ class EngineInfo:
     branches: bool
     page_bytes: int
     device_bytes: int
-    rs_bytes: int
     rotated: int
     host_compute: bool
     n_threads: int
@@ -145,7 +144,6 @@ def read_info(engine: object) -> EngineInfo:
         branches=bool(raw.branches),
         page_bytes=raw.page_bytes,
         device_bytes=raw.device_bytes,
-        rs_bytes=raw.rs_bytes,
         rotated=raw.rotated,
         host_compute=bool(raw.host_compute),
         n_threads=raw.n_threads,

@@ -47,7 +47,6 @@ typedef struct kvf_info {
     int32_t n_threads;     // that the CPU computes a token with
     int64_t page_bytes;    // one page image: KVF_BLOCK rows of K, then of V, for every layer in order
     int64_t device_bytes;  // K and V of the whole pool, and the staging area of page-ins
-    int64_t rs_bytes;      // one recurrent state, the current one or an earlier one; 0 if there is none
     char    type_k[16];
     char    type_v[16];
 } kvf_info;

@@ -60,7 +60,6 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     if (const auto * recurrent = kvf_find_recurrent(&memory)) {
         info.recurrent = 1;
         info.rs_planes = recurrent->n_rs_seq;
-        info.rs_bytes  = kvf_recurrent_bytes(*recurrent);
     }
     info.alibi        = model.hparams.use_alibi;
     info.mask_f32     = !cparams.flash_attn;
