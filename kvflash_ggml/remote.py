@@ -71,7 +71,8 @@ def is_private(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    """Can only this machine reach it? ValueError if it is no IPv4 address."""
+    return ipaddress.IPv4Address(address).is_loopback
 
 
 def hello(endpoint: Endpoint) -> tuple[int, int, int]:

@@ -159,7 +159,8 @@ def test_options_reach_the_model(cli: Stage) -> None:
     assert cli.settings["override_tensor"] == [(r"blk\.1", "CPU"), ("x", "CUDA0"), (devices.EXPERTS, "CPU")]
     assert cli("m.gguf", "hello").exit_code == 0
     assert not {"device", "split_mode", "override_tensor"} & set(cli.settings)
-    for wrong, why in ((["-ts", "0,0"], "is not a share"), (["-ot", "exps"], "is not PATTERN=DEVICE")):
+    share, pattern = "is not a share", "is not PATTERN=DEVICE"
+    for wrong, why in ((["-ts", "0,0"], share), (["-ts", "nan,1"], share), (["-ot", "exps"], pattern)):
         refused = cli("m.gguf", "hello", *wrong)
         assert refused.exit_code == 2
         assert why in refused.output

@@ -122,8 +122,9 @@ def test_serving_a_network_takes_a_word(host: str) -> None:
         assert told in result.stderr
 
 
-def test_serving_a_name_is_refused() -> None:
-    result = CliRunner().invoke(main, ["rpc", "serve", "--host", "localhost"])
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_serving_what_is_no_ipv4_address_is_refused(host: str) -> None:
+    result = CliRunner().invoke(main, ["rpc", "serve", "--host", host, "--port", "0"])
     assert result.exit_code == 2
     assert "is no IPv4 address" in result.stderr
 
