@@ -168,6 +168,11 @@ def test_what_cannot_be_is_refused(asked: dict[str, Any], error: type, why: str,
         Llama(str(models["dense"]), verbose=False, **asked)
 
 
+def test_more_layers_than_there_are_can_be_asked_for(llama: Any) -> None:
+    """As upstream's users write it who mean all of them."""
+    assert llama("small", n_cpu_moe=99_999).n_tokens == 0
+
+
 def test_overrides_reach_the_loader(llama: Any, tokens: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Tensors go where the patterns say, all of them are read, and the model computes as ever."""
     plain = llama("dense", kvflash=1024)

@@ -127,7 +127,6 @@ def test_experts_leave_all_devices_alike() -> None:
     assert devices.in_turn(parts, 0) == []
     assert devices.in_turn(parts, 4) == [2, 3, 6, 7]
     assert devices.in_turn(parts, 99) == list(range(2, 12))
-    assert devices.expert_pattern([2, 6]) == r"^blk\.(2|6)\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 def test_the_split_that_experts_were_put_aside_by_is_kept() -> None:
