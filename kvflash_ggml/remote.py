@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ConfigError, RemoteError
@@ -63,6 +64,16 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
             f"({TUNNEL.format(port=number)}, then 127.0.0.1:{number}), or rpc_trust=True"
         )
     return Endpoint(text, str(address), int(number))
+
+
+def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
+    """The same of several servers. ConfigError if one of them is named twice."""
+    found = [find(text, trust=trust) for text in texts]
+    known: dict[str, Endpoint] = {}
+    for endpoint in found:
+        if (other := known.setdefault(str(endpoint), endpoint)) is not endpoint:
+            raise ConfigError(f"rpc names one server twice: {other.text} and {endpoint.text}")
+    return found
 
 
 def is_private(address: str) -> bool:

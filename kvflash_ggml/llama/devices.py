@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
 from ..convert import gguf_read
-from ..errors import ConfigError, EngineError, UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..placement.overrides import EXPERTS, Override, experts
 from ..placement.sizes import HOST
 from ..placement.split import bounds_of
@@ -53,6 +54,7 @@ def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> Placement:
             "split_mode=3 (tensor) keeps a part of each head's cache on every device, which a pool cannot page: use"
             " split_mode=1 (layer), or kvflash=None"
         )
+    check_shares(upstream.get("tensor_split") or ())
     device, overrides = upstream.pop("device", None), upstream.pop("override_tensor", None) or ()
     if isinstance(device, str):
         device = () if device == "none" else tuple(device.split(","))
@@ -94,10 +96,7 @@ def place(
     if asked == Placement() and not endpoints:
         return None
     known, use = _known(endpoints), holders(asked, endpoints)
-    if use is not None:
-        check_devices(use, known)
     overrides = list(asked.override_tensor)
-    check_overrides(overrides, known)
     if asked.n_cpu_moe:
         layers: Sequence[int] = range(min(asked.n_cpu_moe, MAX_LAYERS))
         if settings.get("split_mode", LAYER) != NONE:
@@ -107,17 +106,23 @@ def place(
                 use = tuple(device.name for device in chosen)
                 layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
         overrides += experts(layers, HOST)
-    try:
-        return ModelArrays(use, overrides)
-    except EngineError as err:
-        raise ConfigError(f"override_tensor: {err}") from err
+    return ModelArrays(use, overrides)
 
 
 def holders(asked: Placement, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
-    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server."""
-    if asked.device is not None or not endpoints:
-        return asked.device
-    return tuple(device.name for device in default_devices(_known(endpoints)))
+    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
+
+    ConfigError if anything is to go where it cannot.
+    """
+    if asked == Placement() and not endpoints:
+        return None
+    known, use = _known(endpoints), asked.device
+    if use is None and endpoints:
+        use = tuple(device.name for device in default_devices(known))
+    if use is not None:
+        check_devices(use, known)
+    check_overrides(asked.override_tensor, known)
+    return use
 
 
 def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
@@ -138,6 +143,12 @@ def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:
         raise ConfigError(f"device={','.join(use)!r} names one of them twice")
     if len(use) > MAX_DEVICES:
         raise ConfigError(f"{len(use)} devices: llama.cpp takes {MAX_DEVICES} at most")
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """ConfigError unless layers can be shared out so."""
+    if len(shares) > MAX_DEVICES + 1 or not all(0 <= share < math.inf for share in shares):
+        raise ConfigError(f"tensor_split={[*shares]}: a share for each device, {MAX_DEVICES + 1} at most, 0 or more")
 
 
 def check_overrides(overrides: Sequence[Override], known: Sequence[DeviceInfo]) -> None:

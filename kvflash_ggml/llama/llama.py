@@ -112,7 +112,7 @@ class Llama(GeneratingLlama):
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
-        endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
+        endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
         if not endpoints:
             library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
         self.placement: Placement | None = None

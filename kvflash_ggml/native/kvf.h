@@ -206,6 +206,7 @@ enum kvf_status kvf_list_devices(kvf_device * devices, int32_t n);  // n is kvf_
 enum kvf_status kvf_device_list(int32_t n, const char * const * name, void ** list);
 enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const char * const * device, void ** list);
 void            kvf_list_free  (void * list);  // when the model has been loaded
+int             kvf_finds      (const char * pattern, const char * name);  // as the loader does it
 
 enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);  // or REFUSED
 void            kvf_engine_free(kvf_engine * engine);

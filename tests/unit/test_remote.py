@@ -86,6 +86,12 @@ def test_the_port_can_be_left_out() -> None:
     assert str(remote.find("localhost")) == f"127.0.0.1:{remote.PORT}"
 
 
+def test_a_server_is_named_once() -> None:
+    assert [str(x) for x in remote.find_all(["localhost:1", "127.0.0.1:2"])] == ["127.0.0.1:1", "127.0.0.1:2"]
+    with pytest.raises(ConfigError, match=r"one server twice: localhost:1 and 127\.0\.0\.1:1"):
+        remote.find_all(["localhost:1", "127.0.0.1:1"])
+
+
 def test_an_unknown_host() -> None:
     with pytest.raises(RemoteError, match="is not known"):
         remote.find("no-such-host.invalid:1")
