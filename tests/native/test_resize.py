@@ -86,6 +86,17 @@ def test_a_failure_leaves_the_session_as_it_was(
         with pytest.raises(KeyboardInterrupt):
             llm.resize_pool(1024)
     with monkeypatch.context() as patch:
+        engines: list[Any] = []
+
+        def refused(llm: Any, config: Any, pool: Any, scorer: Any) -> Any:
+            engines.append(pool.engine)
+            raise MemoryError
+
+        patch.setattr("kvflash_ggml.llama.llama.open_session", refused)
+        with pytest.raises(MemoryError):
+            llm.resize_pool(1024)
+        assert [engine.closed for engine in engines] == [True]
+    with monkeypatch.context() as patch:
         move = Slabs.move
 
         def interrupted(slabs: Any, memory: Any, hand_over: Any) -> None:
