@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ConfigError, RemoteError
@@ -65,13 +66,24 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
     return Endpoint(text, str(address), int(number))
 
 
+def find_all(texts: Sequence[str], *, trust: bool = False) -> list[Endpoint]:
+    """The same of several servers. ConfigError if one of them is named twice."""
+    found = [find(text, trust=trust) for text in texts]
+    known: dict[str, Endpoint] = {}
+    for endpoint in found:
+        if (other := known.setdefault(str(endpoint), endpoint)) is not endpoint:
+            raise ConfigError(f"rpc names one server twice: {other.text} and {endpoint.text}")
+    return found
+
+
 def is_private(address: str) -> bool:
     """Is it of this machine or of a private network?"""
     return ipaddress.ip_address(address).is_private
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
+    """Can only this machine reach it? ValueError if it is no IPv4 address."""
+    return ipaddress.IPv4Address(address).is_loopback
 
 
 def hello(endpoint: Endpoint) -> tuple[int, int, int]:

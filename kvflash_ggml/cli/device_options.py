@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from ..errors import ConfigError
-from ..llama.devices import EXPERTS, HOST, parse_overrides
+from ..llama.devices import parse_overrides
 from ..native import library
+from ..placement.overrides import EXPERTS
+from ..placement.sizes import HOST
 from .first_run import check_first_run
 from .sections import collected, option
 
@@ -58,7 +61,7 @@ def _shares(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         shares = [float(part) for part in value.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if not shares or min(shares) < 0 or sum(shares) <= 0:
+    if not shares or not all(0 <= share < math.inf for share in shares) or not any(shares):
         raise click.BadParameter(f"{value!r} is not a share for each device, as 3,1")
     return shares
 
@@ -68,13 +71,14 @@ def _margins(_ctx: click.Context, _param: click.Parameter, value: str | None) ->
         return None
     parts = [part.rpartition("=") for part in value.split(",")]
     named = {name: size for name, _, size in parts if name}
-    if not all(size.isdecimal() for _, _, size in parts) or len(named) not in (0, len(parts)):
+    well = all(size.isdecimal() and bool(name) is bool(equal) for name, equal, size in parts)
+    if not well or len(named) not in (0, len(parts)):
         raise click.BadParameter(f"{value!r} is neither a number of MiB nor one for each device, as CUDA0=1024")
     if named:
         return {name: int(size) << 20 for name, size in named.items()}
     if len(parts) > 1:
         raise click.BadParameter(f"{value!r} does not say which device is which: CUDA0={parts[0][2]},...")
-    return int(value) << 20
+    return int(parts[0][2]) << 20
 
 
 def _overrides(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:

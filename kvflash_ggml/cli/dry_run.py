@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import click
@@ -39,5 +40,5 @@ def lines(path: str, found: dict[str, Any]) -> list[str]:
     """What `predicted` has found, for people."""
     if not found["fits"]:
         return [f"does not fit: {found['why']}"]
-    stock = f"llama.cpp, with a full cache: llama-cli -m {path} {' '.join(found['options'])}"
+    stock = f"llama.cpp, with a full cache: {shlex.join(['llama-cli', '-m', path, *found['options']])}"
     return [*found["table"].split("\n"), stock]

@@ -26,7 +26,7 @@ from typing import TypeVar
 from ..errors import HostMemoryError, SnapshotError
 from .image import NOWHERE, PageImage, Read, Readers
 from .lease import Lease, Leases
-from .slabs import HostMemory, Slabs
+from .slabs import HandOver, HostMemory, Slabs
 from .spill import SpillFile
 
 T = TypeVar("T")
@@ -60,10 +60,11 @@ class PageHeap:
         self._closed = False
         self._lock = RLock()
 
-    def move(self, memory: HostMemory, hand_over: Callable[[], None]) -> None:
+    def move(self, memory: HostMemory, hand_over: HandOver) -> None:
         """The images stay where they are, and belong to `memory` after `hand_over`. Nobody has a lease.
 
-        Waits for all transfers: those of another memory have other tickets.
+        Waits for all transfers: tickets of the memory that there was mean nothing to another one but that they are
+        done. An interrupt may leave it half done: to move to either memory completes it.
         """
         with self._lock:
             for page in (*self._pages, *self._orphans):

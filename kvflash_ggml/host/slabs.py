@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from ..errors import HostMemoryError
@@ -14,6 +14,10 @@ SLAB_BYTES = 64 << 20
 """Of the first slab. Others are as large as all before them, up to the largest: pages side by side move in one copy."""
 
 MOST_SLAB_BYTES = 512 << 20
+
+
+HandOver = Callable[[Sequence[int]], None]
+"""Makes the slabs at these addresses another memory's."""
 
 
 class HostMemory(Protocol):
@@ -50,11 +54,12 @@ class Slabs:
     def give_back(self, address: int) -> None:
         heapq.heappush(self._free, address)
 
-    def move(self, memory: HostMemory, hand_over: Callable[[], None]) -> None:
+    def move(self, memory: HostMemory, hand_over: HandOver) -> None:
         """Take further slabs from there, which has those that were made after `hand_over`."""
-        if self._next is not None:
-            wait([self._next])
-        hand_over()
+        slabs = [*self._slabs]
+        if self._next is not None and self._next.exception() is None:
+            slabs.append(self._next.result())
+        hand_over(slabs)
         self._memory = memory
 
     def close(self) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..config import KVFlashConfig
 from ..convert import gguf_read
-from ..errors import ConfigError, EngineError, UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
+from ..placement.overrides import EXPERTS, Override, experts
+from ..placement.sizes import HOST
+from ..placement.split import bounds_of
 
 if TYPE_CHECKING:
     from ..native.devices import ModelArrays
@@ -25,11 +27,8 @@ NONE, LAYER, TENSOR = 0, 1, 3
 MAX_DEVICES = 15
 """That llama.cpp computes with at once, beside the CPU."""
 
-HOST = "CPU"
-EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""What upstream's --cpu-moe finds the tensors of experts by."""
-
-Override = tuple[str, str]
+MAX_LAYERS = 512
+"""That a model of llama.cpp has at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +54,7 @@ def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> Placement:
             "split_mode=3 (tensor) keeps a part of each head's cache on every device, which a pool cannot page: use"
             " split_mode=1 (layer), or kvflash=None"
         )
+    check_shares(upstream.get("tensor_split") or ())
     device, overrides = upstream.pop("device", None), upstream.pop("override_tensor", None) or ()
     if isinstance(device, str):
         device = () if device == "none" else tuple(device.split(","))
@@ -96,30 +96,33 @@ def place(
     if asked == Placement() and not endpoints:
         return None
     known, use = _known(endpoints), holders(asked, endpoints)
-    if use is not None:
-        check_devices(use, known)
     overrides = list(asked.override_tensor)
-    check_overrides(overrides, known)
     if asked.n_cpu_moe:
-        layers: Sequence[int] = range(asked.n_cpu_moe)
+        layers: Sequence[int] = range(min(asked.n_cpu_moe, MAX_LAYERS))
         if settings.get("split_mode", LAYER) != NONE:
             by_name = {device.name: device for device in known}
             chosen = default_devices(known) if use is None else [by_name[name] for name in use]
             if len(chosen) > 1:
                 use = tuple(device.name for device in chosen)
                 layers = _share_experts(path, asked.n_cpu_moe, chosen, settings)
-        overrides.append((expert_pattern(layers), HOST))
-    try:
-        return ModelArrays(use, overrides)
-    except EngineError as err:
-        raise ConfigError(f"override_tensor: {err}") from err
+        overrides += experts(layers, HOST)
+    return ModelArrays(use, overrides)
 
 
 def holders(asked: Placement, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
-    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server."""
-    if asked.device is not None or not endpoints:
-        return asked.device
-    return tuple(device.name for device in default_devices(_known(endpoints)))
+    """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
+
+    ConfigError if anything is to go where it cannot.
+    """
+    if asked == Placement() and not endpoints:
+        return None
+    known, use = _known(endpoints), asked.device
+    if use is None and endpoints:
+        use = tuple(device.name for device in default_devices(known))
+    if use is not None:
+        check_devices(use, known)
+    check_overrides(asked.override_tensor, known)
+    return use
 
 
 def _known(endpoints: Sequence[Endpoint]) -> tuple[DeviceInfo, ...]:
@@ -140,6 +143,12 @@ def check_devices(use: Sequence[str], known: Sequence[DeviceInfo]) -> None:
         raise ConfigError(f"device={','.join(use)!r} names one of them twice")
     if len(use) > MAX_DEVICES:
         raise ConfigError(f"{len(use)} devices: llama.cpp takes {MAX_DEVICES} at most")
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """ConfigError unless layers can be shared out so."""
+    if len(shares) > MAX_DEVICES + 1 or not all(0 <= share < math.inf for share in shares):
+        raise ConfigError(f"tensor_split={[*shares]}: a share for each device, {MAX_DEVICES + 1} at most, 0 or more")
 
 
 def check_overrides(overrides: Sequence[Override], known: Sequence[DeviceInfo]) -> None:
@@ -173,23 +182,13 @@ def slices(n_layers: int, n_gpu_layers: int, splits: Sequence[float]) -> list[ra
     every = n_layers + 1
     count = every if n_gpu_layers < 0 else min(n_gpu_layers, every)
     first = every - count
-    ends = np.cumsum(np.asarray(splits, np.float32), dtype=np.float32)
-    ends /= ends[-1]
-    places = np.arange(count, dtype=np.float32) / np.float32(count)
-    owner = np.searchsorted(ends, places, side="right")
-    starts = np.searchsorted(owner, np.arange(len(splits) + 1))
-    return [range(first + a, first + b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+    return [range(first + a, first + b) for a, b in pairwise(bounds_of(splits, count))]
 
 
 def in_turn(parts: Sequence[range], count: int) -> list[int]:
     """The first layers of all parts, then the second ones, and so on: `count` of them, ascending."""
     rounds = chain.from_iterable(zip_longest(*parts))
     return sorted([layer for layer in rounds if layer is not None][:count])
-
-
-def expert_pattern(layers: Sequence[int]) -> str:
-    """A regular expression that finds the experts of these layers."""
-    return rf"^blk\.({'|'.join(map(str, layers))}){EXPERTS}"
 
 
 def _share_experts(

@@ -70,7 +70,7 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
     """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit."""
     asked = parameters.read(keywords, parameters.defaults)
     modelfile.check(Path(path))
-    endpoints = [remote.find(text, trust=asked.rpc_trust) for text in asked.rpc]
+    endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
     if not endpoints:
         library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
     with servers.connected(endpoints):

@@ -113,7 +113,7 @@ class Llama(GeneratingLlama):
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
-        endpoints = [remote.find(text, trust=request.rpc_trust) for text in request.rpc]
+        endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
         if not endpoints:
             library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
         self.placement: Placement | None = None
@@ -236,6 +236,7 @@ class Llama(GeneratingLlama):
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))
+        self._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
         self._drafting = open_drafting(
             self, self._config.spec, self._found, engine, self._room.rows, self._ctx._exit_stack
         )
@@ -303,9 +304,11 @@ class Llama(GeneratingLlama):
                 made.close()
             saved.release()
             raise
-        closing.close()
-        if cache is not None:
-            self.set_cache(cache)
+        try:
+            closing.close()
+        finally:
+            if cache is not None:
+                self.set_cache(cache)
         return size.slots
 
     def _make_context(self, size: PoolSize) -> internals.LlamaContext:

@@ -85,7 +85,7 @@ def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_
 
 
 def likely(config: KVFlashConfig, draft_model: object) -> Room:
-    """What `room` will say at most of a model that has recurrent state, before that is known. Without plane_bytes."""
+    """What `room` will say at most of a model that has recurrent state, before that is known. Without kept_bytes."""
     if config.spec is None and draft_model is None and config.answer != "lossless":
         return Room()
     spec = config.spec or SpecConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError, EngineError
 from ._kvf import ffi, lib
 from .info import DeviceInfo, read_device
 from .status import check, value
@@ -32,15 +33,15 @@ class ModelArrays:
 
     use: the devices that hold layers, in their order, None for llama.cpp's choice. overrides: (pattern, device), of
     which the first that is found in a tensor's name says where it goes. Those of connected servers can be named too.
-    EngineError for a device that there is not, or a pattern that is no regular expression.
+    ConfigError for a device that there is not, or a pattern that is no regular expression.
     """
 
     def __init__(self, use: Sequence[str] | None, overrides: Sequence[tuple[str, str]]) -> None:
-        self._use = None if use is None else _owned(lib.kvf_device_list, len(use), _texts(use))
+        self._use = None if use is None else _owned("device", lib.kvf_device_list, len(use), _texts(use))
         self._overrides = None
         if overrides:
-            patterns, places = zip(*overrides, strict=True)
-            self._overrides = _owned(lib.kvf_overrides, len(overrides), _texts(patterns), _texts(places))
+            patterns, places = map(_texts, zip(*overrides, strict=True))
+            self._overrides = _owned("override_tensor", lib.kvf_overrides, len(overrides), patterns, places)
 
     @property
     def devices(self) -> int:
@@ -53,10 +54,18 @@ class ModelArrays:
         return _address(self._overrides)
 
 
-def _owned(make: Any, n: int, *texts: Any) -> Any:
+def finds(pattern: str, name: str) -> bool:
+    """Does llama.cpp find this regular expression in a tensor's name?"""
+    return bool(lib.kvf_finds(pattern.encode(), name.encode()))
+
+
+def _owned(option: str, make: Any, n: int, *texts: Any) -> Any:
     made = ffi.new("void **")
-    # the call reads the texts through these arrays, which point into what is kept beside them
-    return ffi.gc(value(make(n, *(array for array, _ in texts), made), made), lib.kvf_list_free)
+    try:
+        # the call reads the texts through these arrays, which point into what is kept beside them
+        return ffi.gc(value(make(n, *(array for array, _ in texts), made), made), lib.kvf_list_free)
+    except EngineError as err:
+        raise ConfigError(f"{option}: {err}") from err
 
 
 def _texts(words: Sequence[str]) -> tuple[Any, list[Any]]:

@@ -310,9 +310,12 @@ class Engine(HostScoring):
     def free(self, address: int) -> None:
         lib.kvf_host_free(self._engine, ffi.cast("void *", address))
 
-    def adopt_host(self, other: Engine) -> None:
-        """What another engine on the same devices has allocated is this one's from now on, at the same addresses."""
-        lib.kvf_host_move(other._engine, self._engine)
+    def adopt_host(self, other: Engine, addresses: Sequence[int]) -> None:
+        """What another engine on the same devices has allocated there is this one's from now on; its tickets are done.
+
+        Addresses at which the other has nothing are left alone.
+        """
+        lib.kvf_host_move(other._engine, self._engine, len(addresses), ffi.new("uint64_t[]", list(addresses)))
 
     def view(self, address: int, size: int) -> memoryview:
         return memoryview(ffi.buffer(ffi.cast("char *", address), size)).cast("B")

@@ -205,6 +205,7 @@ enum kvf_status kvf_list_devices(kvf_device * devices, int32_t n);  // n is kvf_
 enum kvf_status kvf_device_list(int32_t n, const char * const * name, void ** list);
 enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const char * const * device, void ** list);
 void            kvf_list_free  (void * list);  // when the model has been loaded
+int             kvf_finds      (const char * pattern, const char * name);  // as the loader does it
 
 enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);  // or REFUSED
 void            kvf_engine_free(kvf_engine * engine);
@@ -268,8 +269,9 @@ enum kvf_status kvf_state_put (kvf_engine * engine, int32_t seq, int32_t length)
 
 enum kvf_status kvf_host_alloc(kvf_engine * engine, int64_t size, void ** data);  // or MEMORY
 void            kvf_host_free (kvf_engine * engine, void * data);
-// What one engine has allocated is another's from now on, of the same devices, and stays where it is.
-void            kvf_host_move (kvf_engine * from, kvf_engine * to);
+// What one engine has allocated at these addresses is another's from now on, of the same devices, and stays where it is; others
+// stay whose they are. No transfer is under way. Tickets of the first engine are done for the second too.
+void            kvf_host_move (kvf_engine * from, kvf_engine * to, int32_t n, const uint64_t * data);
 
 // The captured queries of all layers: per layer [query_rows + 1][n_head][head_k] floats, of which the last row means nothing. A
 // plan names the row of each token, so what is where is the caller's to know. To verify drafts, ask for so many rows more than

@@ -126,6 +126,10 @@ kvf_status kvf_overrides(int32_t n, const char * const * pattern, const char * c
     return KVF_STATUS_SUCCESS;
 }
 
+int kvf_finds(const char * pattern, const char * name) {
+    return check_pattern(pattern) == KVF_STATUS_SUCCESS && std::regex_search(name, std::regex(pattern));
+}
+
 void kvf_list_free(void * list) {
     free(list);
 }

@@ -3,6 +3,7 @@
 #include "kvf_lane.h"
 #include "kvf_remote.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace {
@@ -69,7 +70,7 @@ void kvf_tickets::end(const std::vector<kvf_lane> & lanes) {
         const bool answered = is_answered(lanes, *old);
         release(old);
         std::lock_guard<std::mutex> lock(mutex);
-        sound = answered ? newest - N_MARKS : sound;
+        sound = answered ? std::max(sound, newest - N_MARKS) : sound;
     }
     current = nullptr;
 }
@@ -107,6 +108,12 @@ bool kvf_tickets::is_sound(const std::vector<kvf_lane> & lanes, uint64_t ticket)
         release(mark);
     }
     return res;
+}
+
+void kvf_tickets::follow(const kvf_tickets & other) {
+    std::lock_guard<std::mutex> lock(mutex);
+    newest = std::max(newest, other.newest);
+    sound  = std::max(sound, other.newest);
 }
 
 // The mark of a ticket, or of a later one that has taken its place: the transfers of a lane are done in their order, so that is

@@ -164,8 +164,14 @@ void kvf_host_free(kvf_engine * engine, void * data) {
     }), host.end());
 }
 
-void kvf_host_move(kvf_engine * from, kvf_engine * to) {
+void kvf_host_move(kvf_engine * from, kvf_engine * to, int32_t n, const uint64_t * data) {
+    to->tickets.follow(from->tickets);
     std::scoped_lock lock(from->host_mutex, to->host_mutex);
-    std::move(from->host.begin(), from->host.end(), std::back_inserter(to->host));
-    from->host.clear();
+    auto & host  = from->host;
+    auto   moved = std::stable_partition(host.begin(), host.end(), [n, data](const auto & buffer) {
+        const auto base = (uint64_t) (uintptr_t) ggml_backend_buffer_get_base(buffer.get());
+        return std::find(data, data + n, base) == data + n;
+    });
+    std::move(moved, host.end(), std::back_inserter(to->host));
+    host.erase(moved, host.end());
 }

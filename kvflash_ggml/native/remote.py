@@ -80,8 +80,10 @@ def measure(endpoint: Endpoint) -> Iterator[tuple[str, Speed]]:
     for device in served(endpoint):
         name = device.name.encode()
         for kind in TRIED_TYPES:
-            if lib.kvf_rpc_try(name, KV_TYPES[kind]) != lib.KVF_STATUS_SUCCESS:
+            status = lib.kvf_rpc_try(name, KV_TYPES[kind])
+            if status == lib.KVF_STATUS_LOST:
                 raise RemoteError(f"{endpoint.text} has ended when {device.name} was to attend to keys of type {kind}")
+            check(status)
         times = [ffi.new("double *") for _ in range(3)]
         check(lib.kvf_rpc_measure(name, MEASURED_BYTES, *times))
         round_trip, sent, received = (time[0] for time in times)

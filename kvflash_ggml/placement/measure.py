@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 from ..constants import KV_TYPES
 from ..errors import ConfigError
 from ..native import measure as native
+from ..native.devices import finds
 from . import inventory
 from .sizes import Device, DeviceBytes, LayerSizes, Measure, ModelSizes
 
@@ -132,7 +132,7 @@ def _window(cells: int, params: Any) -> int:
 
 
 def _override(name: str, overrides: Overrides) -> str | None:
-    return next((device for pattern, device in overrides if re.search(pattern, name)), None)
+    return next((device for pattern, device in overrides if finds(pattern, name)), None)
 
 
 def _llama_cpp() -> Any:

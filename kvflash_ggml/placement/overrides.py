@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 Override = tuple[str, str]
 """(regular expression, device): the first that is found in a tensor's name counts."""
 
-_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""What upstream's --cpu-moe finds the tensors of experts by."""
 
 
 def experts(layers: Iterable[int], device: str) -> tuple[Override, ...]:
     """The override that puts the experts of these layers on a device; none for no layers."""
     numbers = "|".join(_ranges(sorted(set(layers))))
-    return ((rf"^blk\.({numbers}){_EXPERTS}", device),) if numbers else ()
-
-
-def layers_of(override: Override, n_layers: int) -> tuple[int, ...]:
-    """The layers whose experts a pattern names."""
-    return tuple(i for i in range(n_layers) if re.search(override[0], f"blk.{i}.ffn_up_exps.weight"))
+    return ((rf"^blk\.({numbers}){EXPERTS}", device),) if numbers else ()
 
 
 def _ranges(layers: list[int]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..constants import KV_BLOCKS
+from ..errors import ConfigError
 
 HOST = "CPU"
 """ggml's name of the device whose memory is the host's."""
@@ -105,12 +106,22 @@ class Fit:
 
     margin: bytes left free, of every device or by name. free: bytes that a device counts as free, by name, instead of
     what it tells. prefer: "pool" keeps a pool where a full cache fits too, since it is faster at long contexts;
-    "exact" takes the full cache then.
+    "exact" takes the full cache then. ConfigError for anything else.
     """
 
     margin: int | Mapping[str, int] | None = None
     free: Mapping[str, int] = field(default_factory=dict)
     prefer: Literal["pool", "exact"] = "pool"
+
+    def __post_init__(self) -> None:
+        margins = self.margin if isinstance(self.margin, Mapping) else {"": 0 if self.margin is None else self.margin}
+        for what, sizes in (("margin", margins), ("free", self.free)):
+            for name, size in sizes.items():
+                if not isinstance(size, int) or size < 0:
+                    of = f" of {name}" if name else ""
+                    raise ConfigError(f"fit: {what}{of} is a number of bytes, 0 or more, not {size!r}")
+        if self.prefer not in ("pool", "exact"):
+            raise ConfigError(f"fit: prefer is 'pool' or 'exact', not {self.prefer!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +130,10 @@ class Request:
 
     n_ctx: tokens. pool: slots, or None for a full cache. minimum_pool: slots that the protections need. type_k, type_v:
     names of KV types. n_gpu_layers: the output counts as one, negative for all. tensor_split: layers or shares by
-    device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers of each device's slice
-    whose experts stay on the host. use_mmap: as upstream's. offload_kqv: K and V are where their layer is, else all on
-    the host. query_rows: captured queries a pooled layer keeps. extra: what something else takes, by device, such as a
-    drafter.
+    device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers whose experts stay on the
+    host, from the first one of each device on, in turn. use_mmap: as upstream's. offload_kqv: K and V are where their
+    layer is, else all on the host. query_rows: captured queries a pooled layer keeps. extra: what something else takes,
+    by device, such as a drafter.
     """
 
     n_ctx: int

@@ -42,6 +42,7 @@ def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
     """
     given = np.asarray(shares, np.float32)
     given = given if given.any() else np.ones_like(given)
-    edges = np.cumsum(given, dtype=np.float32) / given.sum(dtype=np.float32)
+    edges = np.cumsum(given, dtype=np.float32)
+    edges /= edges[-1]
     where = np.searchsorted(edges, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
     return (*(int(np.searchsorted(where, device)) for device in range(len(given))), n)

@@ -64,9 +64,12 @@ class Pool:
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
     def take_images(self, other: Pool) -> None:
-        """The images that both have are this pool's from now on; it closes them, and the other no longer does."""
-        self.heap.move(self.engine, partial(self.engine.adopt_host, other.engine))
+        """The images that both have are this pool's from now on; it closes them, and the other no longer does.
+
+        After an interrupt `owns_images` says so though they may have stayed: the other has to take them back.
+        """
         self.owns_images, other.owns_images = True, False
+        self.heap.move(self.engine, partial(self.engine.adopt_host, other.engine))
 
     def close(self) -> None:
         if self.owns_images:

@@ -21,6 +21,8 @@ from support.servers import running
 
 from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
+from kvflash_ggml.llama.fitting import without_loading
+from kvflash_ggml.native.devices import finds
 
 HALF = {"dense": 4, "hybrid": 5, "iswa": 4}
 """n_gpu_layers by kind: the output, and the layers of the second half, one of those with a pool at least."""
@@ -160,12 +162,30 @@ def _stock_at(stock: Any) -> Any:
         ({"device": ["CPU"]}, ConfigError, "device='CPU' cannot hold layers: there"),
         ({"override_tensor": [("exps", "nowhere0")]}, ConfigError, "'nowhere0' cannot hold tensors: there are"),
         ({"override_tensor": [("exps(", "CPU")]}, ConfigError, r"'exps\(' is no regular expression"),
+        ({"tensor_split": [1.0] * 17}, ConfigError, "16 at most"),
+        ({"tensor_split": [float("nan"), 1.0]}, ConfigError, "0 or more"),
         ({"split_mode": 3, "kvflash": 512}, UnsupportedModelError, r"split_mode=1 \(layer\), or kvflash=None"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: dict[str, Any], error: type, why: str, models: Any) -> None:
     with pytest.raises(error, match=why):
         Llama(str(models["dense"]), verbose=False, **asked)
+    if error is ConfigError:
+        with pytest.raises(error, match=why):
+            without_loading(str(models["dense"]), {"fit": True, **asked})
+
+
+def test_a_pattern_of_the_loaders_language_is_fitted(models: Any) -> None:
+    """It is no regular expression of Python's."""
+    placement, _ = without_loading(str(models["dense"]), {"fit": True, "override_tensor": [(r"\cA", "CPU")]})
+    assert placement.overrides == ((r"\cA", "CPU"),)
+    assert finds("[[:alpha:]]+_exps", "blk.0.ffn_up_exps.weight")
+    assert not finds("[", "[")
+
+
+def test_more_layers_than_there_are_can_be_asked_for(llama: Any) -> None:
+    """As upstream's users write it who mean all of them."""
+    assert llama("small", n_cpu_moe=99_999).n_tokens == 0
 
 
 def test_overrides_reach_the_loader(llama: Any, tokens: Any, capfd: pytest.CaptureFixture[str]) -> None:

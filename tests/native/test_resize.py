@@ -16,6 +16,10 @@ PROMPT, STEPS = 900, 12
 SETTINGS = {"n_ctx": 2048, "kvflash_policy": "qk", "kvflash_tau": 8}
 
 
+def virtual_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
 def go_on(llm: Any, tokens: Any) -> Any:
     rows = []
     for token in tokens[PROMPT : PROMPT + STEPS]:
@@ -63,6 +67,7 @@ def test_a_failure_leaves_the_session_as_it_was(
 ) -> None:
     from llama_cpp import llama_cpp
 
+    from kvflash_ggml.host.slabs import Slabs
     from kvflash_ggml.session.session import Session
 
     def begun() -> Any:
@@ -80,10 +85,44 @@ def test_a_failure_leaves_the_session_as_it_was(
         patch.setattr(Session, "load", lambda self, saved, then: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.resize_pool(1024)
+    with monkeypatch.context() as patch:
+        engines: list[Any] = []
+
+        def refused(llm: Any, config: Any, pool: Any, scorer: Any) -> Any:
+            engines.append(pool.engine)
+            raise MemoryError
+
+        patch.setattr("kvflash_ggml.llama.llama.open_session", refused)
+        with pytest.raises(MemoryError):
+            llm.resize_pool(1024)
+        assert [engine.closed for engine in engines] == [True]
+    with monkeypatch.context() as patch:
+        move = Slabs.move
+
+        def interrupted(slabs: Any, memory: Any, hand_over: Any) -> None:
+            patch.undo()
+            move(slabs, memory, hand_over)
+            raise KeyboardInterrupt
+
+        patch.setattr(Slabs, "move", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.resize_pool(1024)
     with pytest.raises(ConfigError, match="positive number"):
         llm.resize_pool(0)
     assert llm.kvflash.pool == 768
     assert same_bits(go_on(llm, tokens), wanted)
+    check(llm)
+
+
+def test_only_page_images_are_handed_on(llama: Callable[..., Any], tokens: Any) -> None:
+    llm = llama("small", kvflash=512, **SETTINGS)
+    llm.eval(tokens[:PROMPT].tolist())
+    old, size = llm._session.engine, 1 << 30
+    old.alloc(size)
+    before = virtual_bytes()
+    llm.resize_pool(1024)
+    assert virtual_bytes() < before - size // 2, "what is no page image was not freed with its engine"
+    llm.eval(tokens[PROMPT : PROMPT + 64].tolist())
     check(llm)
 
 

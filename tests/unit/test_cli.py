@@ -119,7 +119,7 @@ def test_options_reach_the_model(cli: Stage) -> None:
 
 def test_a_dry_run_loads_nothing(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    found: dict[str, Any] = {"fits": True, "table": "device  free", "options": ["-ngl", "7"]}
+    found: dict[str, Any] = {"fits": True, "table": "device  free", "options": ["-ot", "(0|1)=CPU"]}
 
     def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
         asked.append((path, settings))
@@ -128,7 +128,7 @@ def test_a_dry_run_loads_nothing(cli: Stage, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dry_run, "predicted", predicted)
     result = cli("m.gguf", "--dry-run", "--kvflash", "4096", "-c", "8192", "-ot", "exps=CPU")
     assert result.exit_code == 0
-    assert result.stdout == "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ngl 7\n"
+    assert result.stdout == "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ot '(0|1)=CPU'\n"
     (path, settings), made = asked[0], cli.made
     assert (path, settings["n_ctx"], settings["kvflash"].pool) == ("m.gguf", 8192, 4096)
     assert settings["override_tensor"] == [("exps", "CPU")]
@@ -173,7 +173,7 @@ def test_without_a_gpu_fitting_is_asked_for(cli: Stage) -> None:
     cli("m.gguf", "hi", "--fit", "-fitt", "CUDA0=1024,CPU=10")
     assert cli.settings["fit"] == Fit(margin={"CUDA0": 1 << 30, "CPU": 10 << 20})
     assert "n_gpu_layers" not in cli.settings
-    for wrong in ("1,2", "CUDA0=x", "CUDA0=1,2", "-1"):
+    for wrong in ("1,2", "CUDA0=x", "CUDA0=1,2", "-1", "=5"):
         result = cli("m.gguf", "hi", f"--fit-target={wrong}")
         assert result.exit_code == 2, wrong
 

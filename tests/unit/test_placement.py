@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflash_ggml.errors import DoesNotFit
+from kvflash_ggml.errors import ConfigError, DoesNotFit
 from kvflash_ggml.placement import overrides, table
 from kvflash_ggml.placement.fit import fit
 from kvflash_ggml.placement.plan import plan
@@ -292,6 +293,20 @@ def test_the_users_patterns_come_first() -> None:
     found = placed(moe(), ONE, Request(n_ctx=131_072, overrides=mine))
     assert found.overrides[:1] == mine
     assert len(found.overrides) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"margin": "1G"}, "margin is a number of bytes, 0 or more, not '1G'"),
+        ({"margin": {"CUDA0": -1}}, "margin of CUDA0 is a number of bytes, 0 or more, not -1"),
+        ({"free": {"CUDA0": 0.5}}, "free of CUDA0 is a number of bytes"),
+        ({"prefer": "speed"}, "prefer is 'pool' or 'exact', not 'speed'"),
+    ],
+)
+def test_what_fitting_cannot_be_asked(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Fit(**asked)
 
 
 # --- what does not fit

@@ -86,6 +86,12 @@ def test_the_port_can_be_left_out() -> None:
     assert str(remote.find("localhost")) == f"127.0.0.1:{remote.PORT}"
 
 
+def test_a_server_is_named_once() -> None:
+    assert [str(x) for x in remote.find_all(["localhost:1", "127.0.0.1:2"])] == ["127.0.0.1:1", "127.0.0.1:2"]
+    with pytest.raises(ConfigError, match=r"one server twice: localhost:1 and 127\.0\.0\.1:1"):
+        remote.find_all(["localhost:1", "127.0.0.1:1"])
+
+
 def test_an_unknown_host() -> None:
     with pytest.raises(RemoteError, match="is not known"):
         remote.find("no-such-host.invalid:1")
@@ -122,8 +128,9 @@ def test_serving_a_network_takes_a_word(host: str) -> None:
         assert told in result.stderr
 
 
-def test_serving_a_name_is_refused() -> None:
-    result = CliRunner().invoke(main, ["rpc", "serve", "--host", "localhost"])
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_serving_what_is_no_ipv4_address_is_refused(host: str) -> None:
+    result = CliRunner().invoke(main, ["rpc", "serve", "--host", host, "--port", "0"])
     assert result.exit_code == 2
     assert "is no IPv4 address" in result.stderr
 
