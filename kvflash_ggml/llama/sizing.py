@@ -120,13 +120,14 @@ def slot_size(model: Any, params: Any) -> int:
     """Bytes that one token takes in the pool. UnsupportedModelError if the model cannot run in one."""
     from ..native import engine as native
 
-    return native.probe(
+    shares = native.probe(
         address(model),
         type_k=params.type_k,
         type_v=params.type_v,
         offload=params.offload_kqv,
         arch=model.metadata().get("general.architecture", "unknown"),
     )
+    return sum(shares)
 
 
 def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:

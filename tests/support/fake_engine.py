@@ -49,7 +49,12 @@ class FakeLayer:
 
 @dataclass(frozen=True)
 class FakeDevice:
-    overlaps: bool = False
+    name: str = "CPU"
+    mode: str = "host"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.mode in ("stream", "remote")
 
 
 @dataclass(frozen=True)
