@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ class Llama(GeneratingLlama):
         self._free_before: dict[str, int] = {}
         with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
-            self._load(model_path, settings)
+            self._load(model_path, request, endpoints)
             self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
@@ -150,20 +150,20 @@ class Llama(GeneratingLlama):
 
     # --- construction
 
-    def _load(self, model_path: str, settings: dict[str, Any]) -> None:
+    def _load(self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
         for self._halvings in range(HALVINGS + 1):
             try:
                 with contextlib.ExitStack() as self._pool_requests:
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
-                    super().__init__(model_path, logits_all=False, **settings)
+                    super().__init__(model_path, logits_all=False, **request.upstream)
                 return
             except ValueError as err:
                 if str(err) != NO_CONTEXT or self._size is None or self._size.tight is None:
                     raise
                 self._stack.close()
         assert self._size is not None
-        raise sizing.does_not_fit(self._size)
+        raise fitting.does_not_fit(model_path, request, self._size, endpoints)
 
     @property
     def model_params(self) -> Any:

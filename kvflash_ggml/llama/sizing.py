@@ -178,19 +178,6 @@ def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
     return replace(size, slots=slots, why=f"{size.why}, and {size.slots} could not be made")
 
 
-def does_not_fit(size: PoolSize) -> DoesNotFit:
-    """No context could be made, though the pool became as small as that."""
-    if size.tight is None:
-        return DoesNotFit("the device", needed=0, free=0, needs={})
-    lane = size.tight
-    return DoesNotFit(
-        lane.name,
-        needed=lane.small + lane.margin,
-        free=lane.free + lane.margin,
-        needs={"context and compute of the smallest pool": lane.small, "margin": lane.margin},
-    )
-
-
 def no_room_beside(session: Session | None, size: PoolSize) -> DoesNotFit:
     """No second context of that size could be made beside the session's."""
     assert session is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from support.servers import running
 from kvflash_ggml import Fit, KVFlashConfig
 from kvflash_ggml.bench.shapes import SHAPES, write
 from kvflash_ggml.errors import ConfigError, DoesNotFit
-from kvflash_ggml.placement.sizes import HOST, Placement
+from kvflash_ggml.placement.sizes import HOST, LayerSizes, ModelSizes, Placement
 
 MIB = 1 << 20
 STEPS = {"n_batch": 64, "n_ubatch": 64, "n_threads": 1, "verbose": False}
@@ -100,6 +101,21 @@ def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[
     assert answer(llm) == ANSWER
     assert [device.name for device in llm.kvflash.devices] == ["RPC0", "RPC1"]
     llm.close()
+
+
+def test_what_is_not_fitted_is_predicted_as_it_would_be_loaded(mixture: str, servers: list[str]) -> None:
+    """Layers are shared out by free memory then, however that suits them."""
+    from kvflash_ggml.llama import fitting
+
+    asked = {"rpc": servers, "n_gpu_layers": 6}
+    placement, devices = fitting.without_loading(mixture, {**STEPS, **POOL, **asked})
+    llm = make(mixture, **asked)
+    check_taken(llm, placement)
+    llm.close()
+    sizes = ModelSizes(layers=(LayerSizes(dense=1),) * 8, output=1, embedding=1)
+    uneven = (replace(devices[0], free=MIB), replace(devices[1], free=2 * MIB), devices[2])
+    for layers, split in ((-1, (3, 6)), (6, (2, 4)), (0, None)):
+        assert fitting.by_memory(sizes, uneven, layers) == split
 
 
 def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str, servers: list[str]) -> None:

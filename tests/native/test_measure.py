@@ -248,8 +248,11 @@ def test_auto_takes_half_where_no_context_can_be_made(
     llm.eval(list(range(1, 20)))
 
     refusals += [None] * 3
-    with pytest.raises(DoesNotFit, match="CPU has"):
-        llama("small", n_ctx=32_768, kvflash="auto")
+    with pytest.raises(DoesNotFit, match=r"^CPU has .* could not make it all the same.* Helps: ") as failed:
+        llama("small", n_ctx=32_768, kvflash="auto", n_ubatch=512)
+    helps = {remedy.option: remedy.frees for remedy in failed.value.remedies}
+    assert helps["-ctk q8_0 -ctv q8_0"] > 0
+    assert not any(remedy.enough for remedy in failed.value.remedies)
     refusals += [None]
     with pytest.raises(ValueError, match="Failed to create llama_context"):
         llama("small", n_ctx=32_768, kvflash=1024)  # what was asked for is never changed
