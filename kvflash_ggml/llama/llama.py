@@ -29,7 +29,7 @@ from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import devices, fitting, parameters, sizing
+from . import devices, fitting, images, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext
 from .generation import GeneratingLlama
@@ -240,7 +240,9 @@ class Llama(GeneratingLlama):
         )
         config = self._config
         sizing.warn_if_tight(engine.info.devices, n_ubatch)
-        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, beside=beside)
+        mapped = self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+        limit = images.limit(config, sizing.address(self._model), size, engine.info.page_bytes, mapped=mapped)
+        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close)
