@@ -123,6 +123,21 @@ def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[En
     return DoesNotFit(need.device, needed=need.total, free=need.free, needs=itemised(need), why=NOT_MADE)
 
 
+def other_split(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> str:
+    """For the banner of an uneven "auto" pool: the split of the layers that gives more slots, nothing if none does.
+
+    endpoints: as `predicted`.
+    """
+    try:
+        limits = Fit(free=size.uneven)
+        placement, _ = predicted(path, asked, beside(path, asked), endpoints, limits=limits, split_open=True)
+    except (ConfigError, DoesNotFit):  # what cannot be planned was loaded all the same
+        return ""
+    if placement.tensor_split is None or placement.pool <= size.slots:
+        return ""
+    return f"; tensor_split (-ts) {','.join(f'{share:g}' for share in placement.tensor_split)} gives {placement.pool}"
+
+
 def predicted(
     path: str,
     asked: Asked,
@@ -130,10 +145,12 @@ def predicted(
     endpoints: Sequence[Endpoint] = (),
     *,
     limits: Fit | None = None,
+    split_open: bool = False,
 ) -> tuple[Placement, tuple[Device, ...]]:
     """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
 
     endpoints: of the servers that are asked for, connected. limits: what to count on, where `fit` is not asked for.
+    split_open: the split of the layers is open, whatever the keywords say.
     """
     settings, open_ = asked.upstream, asked.fit is not None
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -155,7 +172,7 @@ def predicted(
     types = [_type(settings.get(name), left_open=open_ and flash) for name in ("type_k", "type_v")]
 
     def request(sizes: ModelSizes, devices: tuple[Device, ...]) -> Request:
-        shares = _shares(settings.get("tensor_split"))
+        shares = _shares(settings.get("tensor_split")) or (None if open_ else by_memory(sizes, devices, layers or 0))
         return Request(
             n_ctx=n_ctx or sizes.n_ctx_train,
             pool=_slots(asked.config, sizes, types),
@@ -164,7 +181,7 @@ def predicted(
             type_k=types[0],
             type_v=types[1],
             n_gpu_layers=layers,
-            tensor_split=shares if shares or open_ else by_memory(sizes, devices, layers or 0),
+            tensor_split=None if split_open else shares,
             overrides=asked.placement.override_tensor,
             n_cpu_moe=asked.placement.n_cpu_moe or (None if open_ else 0),
             use_mmap=settings.get("use_mmap", None if open_ else True),

@@ -7,6 +7,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ class Llama(GeneratingLlama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
+        self._other_split = partial(fitting.other_split, model_path, request, endpoints)
         with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
             self._load(model_path, request, endpoints)
@@ -227,6 +229,8 @@ class Llama(GeneratingLlama):
         )
         if self.placement is not None:
             return replace(size, why=self.placement.why)
+        if size.uneven:
+            size = replace(size, why=size.why + self._other_split(size))
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -116,6 +117,39 @@ def test_what_is_not_fitted_is_predicted_as_it_would_be_loaded(mixture: str, ser
     uneven = (replace(devices[0], free=MIB), replace(devices[1], free=2 * MIB), devices[2])
     for layers, split in ((-1, (3, 6)), (6, (2, 4)), (0, None)):
         assert fitting.by_memory(sizes, uneven, layers) == split
+
+
+def test_a_split_that_gives_more_slots_is_named(
+    mixture: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one that was asked for has all the slots on one device, which has room for some of them."""
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement import inventory
+
+    of_model, loaded = inventory.of_model, []
+
+    def with_little(model: int) -> Any:
+        """Less what is loaded: the first who asks is the model, who has its weights, and then a sketch of it."""
+        used = [] if loaded else [sum(x.size for x in measure.weights(model) if x.device == i) for i in (0, 1)]
+        loaded.append(model)
+        *devices, host = of_model(model)
+        left = [535 * MIB - size for size in used or (0, 0)]
+        return (*(replace(x, free=free) for x, free in zip(devices, left, strict=True)), host)
+
+    keywords = {"rpc": servers, "kvflash": KVFlashConfig(reading="pool"), "n_ctx": 65_536, "n_gpu_layers": -1}
+    with monkeypatch.context() as patched:
+        patched.setattr(inventory, "of_model", with_little)
+        tight = make(mixture, **keywords, tensor_split=[8, 1])
+    found = re.search(r"MiB on RPC0 beside .*; tensor_split \(-ts\) (\d+),(\d+) gives (\d+)", tight.kvflash.banner())
+    assert found is not None
+    *split, slots = map(int, found.groups())
+    assert tight.kvflash.pool < slots
+    tight.close()
+    loaded.clear()
+    monkeypatch.setattr(inventory, "of_model", with_little)
+    other = make(mixture, **keywords, tensor_split=split)
+    assert other.kvflash.pool >= slots
+    other.close()
 
 
 def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str, servers: list[str]) -> None:
