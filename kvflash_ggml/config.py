@@ -110,8 +110,9 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     pins: half-open token ranges (lo, hi) that are never evicted.
-    host_limit: ceiling in bytes on host memory for page images, None for no ceiling. Exact reading sees no more of a
-        text than that holds at a time.
+    host_limit: ceiling in bytes on host memory for page images, None for no ceiling. "auto" is none without a spill
+        folder, and with one what is available when the model has been loaded, beyond a margin and the weights. Exact
+        reading sees no more of a text than that holds at a time.
     spill: folder for page images that do not fit under `host_limit`.
     reading: what a token of a prompt sees of the text before it: "exact" all of it, copied to the device a layer at a
         time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.
@@ -134,7 +135,7 @@ class KVFlashConfig:
     sinks: int = 1
     tail: int = 4
     pins: tuple[tuple[int, int], ...] = ()
-    host_limit: int | None = None
+    host_limit: int | Literal["auto"] | None = "auto"
     spill: Path | None = None
     reading: Literal["auto", "exact", "pool"] = "auto"
     stage: int | None = None
@@ -188,8 +189,9 @@ class KVFlashConfig:
                 or not 0 <= span[0] < span[1]
             ):
                 raise ConfigError(f"a pin is (lo, hi) with 0 <= lo < hi, not {span!r}")
-        if self.host_limit is not None and (not _is_int(self.host_limit) or self.host_limit < 0):
-            raise ConfigError(f"host_limit must be a number of bytes, not {self.host_limit!r}")
+        limit = self.host_limit
+        if limit not in (None, "auto") and (not _is_int(limit) or limit < 0):  # type: ignore[operator]
+            raise ConfigError(f"host_limit must be a number of bytes, 'auto' or None, not {limit!r}")
 
     @property
     def minimum_pool(self) -> int:

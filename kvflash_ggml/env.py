@@ -21,7 +21,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "kvflash_drafter": ("KVFLASH_DRAFTER", Path),
     "kvflash_tau": ("KVFLASH_TAU", int),
     "kvflash_pins": ("KVFLASH_PIN", lambda text: tuple(notation.pin(word) for word in text.split())),
-    "kvflash_host_limit": ("KVFLASH_HOST_LIMIT", notation.size),
+    "kvflash_host_limit": ("KVFLASH_HOST_LIMIT", notation.ceiling),
     "kvflash_spill": ("KVFLASH_SPILL", Path),
     "kvflash_calibrate": ("KVFLASH_CALIBRATE", notation.calibrate),
     "kvflash_deterministic": ("KVFLASH_DETERMINISTIC", notation.switch),

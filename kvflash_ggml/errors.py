@@ -49,14 +49,22 @@ class DoesNotFit(KVFlashError, MemoryError):
     """What is asked for has no room on a device.
 
     device: its name. needed, free: bytes. needs: what needs how much of it, by name. remedies: those that are enough by
-    themselves, and then those that help, the best first.
+    themselves, and then those that help, the best first. why: a sentence, where the numbers do not tell.
     """
 
     def __init__(
-        self, device: str, *, needed: int, free: int, needs: Mapping[str, int], remedies: Sequence[Remedy] = ()
+        self,
+        device: str,
+        *,
+        needed: int,
+        free: int,
+        needs: Mapping[str, int],
+        remedies: Sequence[Remedy] = (),
+        why: str = "",
     ) -> None:
         parts = ", ".join(f"{name} {mebibytes(size)}" for name, size in needs.items() if size)
         text = f"{device} has {mebibytes(free)} MiB free, this needs {mebibytes(needed)}: {parts}."
+        text += f" {why}" if why else ""
         for begin, enough in (("Enough by itself", True), ("Helps", False)):
             some = [f"{x.option} (frees {mebibytes(x.frees)}: {x.cost})" for x in remedies if x.enough is enough]
             text += f" {begin}: {', '.join(some)}." if some else ""

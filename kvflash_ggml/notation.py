@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)((?:i?B)?)", re.IGNORECASE)
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -15,6 +15,16 @@ def size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or 512M, 8G")
     return int(float(match[1]) * (1 << _SHIFT[match[2].upper()]))
+
+
+def ceiling(text: str) -> int | Literal["auto"]:
+    """Bytes, or "auto". ValueError if it is neither."""
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        return size(text)
+    except ValueError as err:
+        raise ValueError(f"{err}, or 'auto'") from None
 
 
 def pool(text: str) -> dict[str, Any] | None:

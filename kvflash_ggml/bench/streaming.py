@@ -136,12 +136,11 @@ def _full_kv(llm: Llama) -> float:
 
 
 def _used(llm: Llama) -> int:
-    import ctypes
+    from ..llama.sizing import address
+    from ..placement import inventory
 
-    from ..native.engine import device_memory
-
-    free, total, _ = device_memory(ctypes.cast(llm._model.model, ctypes.c_void_p).value or 0)
-    return total - free
+    *devices, host = inventory.of_model(address(llm._model))
+    return sum(device.total - device.free for device in devices or [host])
 
 
 def ratios(points: list[Point], logits: dict[tuple[str, int], npt.NDArray[np.float32]]) -> list[dict[str, Any]]:

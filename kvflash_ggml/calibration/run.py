@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..errors import CalibrationError, KVFlashError
-from ..native import engine as native
+from ..placement import budget, inventory
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
@@ -32,7 +32,7 @@ ROOM = 256
 
 
 DEVICE_BYTES = 1 << 29
-"""What a context takes on a GPU beside its cache and its logits, roughly."""
+"""What a context takes of a device beside its cache and its logits, roughly."""
 
 FAILURES = (KVFlashError, OSError, RuntimeError, ValueError, MemoryError)
 
@@ -100,14 +100,15 @@ def calibrate(
 
 
 def _check_room(model: Any, settings: Any) -> None:
-    """MemoryError where a GPU has so little left that llama.cpp might end the process in the middle of a step."""
-    address = ctypes.cast(model.model, ctypes.c_void_p).value or 0
-    free, _, is_gpu = native.device_memory(address)
-    if not is_gpu:
-        return
-    needed = DEVICE_BYTES + (TOKENS + ROOM) * Sidecar.slot_bytes(model, settings) + STEP * 4 * model.n_vocab()
-    if free < needed:
-        raise MemoryError(f"it takes about {needed >> 20} MiB of the GPU's memory, and {free >> 20} MiB are free")
+    """MemoryError where a device has so little left that llama.cpp might end the process in the middle of a step."""
+    *devices, _ = inventory.of_model(ctypes.cast(model.model, ctypes.c_void_p).value or 0)
+    *shares, _ = Sidecar.slot_shares(model, settings)
+    for device, share in zip(devices, shares, strict=True):
+        needed = DEVICE_BYTES + (TOKENS + ROOM) * share + STEP * 4 * model.n_vocab()
+        if budget.usable(device) and device.free < needed:
+            raise MemoryError(
+                f"it takes about {needed >> 20} MiB of {device.name}, and {device.free >> 20} MiB of it are free"
+            )
 
 
 class SidecarReader:

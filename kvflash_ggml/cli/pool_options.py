@@ -13,7 +13,7 @@ from ..config import SPEC_TYPES, KVFlashConfig, SpecConfig
 from ..policy import names
 from ..prefix_cache.cache import PrefixCache
 from .sections import collected, option
-from .types import Calibrate, Drafts, Pin, Pool, Size
+from .types import Calibrate, Ceiling, Drafts, Pin, Pool, Size
 
 _pool = option("KVFlash")
 
@@ -34,7 +34,7 @@ class PoolOptions:
     kvflash_repair: int | None
     kvflash_spec: str | None
     kvflash_pin: tuple[tuple[int, int], ...]
-    kvflash_host_limit: int | None
+    kvflash_host_limit: int | Literal["auto"]
     kvflash_spill: Path | None
     kvflash_cache: Path | None
     kvflash_cache_size: int
@@ -177,10 +177,12 @@ pool_options = collected(
     ),
     _pool(
         "--kvflash-host-limit",
-        type=Size(),
+        type=Ceiling(),
+        default="auto",
         envvar="KVFLASH_HOST_LIMIT",
-        metavar="SIZE",
-        help="Ceiling on host memory for paged-out tokens, as 8G or 512M.  [default: none]",
+        metavar="SIZE|auto",
+        help="Ceiling on host memory for paged-out tokens, as 8G or 512M; auto is what is available with a spill "
+        "folder, and no ceiling without one.  [default: auto]",
     ),
     _pool(
         "--kvflash-spill",

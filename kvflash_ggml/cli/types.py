@@ -56,6 +56,18 @@ class Size(_Type):
             self.fail(str(error), param, ctx)
 
 
+class Ceiling(_Type):
+    """Bytes, as `Size`, or 'auto'."""
+
+    name = "size|auto"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        try:
+            return notation.ceiling(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Calibrate(_Type):
     """On, off, or a file."""
 

@@ -14,23 +14,27 @@ from .. import modelfile, policy, remote
 from ..config import KVFlashConfig
 from ..constants import KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
-from ..errors import ConfigError
+from ..errors import ConfigError, DoesNotFit
 from ..native import library
 from ..native import remote as servers
 from ..placement.predict import ALL_LAYERS, predict
+from ..placement.remedies import itemised
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.table import summary
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
 from . import parameters
-from .devices import LAYER, NONE, holders
+from .devices import LAYER, NONE, holders, slices
 from .parameters import Request as Asked
+from .sizing import PoolSize
 from .speculating import device_bytes, likely, loads_head, search
 
 logger = logging.getLogger("kvflash_ggml")
 
 N_CTX, N_BATCH, N_UBATCH = 512, 512, 512
 """llama-cpp-python's."""
+
+NOT_MADE = "llama.cpp could not make it all the same: something else may have taken memory meanwhile."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +98,59 @@ def beside(path: str, asked: Asked) -> Beside:
     )
 
 
+def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit:
+    """No context could be made, though an "auto" pool became as small as that: what would help.
+
+    The model is not loaded any more. endpoints: as `predicted`.
+    """
+    assert asked.config is not None
+    assert size.tight is not None
+    asked = replace(asked, config=replace(asked.config, pool=size.slots, pool_bytes=None))
+    others, limits = beside(path, asked), Fit()
+    try:
+        placement, _ = predicted(path, asked, others, endpoints)
+        need = next(need for need in placement.needs if need.device == size.tight.name)
+        # it should have fitted: what would need less is all that can be told
+        limits = Fit(free={need.device: need.total - 1}, margin={need.device: need.margin})
+        predicted(path, asked, others, endpoints, limits=limits)
+    except DoesNotFit as err:
+        if not limits.free:
+            return err
+        helps = [replace(remedy, enough=False) for remedy in err.remedies]
+        return DoesNotFit(
+            need.device, needed=need.total, free=need.free, needs=itemised(need), remedies=helps, why=NOT_MADE
+        )
+    return DoesNotFit(need.device, needed=need.total, free=need.free, needs=itemised(need), why=NOT_MADE)
+
+
+def other_split(path: str, asked: Asked, endpoints: Sequence[Endpoint], size: PoolSize) -> str:
+    """For the banner of an uneven "auto" pool: the split of the layers that gives more slots, nothing if none does.
+
+    endpoints: as `predicted`.
+    """
+    try:
+        limits = Fit(free=size.uneven)
+        placement, _ = predicted(path, asked, beside(path, asked), endpoints, limits=limits, split_open=True)
+    except (ConfigError, DoesNotFit):  # what cannot be planned was loaded all the same
+        return ""
+    if placement.tensor_split is None or placement.pool <= size.slots:
+        return ""
+    return f"; tensor_split (-ts) {','.join(f'{share:g}' for share in placement.tensor_split)} gives {placement.pool}"
+
+
 def predicted(
-    path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] = ()
+    path: str,
+    asked: Asked,
+    beside: Beside,
+    endpoints: Sequence[Endpoint] = (),
+    *,
+    limits: Fit | None = None,
+    split_open: bool = False,
 ) -> tuple[Placement, tuple[Device, ...]]:
     """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
 
-    endpoints: of the servers that are asked for, connected.
+    endpoints: of the servers that are asked for, connected. limits: what to count on, where `fit` is not asked for.
+    split_open: the split of the layers is open, whatever the keywords say.
     """
     settings, open_ = asked.upstream, asked.fit is not None
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -120,7 +171,8 @@ def predicted(
     flash = bool(settings.get("flash_attn", False))
     types = [_type(settings.get(name), left_open=open_ and flash) for name in ("type_k", "type_v")]
 
-    def request(sizes: ModelSizes) -> Request:
+    def request(sizes: ModelSizes, devices: tuple[Device, ...]) -> Request:
+        shares = _shares(settings.get("tensor_split")) or (None if open_ else by_memory(sizes, devices, layers or 0))
         return Request(
             n_ctx=n_ctx or sizes.n_ctx_train,
             pool=_slots(asked.config, sizes, types),
@@ -129,13 +181,13 @@ def predicted(
             type_k=types[0],
             type_v=types[1],
             n_gpu_layers=layers,
-            tensor_split=_shares(settings.get("tensor_split")),
+            tensor_split=None if split_open else shares,
             overrides=asked.placement.override_tensor,
             n_cpu_moe=asked.placement.n_cpu_moe or (None if open_ else 0),
             use_mmap=settings.get("use_mmap", None if open_ else True),
             offload_kqv=settings.get("offload_kqv", True),
             query_rows=beside.query_rows,
-            fit=asked.fit or Fit(),
+            fit=asked.fit or limits or Fit(),
         )
 
     return predict(
@@ -175,6 +227,18 @@ def _type(number: int | None, *, left_open: bool) -> str | None:
 
 def _shares(split: list[float] | None) -> tuple[float, ...] | None:
     return None if split is None else tuple(split)
+
+
+def by_memory(sizes: ModelSizes, devices: tuple[Device, ...], layers: int) -> tuple[float, ...] | None:
+    """The layers of each device as llama.cpp shares them out by itself: by free memory. None with one device.
+
+    layers: n_gpu_layers.
+    """
+    *several, host = devices
+    if len(several) < 2 or layers == 0:
+        return None
+    shares = [device.free if device.total else host.total for device in several]
+    return tuple(float(len(part)) for part in slices(len(sizes.layers), layers, shares))
 
 
 def _slots(config: KVFlashConfig | None, sizes: ModelSizes, types: list[str | None]) -> Any:

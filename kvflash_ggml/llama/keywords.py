@@ -33,7 +33,7 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_spec: SpecConfig | str | None
     kvflash_pins: Sequence[tuple[int, int]] | None
     kvflash_spill: str | Path | None
-    kvflash_host_limit: int | None
+    kvflash_host_limit: int | Literal["auto"] | None
     kvflash_cache: PrefixCache | str | Path | None
     kvflash_progress: Progress | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..policy.base import Scorer
 from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import devices, fitting, parameters, sizing
+from . import devices, fitting, images, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext, take_closing
 from .generation import GeneratingLlama
@@ -135,9 +135,10 @@ class Llama(GeneratingLlama):
         }
         self._pickled_tokenizer = settings.get("tokenizer")
         self._free_before: dict[str, int] = {}
+        self._other_split = partial(fitting.other_split, model_path, request, endpoints)
         with servers.connected(endpoints):
             self._device_arrays = devices.place(model_path, request.placement, settings, endpoints)
-            self._load(model_path, settings)
+            self._load(model_path, request, endpoints)
             self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
@@ -151,20 +152,20 @@ class Llama(GeneratingLlama):
 
     # --- construction
 
-    def _load(self, model_path: str, settings: dict[str, Any]) -> None:
+    def _load(self, model_path: str, request: parameters.Request, endpoints: Sequence[remote.Endpoint]) -> None:
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
         for self._halvings in range(HALVINGS + 1):
             try:
                 with contextlib.ExitStack() as self._pool_requests:
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
-                    super().__init__(model_path, logits_all=False, **settings)
+                    super().__init__(model_path, logits_all=False, **request.upstream)
                 return
             except ValueError as err:
                 if str(err) != NO_CONTEXT or self._size is None or self._size.tight is None:
                     raise
                 self._stack.close()
         assert self._size is not None
-        raise sizing.does_not_fit(self._size)
+        raise fitting.does_not_fit(model_path, request, self._size, endpoints)
 
     @property
     def model_params(self) -> Any:
@@ -228,6 +229,8 @@ class Llama(GeneratingLlama):
         )
         if self.placement is not None:
             return replace(size, why=self.placement.why)
+        if size.uneven:
+            size = replace(size, why=size.why + self._other_split(size))
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
     def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:
@@ -242,7 +245,9 @@ class Llama(GeneratingLlama):
         )
         config = self._config
         sizing.warn_if_tight(engine.info.devices, n_ubatch)
-        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, beside=beside)
+        mapped = self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+        limit = images.limit(config, sizing.address(self._model), size, engine.info.page_bytes, mapped=mapped)
+        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this
         self._ctx._exit_stack.callback(self._session.close, partial(take_closing, self._ctx))

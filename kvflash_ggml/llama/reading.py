@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
+from ..placement.sizes import HOST
 from ..session.reading import Reading
 from ..session.repair import Repair
 from ..session.session import Session
@@ -29,18 +31,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvflash_ggml")
 
 SHARE = 3
-"""Stages, and what computing larger steps takes, may have one part in so many of the memory that is free."""
+"""Stages, and what computing larger steps takes, may have one part in so many of a device's memory that is free."""
 
 HALF = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes on a device that has stages. free: beside everything else. slot_bytes: what one more token takes there."""
+
+    name: str
+    free: int
+    slot_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for."""
+        return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
+
+
 def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Session:
     """A session on a pool that reads and answers as it is asked to. See `open_reading`."""
-    from ..native.engine import device_memory
+    from ..placement import inventory
 
     n_ctx = llm.n_ctx()
-    free_bytes, _, _ = device_memory(address(llm._model))
-    reading = open_reading(config, pool, n_ctx=n_ctx, free_bytes=free_bytes)
+    free = {device.name: device.free for device in inventory.of_model(address(llm._model))}
+    reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
     session = Session(pool, config, n_ctx=n_ctx, n_batch=llm.n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
         session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
@@ -59,10 +75,10 @@ def likeliest(made: weakref.ref[Llama], count: int) -> Int32s:
     return picks
 
 
-def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: int) -> Reading:
+def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping[str, int]) -> Reading:
     """Make the stages that a configuration asks for, or that "auto" finds room for.
 
-    free_bytes: of the device, beside everything else. What was asked for and cannot be had is an error:
+    free: bytes of each device by name, beside everything else. What was asked for and cannot be had is an error:
     UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool, and for repair where
     nothing is kept to go back to.
     """
@@ -75,10 +91,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: i
         raise ConfigError(f"repair={config.repair} goes back in the text, for which this model needs checkpoints >= 1")
     required = config.reading == "exact" or config.answer != "pool" or config.repair is not None
     slots, why = stage_slots(
-        config.stage,
-        n_ctx=n_ctx,
-        free_bytes=free_bytes,
-        slot_bytes=slot_bytes(pool.engine.layers, pool.engine.info.devices, pool.n_ubatch),
+        config.stage, n_ctx=n_ctx, rooms=rooms(pool.engine.layers, info.devices, pool.n_ubatch, free)
     )
     if slots <= pool.n_slots:
         text = f"stages of {slots} tokens see no more than the pool of {pool.n_slots}: {why}"
@@ -95,20 +108,28 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free_bytes: i
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
-def stage_slots(asked: int | None, *, n_ctx: int, free_bytes: int, slot_bytes: int) -> tuple[int, str]:
-    """Tokens that stages hold, and why so many: the whole context, or what fits the share of what is free."""
+def stage_slots(asked: int | None, *, n_ctx: int, rooms: Sequence[Room]) -> tuple[int, str]:
+    """Tokens that stages hold, and why so many: the whole context, or what each device has room for."""
     most = round_up(n_ctx, POOL_STEP)
     if asked is not None:
         return min(most, round_up(asked, POOL_STEP)), f"{asked} asked for"
-    fitting = max(0, free_bytes) // SHARE // slot_bytes // POOL_STEP * POOL_STEP
-    if fitting >= most:
+    tight = min(rooms, key=lambda room: room.slots)
+    if tight.slots >= most:
         return most, "the whole context"
-    return fitting, f"{free_bytes / SHARE / 2**20:,.0f} MiB for it, at {slot_bytes / 1024:.1f} KiB a token"
+    size = f"{tight.free / SHARE / 2**20:,.0f} MiB on {tight.name}"
+    return tight.slots, f"{size} for it, at {tight.slot_bytes / 1024:.1f} KiB a token"
 
 
-def slot_bytes(layers: Sequence[Layer], devices: Sequence[DeviceInfo], n_ubatch: int) -> int:
-    """Bytes that one more token in the stages takes on the devices: K and V of a layer of each shape, twice where the
-    next layer is copied meanwhile, and its column of the mask."""
-    shapes = {(layer.device, layer.k_row, layer.v_row) for layer in layers}
-    rows = sum((2 if devices[device].overlaps else 1) * (k_row + v_row) for device, k_row, v_row in shapes)
-    return rows + HALF * n_ubatch
+def rooms(layers: Sequence[Layer], devices: Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]) -> list[Room]:
+    """What there is for stages on each device.
+
+    One more token takes K and V of a layer of each shape there, twice where the next layer is copied meanwhile, and its
+    column of the mask.
+    """
+    res = []
+    for i, device in enumerate(devices):
+        shapes = {(layer.k_row, layer.v_row) for layer in layers if layer.device == i}
+        rows = (2 if device.overlaps else 1) * sum(k_row + v_row for k_row, v_row in shapes)
+        name = HOST if device.mode == "host" else device.name
+        res.append(Room(name=name, free=free[name], slot_bytes=rows + HALF * n_ubatch))
+    return res

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
 from ..errors import DoesNotFit
+from ..placement.sizes import HOST
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
     from ..session.session import Session
 
 logger = logging.getLogger("kvflash_ggml")
+
+UNEVEN = 3
+"""A device is tight if it has room for less than so many of so many and one of the slots that all could have."""
 
 HALF = 2
 """Page images of the host need the other half of its memory."""
@@ -46,12 +50,14 @@ class Lane:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
     """slots: the pool. n_ctx: the context it serves. why: the arithmetic, for the banner. tight: the device that has
-    the least room, where one was looked for."""
+    the least room, where one was looked for. uneven: where it has much less than others, what each device has without
+    the model."""
 
     slots: int
     n_ctx: int
     why: str
     tight: Lane | None = None
+    uneven: Mapping[str, int] = field(default_factory=dict)
 
 
 def fit(
@@ -76,12 +82,38 @@ def fit(
     least, most = bounds(config, n_ctx)
     if least == most:
         return resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=())
-    lanes, lost = _lanes(address(model), params, (least, most), query_rows, reserved, mapped, before or {})
-    size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=lanes)
-    return replace(size, why=size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in lost.items()))
+    there = _survey(address(model), params, (least, most), query_rows, reserved, mapped, before or {})
+    size = resolve(config, n_ctx=n_ctx, slot_bytes=slot_bytes, lanes=there.lanes)
+    why = size.why + "".join(f", {x / 2**20:,.0f} MiB of {name} went" for name, x in there.lost.items())
+    uneven = are_uneven(there.lanes, there.spare, least, most)
+    return replace(size, why=why, uneven=there.unloaded if uneven else {})
 
 
-def _lanes(
+def are_uneven(lanes: Sequence[Lane], spare: int, least: int, most: int) -> bool:
+    """Would the room of all devices but the host, as one, hold a third more slots than that of the tightest?
+
+    spare: bytes of devices that hold no slots.
+    """
+    several = [lane for lane in lanes if lane.name != HOST]
+    if not several:
+        return False
+    room, grows = (sum(lane.free - lane.small for lane in several), sum(lane.large - lane.small for lane in several))
+    as_one = min(most, least + (room + max(0, spare)) * (most - least) // max(1, grows))
+    return min(lane.slots(least, most) for lane in several) * (UNEVEN + 1) < as_one * UNEVEN
+
+
+@dataclass(slots=True, kw_only=True)
+class _Survey:
+    """lanes: the devices that hold slots. spare: what others than the host have free. lost: of each device, what went
+    elsewhere while the model was loaded. unloaded: what each has without the model. Bytes."""
+
+    lanes: list[Lane] = field(default_factory=list)
+    spare: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    unloaded: dict[str, int] = field(default_factory=dict)
+
+
+def _survey(
     model: int,
     params: Any,
     pools: tuple[int, int],
@@ -89,8 +121,7 @@ def _lanes(
     reserved: int,
     mapped: bool,
     before: Mapping[str, int],
-) -> tuple[list[Lane], dict[str, int]]:
-    """The devices that hold slots, and how much of each went to others while the model was loaded."""
+) -> _Survey:
     from ..native import measure  # here, as below: the arithmetic needs no library
     from ..placement import budget, inventory
     from ..placement.needs import STAGED_PAGES
@@ -98,35 +129,39 @@ def _lanes(
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
     devices = inventory.of_model(model)
-    lanes, lost = [], {}
+    res = _Survey()
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
+        ours = least.model if device.kind != "host" or not mapped else 0
+        res.unloaded[device.name] = device.free + ours
         gone = before.get(device.name, 0) - device.free - least.model
         if gone > NOTABLE:
-            lost[device.name] = gone
+            res.lost[device.name] = gone
         pages = most.context - least.context
-        if not pages:
-            continue
         margin, free = budget.margin(device, Fit()), device.free - (reserved if i == 0 else 0)
+        if not pages:
+            res.spare += max(0, free - margin - most.compute) if budget.usable(device) else 0
+            continue
         if device.kind == "host":
             free = (free - (least.model if mapped else 0) - margin) // HALF
         else:
             free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
         sizes = [need.context + need.compute + need.queries for need in (least, most)]
-        lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
-    return lanes, lost
+        res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
+    return res
 
 
 def slot_size(model: Any, params: Any) -> int:
     """Bytes that one token takes in the pool. UnsupportedModelError if the model cannot run in one."""
     from ..native import engine as native
 
-    return native.probe(
+    shares = native.probe(
         address(model),
         type_k=params.type_k,
         type_v=params.type_v,
         offload=params.offload_kqv,
         arch=model.metadata().get("general.architecture", "unknown"),
     )
+    return sum(shares)
 
 
 def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:
@@ -175,19 +210,6 @@ def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
         return size
     slots = max(min(minimum, size.slots), (size.slots >> times) // POOL_STEP * POOL_STEP)
     return replace(size, slots=slots, why=f"{size.why}, and {size.slots} could not be made")
-
-
-def does_not_fit(size: PoolSize) -> DoesNotFit:
-    """No context could be made, though the pool became as small as that."""
-    if size.tight is None:
-        return DoesNotFit("the device", needed=0, free=0, needs={})
-    lane = size.tight
-    return DoesNotFit(
-        lane.name,
-        needed=lane.small + lane.margin,
-        free=lane.free + lane.margin,
-        needs={"context and compute of the smallest pool": lane.small, "margin": lane.margin},
-    )
 
 
 def no_room_beside(session: Session | None, size: PoolSize) -> DoesNotFit:

@@ -259,9 +259,9 @@ class PoolStats:
 
         It lets something go, or is False.
         """
-        config = self._session.config
-        if config.host_limit is not None and config.spill is None:
-            self._session.paging.heap.add_reclaimer(give_way)
+        heap = self._session.paging.heap
+        if heap.limit is not None and self._session.config.spill is None:
+            heap.add_reclaimer(give_way)
 
     def reasons(self, scores: Floats) -> list[Reason]:
         """Why the chunks at the top of a look's scores are there; nothing if the policy cannot tell."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 from .streamed import Streamed
 
-__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "device_memory", "plane_bytes", "pool_request", "probe"]
+__all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "plane_bytes", "pool_request", "probe"]
 
 _PLANNED = ("token", "seq", "pos", "slot", "query_row")
 
@@ -34,28 +35,23 @@ def pool_request(cells: int, query_rows: int = 0) -> Iterator[None]:
         lib.kvf_set_pool(0, 0)
 
 
-def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> int:
-    """Bytes one slot takes on the device. Raises UnsupportedModelError if the model cannot run in a pool.
+def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> tuple[int, ...]:
+    """Bytes one slot takes of each device, in the model's order, and of the host.
 
-    model: address of the llama_model. type_k, type_v: ggml type numbers.
+    model: address of the llama_model. type_k, type_v: ggml type numbers. UnsupportedModelError if the model cannot run
+    in a pool.
     """
-    size = ffi.new("int64_t *")
+    sizes: Any = ffi.new("int64_t[]", lib.kvf_model_n_devices(ffi.cast("void *", model)))
     try:
-        return int(value(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, size), size))
+        check(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, sizes, len(sizes)))
     except UnsupportedModelError as err:
         raise UnsupportedModelError(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
+    return tuple(sizes)
 
 
 def plane_bytes(model: int) -> int:
     """Bytes of each rollback plane (a context's `n_rs_seq`) of the llama_model at this address, 0 if it has none."""
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
-
-
-def device_memory(model: int) -> tuple[int, int, bool]:
-    """(free bytes, total bytes, is a GPU) of the device that would hold the pool."""
-    free, total, offloads = ffi.new("int64_t *"), ffi.new("int64_t *"), ffi.new("int32_t *")
-    lib.kvf_model_device(ffi.cast("void *", model), free, total, offloads)
-    return int(free[0]), int(total[0]), bool(offloads[0])
 
 
 class Engine(HostScoring):

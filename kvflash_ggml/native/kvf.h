@@ -137,14 +137,12 @@ const char *    kvf_last_error(void);
 // The next context made by this thread gets a pool of so many cells (0: stock behaviour) and keeps query_rows queries.
 void            kvf_set_pool(uint32_t cells, uint32_t query_rows);
 
-// Would a pool work for this model? The bytes that one slot takes, or REFUSED.
-enum kvf_status kvf_probe(const void * model, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes);
+// Would a pool work for this model? The bytes that one slot takes of each device, in the order of the model and the host
+// last (kvf_model_n_devices), or REFUSED.
+enum kvf_status kvf_probe(const void * model, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes, int32_t n);
 
 // Bytes that each of rs_planes would take for this model, 0 if there can be none: llama_context_params.n_rs_seq asks for them.
 int64_t         kvf_plane_bytes(const void * model);
-
-// Free and total bytes of the device that would hold the pool of this model, and whether that is another than the CPU.
-void            kvf_model_device(const void * model, int64_t * free_bytes, int64_t * total_bytes, int32_t * offloads);
 
 // What things would take, told before they are made. Lists of devices are in the order of the model, and the host comes last.
 

@@ -286,9 +286,9 @@ kvf_status kvf_measure(void * model_ptr, const void * context_params, uint32_t c
     try {
         const auto      weights = model.memory_breakdown();  // before sizes and memory part
         const measuring scope(model, cells, query_rows);
-        int64_t         slot_bytes = 0;
         if (cells) {
-            if (const auto status = kvf_probe(&model, params.type_k, params.type_v, params.offload_kqv, &slot_bytes)) {
+            std::vector<int64_t> slot_bytes(n_devices);
+            if (const auto status = kvf_probe(&model, params.type_k, params.type_v, params.offload_kqv, slot_bytes.data(), n_devices)) {
                 return status;
             }
         }

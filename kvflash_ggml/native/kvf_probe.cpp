@@ -157,17 +157,26 @@ std::string kvf_attention_refusal(llama_context & ctx) {
     return "";
 }
 
-kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes) {
+kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes, int32_t n) {
     const auto & model = *(const llama_model *) model_ptr;
+    if (n != kvf_model_n_devices(model_ptr)) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "room for %d devices, there are %d", n, kvf_model_n_devices(model_ptr));
+    }
     try {
         auto refusal = model_refusal(model);
         if (refusal.empty()) {
             const auto memory = smallest_memory(model, type_k, type_v, offload);
             refusal = memory_refusal(memory.get());
             if (refusal.empty()) {
-                int64_t page_bytes = 0;
-                kvf_describe_layers(model, *kvf_find_pooled(memory.get()), page_bytes);
-                *slot_bytes = page_bytes/KVF_BLOCK;
+                const auto & kv         = *kvf_find_pooled(memory.get());
+                int64_t      page_bytes = 0;
+                const auto   layers     = kvf_describe_layers(model, kv, page_bytes);
+                std::fill(slot_bytes, slot_bytes + n, 0);
+                for (const auto & share : kvf_describe_shares(kv, layers)) {
+                    const auto at = std::find_if(model.devices.begin(), model.devices.end(),
+                                                 [&](const auto & device) { return device.dev == share.dev; });
+                    slot_bytes[at - model.devices.begin()] += share.size/KVF_BLOCK;
+                }
                 return KVF_STATUS_SUCCESS;
             }
         }
@@ -189,14 +198,4 @@ int64_t kvf_plane_bytes(const void * model_ptr) {
     } catch (const std::exception &) {
         return 0;  // kvf_probe tells why
     }
-}
-
-void kvf_model_device(const void * model_ptr, int64_t * free_bytes, int64_t * total_bytes, int32_t * offloads) {
-    const auto & model = *(const llama_model *) model_ptr;
-    auto * dev = model.devices.empty() ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : model.devices[0].dev;
-    size_t free = 0, total = 0;
-    ggml_backend_dev_memory(dev, &free, &total);
-    *free_bytes  = free;
-    *total_bytes = total;
-    *offloads    = ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU;
 }

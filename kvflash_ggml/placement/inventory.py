@@ -26,10 +26,13 @@ def of_model(address: int) -> tuple[Device, ...]:
 
 
 def host() -> Device:
-    """The host's memory. free: what can be had without swapping, or by a container's limit."""
+    """The host's memory. total: all of it, or as much as a container may have. free: what can be had of it without
+    swapping."""
     total = _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    known = [total, _meminfo("MemAvailable"), _limit()]
-    return Device(name=HOST, kind="host", free=min(x for x in known if x is not None), total=total)
+    left = _meminfo("MemAvailable") or total
+    if (container := _limit()) is not None:
+        total, left = min(total, container[0]), min(left, container[1])
+    return Device(name=HOST, kind="host", free=min(total, left), total=total)
 
 
 def _device(found: DeviceInfo) -> Device:
@@ -54,8 +57,8 @@ def _meminfo(field: str) -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-def _limit() -> int | None:
-    """What a control group still allows. Pages of files that nobody has used lately are given back on demand."""
+def _limit() -> tuple[int, int] | None:
+    """What a control group allows, and still allows: pages of files that nobody has used lately are given back."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
@@ -63,4 +66,4 @@ def _limit() -> int | None:
     except (OSError, ValueError):
         return None
     files = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-    return max(0, int(limit) - used + files) if limit.isdigit() else None
+    return (int(limit), max(0, int(limit) - used + files)) if limit.isdigit() else None

@@ -27,7 +27,7 @@ def predict(
     path: str | os.PathLike[str],
     model_params: Any,
     context_params: Any,
-    asked: Callable[[ModelSizes], Request],
+    asked: Callable[[ModelSizes, tuple[Device, ...]], Request],
     *,
     device: Sequence[str] | None = None,
     overrides: Overrides = (),
@@ -36,16 +36,16 @@ def predict(
     """The placement of a request, confirmed by a measure of it, and the devices. No byte of a weight is read.
 
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
-    request does not name; n_ctx may be 0. asked: the request for a model of these sizes. device, overrides: the user's
-    own, or those of connected servers and of this machine. reserved: bytes that something else will take of the
-    first device. ConfigError for a file that is no model, or
+    request does not name; n_ctx may be 0. asked: the request for a model of these sizes on these devices. device,
+    overrides: the user's own, or those of connected servers and of this machine. reserved: bytes that something else
+    will take of the first device. ConfigError for a file that is no model, or
     a name that is no device's, UnsupportedModelError for a model that cannot have the pool that is asked for,
     DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
     with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as found:
         sizes, devices = found.sizes(context_params, overrides=overrides), found.devices()
-        request = asked(sizes)
+        request = asked(sizes, devices)
         _check_names(request.fit, devices)
         first = next((x for x in devices if budget.usable(x)), devices[-1])
         request = replace(request, extra={first.name: reserved})

@@ -42,7 +42,7 @@ class Sidecar:
         rope: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         with ExitStack() as stack:
-            self.slot_bytes(model, settings)
+            self.slot_shares(model, settings)
             context = _context(model, min(n_ctx, model.n_ctx_train()), query_rows, step, settings, rope)
             stack.callback(context.close)
             self.n_ctx = context.n_ctx() // CHUNK * CHUNK
@@ -56,8 +56,9 @@ class Sidecar:
             self._stack = stack.pop_all()
 
     @staticmethod
-    def slot_bytes(model: Any, settings: Any) -> int:
-        """Bytes that a token takes in the cache of one. UnsupportedModelError if the model cannot run in a pool."""
+    def slot_shares(model: Any, settings: Any) -> tuple[int, ...]:
+        """Bytes that a token takes of each device, and of the host. UnsupportedModelError if the model cannot run in a
+        pool."""
         return native.probe(
             ctypes.cast(model.model, ctypes.c_void_p).value or 0,
             type_k=llama_cpp.GGML_TYPE_F16,

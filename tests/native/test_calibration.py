@@ -15,12 +15,13 @@ import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
 
-from kvflash_ggml.calibration import finder
+from kvflash_ggml.calibration import finder, run
 from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
 from kvflash_ggml.calibration.run import Stopped, TooSlow, calibrate
 from kvflash_ggml.calibration.subject import Subject, of_llama
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
-from kvflash_ggml.native import engine as native
+from kvflash_ggml.placement import inventory
+from kvflash_ggml.placement.sizes import Device
 from kvflash_ggml.session import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
@@ -189,8 +190,13 @@ def test_a_model_without_a_tokenizer_keeps_all_heads(pooled: Callable[..., Any],
 
 
 def full_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(native, "device_memory", lambda model: (100 << 20, 8 << 30, True))
-    return "100 MiB are free"
+    """Of two, the second."""
+    sizes = {"CUDA0": 8 << 30, "CUDA1": 100 << 20}
+    devices = [Device(name=name, kind="gpu", free=free, total=8 << 30) for name, free in sizes.items()]
+    host = inventory.host()
+    monkeypatch.setattr(run.inventory, "of_model", lambda address: (*devices, host))
+    monkeypatch.setattr(sidecar.Sidecar, "slot_shares", lambda model, settings: (1, 1, 0))
+    return "MiB of CUDA1, and 100 MiB of it are free"
 
 
 def no_context(monkeypatch: pytest.MonkeyPatch) -> str:

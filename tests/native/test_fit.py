@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from support.servers import running
 from kvflash_ggml import Fit, KVFlashConfig
 from kvflash_ggml.bench.shapes import SHAPES, write
 from kvflash_ggml.errors import ConfigError, DoesNotFit
-from kvflash_ggml.placement.sizes import HOST, Placement
+from kvflash_ggml.placement.sizes import HOST, LayerSizes, ModelSizes, Placement
 
 MIB = 1 << 20
 STEPS = {"n_batch": 64, "n_ubatch": 64, "n_threads": 1, "verbose": False}
@@ -100,6 +102,54 @@ def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[
     assert answer(llm) == ANSWER
     assert [device.name for device in llm.kvflash.devices] == ["RPC0", "RPC1"]
     llm.close()
+
+
+def test_what_is_not_fitted_is_predicted_as_it_would_be_loaded(mixture: str, servers: list[str]) -> None:
+    """Layers are shared out by free memory then, however that suits them."""
+    from kvflash_ggml.llama import fitting
+
+    asked = {"rpc": servers, "n_gpu_layers": 6}
+    placement, devices = fitting.without_loading(mixture, {**STEPS, **POOL, **asked})
+    llm = make(mixture, **asked)
+    check_taken(llm, placement)
+    llm.close()
+    sizes = ModelSizes(layers=(LayerSizes(dense=1),) * 8, output=1, embedding=1)
+    uneven = (replace(devices[0], free=MIB), replace(devices[1], free=2 * MIB), devices[2])
+    for layers, split in ((-1, (3, 6)), (6, (2, 4)), (0, None)):
+        assert fitting.by_memory(sizes, uneven, layers) == split
+
+
+def test_a_split_that_gives_more_slots_is_named(
+    mixture: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the one that was asked for has all the slots on one device, which has room for some of them."""
+    from kvflash_ggml.native import measure
+    from kvflash_ggml.placement import inventory
+
+    of_model, loaded = inventory.of_model, []
+
+    def with_little(model: int) -> Any:
+        """Less what is loaded: the first who asks is the model, who has its weights, and then a sketch of it."""
+        used = [] if loaded else [sum(x.size for x in measure.weights(model) if x.device == i) for i in (0, 1)]
+        loaded.append(model)
+        *devices, host = of_model(model)
+        left = [535 * MIB - size for size in used or (0, 0)]
+        return (*(replace(x, free=free) for x, free in zip(devices, left, strict=True)), host)
+
+    keywords = {"rpc": servers, "kvflash": KVFlashConfig(reading="pool"), "n_ctx": 65_536, "n_gpu_layers": -1}
+    with monkeypatch.context() as patched:
+        patched.setattr(inventory, "of_model", with_little)
+        tight = make(mixture, **keywords, tensor_split=[8, 1])
+    found = re.search(r"MiB on RPC0 beside .*; tensor_split \(-ts\) (\d+),(\d+) gives (\d+)", tight.kvflash.banner())
+    assert found is not None
+    *split, slots = map(int, found.groups())
+    assert tight.kvflash.pool < slots
+    tight.close()
+    loaded.clear()
+    monkeypatch.setattr(inventory, "of_model", with_little)
+    other = make(mixture, **keywords, tensor_split=split)
+    assert other.kvflash.pool >= slots
+    other.close()
 
 
 def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str, servers: list[str]) -> None:

@@ -248,12 +248,58 @@ def test_auto_takes_half_where_no_context_can_be_made(
     llm.eval(list(range(1, 20)))
 
     refusals += [None] * 3
-    with pytest.raises(DoesNotFit, match="CPU has"):
-        llama("small", n_ctx=32_768, kvflash="auto")
+    with pytest.raises(DoesNotFit, match=r"^CPU has .* could not make it all the same.* Helps: ") as failed:
+        llama("small", n_ctx=32_768, kvflash="auto", n_ubatch=512)
+    helps = {remedy.option: remedy.frees for remedy in failed.value.remedies}
+    assert helps["-ctk q8_0 -ctv q8_0"] > 0
+    assert not any(remedy.enough for remedy in failed.value.remedies)
     refusals += [None]
     with pytest.raises(ValueError, match="Failed to create llama_context"):
         llama("small", n_ctx=32_768, kvflash=1024)  # what was asked for is never changed
     assert not refusals
+
+
+def test_a_container_s_limit_is_the_host_s_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kvflash_ggml.placement import inventory
+
+    stat = "anon 1\ninactive_file 268435456\n"
+    for name, text in {"max": "1073741824", "current": "805306368", "stat": stat}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
+    monkeypatch.setattr(inventory, "_MEMINFO", tmp_path / "meminfo")
+    for folder, free, total in ((tmp_path / "none", 4 << 30, 8 << 30), (tmp_path, 512 << 20, 1 << 30)):
+        monkeypatch.setattr(inventory, "_CGROUP", folder)
+        assert (inventory.host().free, inventory.host().total) == (free, total)
+    (tmp_path / "memory.max").write_text("max")
+    assert inventory.host().total == 8 << 30
+
+
+def test_images_of_the_context_and_the_host_s_memory(
+    llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a spill folder they get what is left beside the weights, without one there is a warning."""
+    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement.sizes import Device
+
+    total = 3 << 30
+    monkeypatch.setattr(inventory, "host", lambda: Device(name="CPU", kind="host", free=total, total=total))
+    llm = llama("small", n_ctx=4096, kvflash=512)
+    heap = llm._session.paging.heap
+    assert heap.limit is None
+    page = heap.page_bytes
+    assert not any("page images" in told for told in caplog.messages)
+    spilling = llama("small", n_ctx=4096, kvflash=512, kvflash_spill=tmp_path)
+    limit = spilling._session.paging.heap.limit
+    weights = total - (2 << 30) - limit
+    assert 0 < weights < 2 * Path(llm.model_path).stat().st_size
+    total = weights + 2048 // 64 * page
+    told = llama("small", n_ctx=4096, kvflash=512)
+    assert told._session.paging.heap.limit is None
+    assert sum("a context of at most 2048 " in told for told in caplog.messages) == 1
+    caplog.clear()
+    spilling = llama("small", n_ctx=4096, kvflash=512, kvflash_spill=tmp_path)
+    assert spilling._session.paging.heap.limit == 512 // 64 * page
+    assert not caplog.messages
 
 
 # --- from the command line

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import CHUNK, check, go_on, logits_along, read_block, row, same_bits
+from support import device_ladder as ladder
+from support.device_ladder import Placed
+from support.harness import CHUNK, KV_TYPES, check, go_on, logits_along, read_block, row, same_bits
 from support.servers import Server, Wire, running
 
 from kvflash_ggml import remote
@@ -69,6 +71,18 @@ def test_two_servers_are_exact(
     other = llama(kind, n_ctx=2048, kvflash=512, **where)
     assert other.load_snapshot(tmp_path / "text.kvs") == 1028
     assert go_on(other, 16) == expected
+
+
+@pytest.mark.parametrize(("kind", "kv"), [("iswa", "f16"), ("dense", "q8_0"), ("iswa", "q8_0")])
+def test_rungs_of_two_servers(kind: str, kv: str, servers: list[Server], llama: Any, stock: Any, tokens: Any) -> None:
+    """Sliding windows, which stay where they are, and quantised keys and values, whose rows are blocks."""
+    placed = Placed(over(servers), ("remote", "remote"))
+    ladder.whole_context_is_stock(kind, KV_TYPES[kv], placed, llama, stock, tokens)
+    ladder.pages_come_back(kind, KV_TYPES[kv], placed, llama, tokens)
+
+
+def test_a_window_on_servers_is_restored(servers: list[Server], llama: Any, tokens: Any) -> None:
+    ladder.restored_goes_on("iswa", Placed(over(servers), ("remote", "remote")), llama, tokens)
 
 
 def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) -> None:

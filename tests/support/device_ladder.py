@@ -12,6 +12,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_ggml.llama.sizing import address
+from kvflash_ggml.native.engine import probe
+from kvflash_ggml.placement import inventory
 from support.harness import CHUNK, logits_along, same_bits
 
 Make = Callable[..., Any]
@@ -43,6 +46,15 @@ def check_place(llm: Any, placed: Placed) -> None:
     assert info.host_compute or "host" not in placed.modes
     assert info.pinned == any(device.pinned for device in info.devices)
     assert sum(device.bytes for device in llm.kvflash.devices) >= info.page_bytes * (info.n_slots // CHUNK)
+    assert _shares(llm) == {device.name: device.slot_bytes for device in info.devices}
+
+
+def _shares(llm: Any) -> dict[str, int]:
+    """What a token takes of each device, as it is told before there is a context."""
+    model, params = address(llm._model), llm.context_params
+    shares = probe(model, type_k=params.type_k, type_v=params.type_v, offload=params.offload_kqv, arch="")
+    names = [device.name for device in inventory.of_model(model)]
+    return {name: share for name, share in zip(names, shares, strict=True) if share}
 
 
 def whole_context_is_stock(kind: str, kv: int, placed: Placed, llama: Make, stock: Make, tokens: Tokens) -> None:

@@ -49,7 +49,12 @@ class FakeLayer:
 
 @dataclass(frozen=True)
 class FakeDevice:
-    overlaps: bool = False
+    name: str = "CPU"
+    mode: str = "host"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.mode in ("stream", "remote")
 
 
 @dataclass(frozen=True)
@@ -452,7 +457,8 @@ def make_session(
     stage: int = 0,
 ) -> Session:
     """A text on a pool of its own. stage: tokens that streamed steps see, which prompts are read with then."""
-    pool = Pool(engine, n_ubatch=n_ubatch, host_limit=config.host_limit, spill=config.spill, block_order=block_order)
+    limit = None if config.host_limit == "auto" else config.host_limit
+    pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, block_order=block_order)
     reading = POOL
     if stage:
         pool.make_stages(stage)

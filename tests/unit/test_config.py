@@ -75,6 +75,8 @@ def test_a_pin_that_is_no_pair() -> None:
         {"checkpoints": 0},
         {"pins": ((0, 1), (100, 200))},
         {"host_limit": 0},
+        {"host_limit": None},
+        {"host_limit": "auto"},
     ],
 )
 def test_accepted(fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
-from kvflash_ggml.llama.reading import HALF, SHARE, open_reading, slot_bytes, stage_slots
+from kvflash_ggml.llama.reading import HALF, SHARE, Room, open_reading, rooms, stage_slots
 from kvflash_ggml.session.pool import Pool
 from kvflash_ggml.session.reading import Loss
 from kvflash_ggml.session.repair import Repair
@@ -48,32 +48,52 @@ def test_accepted() -> None:
 # --- how large
 
 
+def one(free: int, slot_bytes: int, name: str = "CUDA0") -> Room:
+    return Room(name=name, free=free, slot_bytes=slot_bytes)
+
+
 def test_stages_are_as_large_as_asked_for_but_for_the_context() -> None:
     for asked, want in ((1, 256), (512, 512), (513, 768), (10**9, 4096)):
-        slots, why = stage_slots(asked, n_ctx=4000, free_bytes=0, slot_bytes=1)
+        slots, why = stage_slots(asked, n_ctx=4000, rooms=[one(0, 1)])
         assert slots == want
         assert str(asked) in why
 
 
 def test_stages_take_a_share_of_what_is_free() -> None:
-    assert stage_slots(None, n_ctx=4000, free_bytes=GIB, slot_bytes=1) == (4096, "the whole context")
+    assert stage_slots(None, n_ctx=4000, rooms=[one(GIB, 1)]) == (4096, "the whole context")
     exact = 4096 * 1000 * SHARE
-    assert stage_slots(None, n_ctx=4096, free_bytes=exact, slot_bytes=1000)[0] == 4096
-    slots, why = stage_slots(None, n_ctx=4096, free_bytes=exact - 1, slot_bytes=1000)
+    assert stage_slots(None, n_ctx=4096, rooms=[one(exact, 1000)])[0] == 4096
+    slots, why = stage_slots(None, n_ctx=4096, rooms=[one(exact - 1, 1000)])
     assert slots == 4096 - 256
     assert "MiB" in why
     for free in (0, -GIB):
-        assert stage_slots(None, n_ctx=4096, free_bytes=free, slot_bytes=1000)[0] == 0
+        assert stage_slots(None, n_ctx=4096, rooms=[one(free, 1000)])[0] == 0
+
+
+def test_the_device_with_the_least_room_decides() -> None:
+    """By what a token takes there, not by its memory alone."""
+    both = [one(GIB, 1000), one(2 * GIB, 4000, "CUDA1")]
+    for order in (both, both[::-1]):
+        slots, why = stage_slots(None, n_ctx=10**6, rooms=order)
+        assert slots == both[1].slots < both[0].slots
+        assert "on CUDA1" in why
 
 
 def test_what_a_token_takes() -> None:
     """Layers of one shape on one device share stages; there are two where the next layer is copied meanwhile."""
-    plain, beside = FakeDevice(), FakeDevice(overlaps=True)
+    plain, beside = FakeDevice(), FakeDevice(name="CUDA0", mode="stream")
+    free = {"CPU": 5, "CUDA0": 7}
+
+    def taken(layers: Any, devices: Any, n_ubatch: int) -> list[int]:
+        found = rooms(layers, devices, n_ubatch, free)
+        assert [room.free for room in found] == [free[device.name] for device in devices]
+        return [room.slot_bytes for room in found]
+
     layers: Any = [FakeLayer(k_row=100, v_row=50)] * 8
-    assert slot_bytes(layers, [plain], 512) == 150 + HALF * 512  # type: ignore[list-item]
-    assert slot_bytes(layers, [beside], 512) == 300 + HALF * 512  # type: ignore[list-item]
+    assert taken(layers, [plain], 512) == [150 + HALF * 512]
+    assert taken(layers, [beside], 512) == [300 + HALF * 512]
     layers += [FakeLayer(k_row=10, v_row=0), FakeLayer(k_row=100, v_row=50, device=1)]
-    assert slot_bytes(layers, [plain, beside], 0) == 150 + 10 + 300  # type: ignore[list-item]
+    assert taken(layers, [plain, beside], 1) == [150 + 10 + HALF, 300 + HALF]
 
 
 # --- what is made
@@ -82,7 +102,7 @@ def test_what_a_token_takes() -> None:
 def reading(engine: FakeEngine, *, free: int = GIB, n_ctx: int = 4096, **config: Any) -> Any:
     pool = Pool(engine, n_ubatch=64)  # type: ignore[arg-type]
     try:
-        return open_reading(KVFlashConfig(**config), pool, n_ctx=n_ctx, free_bytes=free), pool
+        return open_reading(KVFlashConfig(**config), pool, n_ctx=n_ctx, free={"CPU": free}), pool
     finally:
         pool.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,14 +58,30 @@ def test_the_device_with_the_least_room_decides_and_is_named() -> None:
     assert f"1,024 MiB on {narrow.name} beside a margin of 512, at 104.0 KiB a token" in size.why
 
 
+def test_devices_are_uneven_if_all_could_have_a_third_more() -> None:
+    """The host's part is not for a split of the layers on devices to change."""
+
+    def uneven(*rooms: float, host: float | None = None, spare: float = 0) -> bool:
+        lanes = [lane(room * GIB, 64 * KIB) for room in rooms]
+        lanes += [] if host is None else [replace(lane(host * GIB), name="CPU")]
+        return sizing.are_uneven(lanes, int(spare * GIB), *sizing.bounds(KVFlashConfig(), 131072))
+
+    assert uneven(0.25, 0.75)
+    assert not uneven(0.4, 0.6)
+    assert uneven(0.3, 0.6)
+    assert not uneven(0.25)
+    assert uneven(0.25, spare=0.5)
+    assert not uneven(0.25, host=4)
+    assert uneven(0.25, 0.75, host=4)
+    assert uneven(0.7, 40)
+    assert not uneven(0.8, 40)  # all that is of use
+
+
 def test_what_could_not_be_made_is_halved_down_to_the_minimum() -> None:
     size = sizing.resolve(KVFlashConfig(), n_ctx=131072, slot_bytes=1, lanes=[lane(12 * GIB)])
     assert sizing.halved(size, 0, minimum=512) == size
     assert [sizing.halved(size, n, minimum=512).slots for n in (1, 2, 9)] == [8192, 4096, 512]
     assert "16384 could not be made" in sizing.halved(size, 1, minimum=512).why
-    error = sizing.does_not_fit(size)
-    assert error.device == size.tight.name
-    assert error.free > 0
 
 
 def test_the_cap_is_well_below_a_long_context() -> None:
