@@ -29,8 +29,6 @@ PROMPT = [5, 6, 7, 8]
 ANSWER = list(range(9, 17))
 """The model counts on."""
 
-NAME = "RPC0"
-
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -43,6 +41,16 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def servers(loaded: None) -> Iterator[list[str]]:
     with running(2) as found:
         yield [server.endpoint for server in found]
+
+
+def names(endpoints: list[str]) -> list[str]:
+    """Of their devices: numbers depend on how many servers this process has met before."""
+    from kvflash_ggml import remote
+    from kvflash_ggml.native import remote as connections
+
+    found = remote.find_all(endpoints)
+    with connections.connected(found):
+        return [device.name for endpoint in found for device in connections.served(endpoint)]
 
 
 def make(path: str, **keywords: Any) -> Any:
@@ -71,8 +79,8 @@ def check_taken(llm: Any, placement: Placement) -> None:
         assert x.model == need.weights or (placement.use_mmap and need.device == HOST)  # pages of the file count twice
 
 
-def on_server(free_mib: float | None) -> Fit:
-    return Fit() if free_mib is None else Fit(free={NAME: int(free_mib * MIB)}, margin=0)
+def on_server(servers: list[str], free_mib: float) -> Fit:
+    return Fit(free={names(servers[:1])[0]: int(free_mib * MIB)}, margin=0)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,7 @@ def on_server(free_mib: float | None) -> Fit:
 def test_what_is_planned_is_what_is_taken(
     free: float, level: int, layers: int, experts: int, mixture: str, servers: list[str]
 ) -> None:
-    llm = make(mixture, rpc=servers[:1], fit=on_server(free))
+    llm = make(mixture, rpc=servers[:1], fit=on_server(servers, free))
     found = llm.placement
     assert (found.level, found.needs[-1].layers[1], len(found.host_experts)) == (level, layers, experts)
     assert all(need.left >= 0 for need in found.needs)
@@ -91,7 +99,8 @@ def test_what_is_planned_is_what_is_taken(
 
 
 def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[str]) -> None:
-    fit = Fit(free={"RPC0": 8 * MIB, "RPC1": 10 * MIB}, margin=0)
+    known = names(servers)
+    fit = Fit(free=dict(zip(known, (8 * MIB, 10 * MIB), strict=True)), margin=0)
     llm = make(mixture, rpc=servers, fit=fit)
     found = llm.placement
     assert found.level == 1
@@ -100,7 +109,7 @@ def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[
     assert 0 < first < second
     check_taken(llm, found)
     assert answer(llm) == ANSWER
-    assert [device.name for device in llm.kvflash.devices] == ["RPC0", "RPC1"]
+    assert [device.name for device in llm.kvflash.devices] == known
     llm.close()
 
 
@@ -140,7 +149,7 @@ def test_a_split_that_gives_more_slots_is_named(
     with monkeypatch.context() as patched:
         patched.setattr(inventory, "of_model", with_little)
         tight = make(mixture, **keywords, tensor_split=[8, 1])
-    found = re.search(r"MiB on RPC0 beside .*; tensor_split \(-ts\) (\d+),(\d+) gives (\d+)", tight.kvflash.banner())
+    found = re.search(r"MiB on RPC\d+ beside .*; tensor_split \(-ts\) (\d+),(\d+) gives (\d+)", tight.kvflash.banner())
     assert found is not None
     *split, slots = map(int, found.groups())
     assert tight.kvflash.pool < slots
@@ -153,8 +162,8 @@ def test_a_split_that_gives_more_slots_is_named(
 
 
 def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str, servers: list[str]) -> None:
-    asked = {"rpc": servers[:1], "fit": on_server(10.5), "n_gpu_layers": -1, "type_k": 1, "type_v": 1}
-    with pytest.raises(DoesNotFit, match=r"RPC0 has 10 MiB free.*Enough by itself: .*-ngl") as failed:
+    asked = {"rpc": servers[:1], "fit": on_server(servers, 10.5), "n_gpu_layers": -1, "type_k": 1, "type_v": 1}
+    with pytest.raises(DoesNotFit, match=r"RPC\d+ has 10 MiB free.*Enough by itself: .*-ngl") as failed:
         make(mixture, **asked, n_cpu_moe=1)
     options = {remedy.option.split()[0]: remedy for remedy in failed.value.remedies if remedy.enough}
     moved = options["-ncmoe"].changes["n_cpu_moe"]
