@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .. import env
 from ..errors import LibraryError
 from ..native import library, trial
-from . import about, dry_run
+from . import about, dry_run, step
 from .child import Child, run_child
 from .first_run import rebuild, told
 from .report import computes_on, package_version
@@ -56,6 +56,16 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
         _decode(child, model),
         *_placement(child, asked),
     ]
+
+
+def a_step(model: str | None, *, timeout: float) -> Check:
+    """What devices lose to a whole step. A warning where that is beyond the margin."""
+    line, devices, failure = step.measured(model, timeout=timeout)
+    if failure:
+        return Check(name="step", status="error", detail=failure)
+    over = [device["name"] for device in devices if device["beyond"] > device["margin"]]
+    remedy = f"keep more free: -fitt, or a smaller step: -ub ({', '.join(over)})" if over else ""
+    return Check(name="step", status="warning" if over else "ok", detail=line, remedy=remedy, data={"step": devices})
 
 
 def _failed(child: Child, stage: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .checks import Check, examine
+from .checks import Check, a_step, examine
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 _WIDTH = 18
@@ -15,6 +15,7 @@ _WIDTH = 18
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
+@click.option("--measure", is_flag=True, help="Also take a whole step: what does a driver take beyond what is counted?")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option(
     "--timeout",
@@ -25,7 +26,7 @@ _WIDTH = 18
     help="How long the decode may take.",
 )
 @click.pass_context
-def doctor(ctx: click.Context, *, model: str | None, as_json: bool, timeout: float) -> None:
+def doctor(ctx: click.Context, *, model: str | None, measure: bool, as_json: bool, timeout: float) -> None:
     """Say what is installed and whether it works.
 
     Versions, library, devices, environment, and a tiny decode with MODEL (or the test model of a
@@ -33,6 +34,8 @@ def doctor(ctx: click.Context, *, model: str | None, as_json: bool, timeout: flo
     The exit code is 1 if something is wrong.
     """
     checks = examine(model, timeout=timeout)
+    if measure:
+        checks.append(a_step(model, timeout=timeout))
     healthy = all(check.status != "error" for check in checks)
     if as_json:
         click.echo(json.dumps(_document(checks, healthy), ensure_ascii=False, indent=2))

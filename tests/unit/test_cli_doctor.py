@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from kvflash_ggml.cli import checks, child, main
+from kvflash_ggml.cli import checks, child, main, step
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.native import trial
+from kvflash_ggml.placement.sizes import Device
 
 INFO = {
     "version": "0.1.0",
@@ -266,3 +268,43 @@ def test_an_exception_is_told_without_its_frames(monkeypatch: pytest.MonkeyPatch
 def test_a_child_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer = run_probe(monkeypatch, tmp_path, "import time; time.sleep(60)", timeout=1)
     assert answer.failure == "no answer within 1 s"
+
+
+# --- a whole step
+
+
+def a_device(name: str, free: int) -> Device:
+    return Device(name=name, kind="host" if name == "CPU" else "gpu", free=free, total=1 << 40)
+
+
+def test_what_nobody_has_counted() -> None:
+    before = [a_device("CUDA0", 1000), a_device("CUDA1", 1000), a_device("CPU", 1000)]
+    after = [a_device("CUDA0", 100), a_device("CUDA1", 990), a_device("CPU", 0)]
+    counted: Any = [
+        SimpleNamespace(device=name, model=size, context=20, compute=3, queries=0)
+        for name, size in (("CUDA0", 400), ("CPU", 7))
+    ]
+    (found,) = step.lost(before, after, counted, {"CUDA0": 50})
+    assert (found["name"], found["taken"], found["beyond"]) == ("CUDA0", 900, 900 - 473)
+    assert found["margin"] == (1 << 40) // 50
+
+
+@pytest.mark.parametrize(
+    ("devices", "failure", "status", "told"),
+    [
+        ([], "", "ok", "nothing to tell"),
+        ([{"name": "CUDA0", "taken": 3 << 30, "beyond": 60 << 20, "margin": 512 << 20}], "", "ok", "60 of them"),
+        ([{"name": "CUDA0", "taken": 3 << 30, "beyond": 600 << 20, "margin": 512 << 20}], "", "warning", "600 of them"),
+        ([], "crashed with SIGSEGV", "error", "SIGSEGV"),
+    ],
+)
+def test_a_step(
+    devices: list[dict[str, Any]], failure: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {} if failure else {"step": {"n_ubatch": 2048, "devices": devices}}
+    answer = Child(said=said, doing="start", failure=failure)
+    monkeypatch.setattr(step, "run_child", lambda *args, **keywords: answer)
+    check = checks.a_step("m.gguf", timeout=9)
+    assert check.status == status
+    assert told in check.detail
+    assert ("-ub" in check.remedy) == (status == "warning")
