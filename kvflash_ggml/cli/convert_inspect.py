@@ -56,8 +56,9 @@ def _print(it: Description) -> None:
     _row("layers", _layers(it))
     if it.token_bytes is not None:
         _row("cache", f"{it.token_bytes:,} bytes a token as f16, in the layers that a pool pages")
-    _row("heads", _heads(it))
-    if it.drafter is not None:
+    if it.drafter is None:
+        _row("heads", _heads(it))
+    else:
         _row("drafter", ", ".join(f"{key} {brief(value)}" for key, value in it.drafter.items()))
     _row("template", "a chat template" if it.template else "no chat template")
 

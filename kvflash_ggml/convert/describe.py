@@ -11,15 +11,17 @@ from typing import Any
 from ..calibration import choice
 from ..errors import ConfigError
 from ..snapshot.fingerprint import ModelFile
-from . import gguf_read
-from .gguf_read import GGUF, Tensor
+from . import gguf_read, heads
+from .gguf_read import GGUF, Tensor, all_tensors
 
-_SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _KEYS = ("attn_k.weight", "attn_kv_a_mqa.weight")
 _FUSED = "attn_qkv.weight"
 _RECURRENT = ("ssm_", "shortconv.", "time_mix_", "attn_gate.")
 _F16 = 2
+_DRAFTS = ("block_size", "target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc",
+           "conv_kernel_size", "selector_rank", "selector_top_k", "sample_from_anchor", "dflash.block_size",
+           "dflash.target_layer_ids", "dflash.mask_token_id", "dflash.n_target_layers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +86,6 @@ def describe(path: Path) -> Description:
     )
 
 
-def all_tensors(file: GGUF) -> list[Tensor]:
-    """Those of the other parts too, where the file is the first of several."""
-    found = list(file.tensors.values())
-    split = _SHARD.fullmatch(file.path.name)
-    for part in range(2, int(split[2]) + 1) if split else ():
-        path = file.path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf") if split else file.path
-        found += gguf_read.read(path).tensors.values()
-    return found
-
-
 def _attention(file: GGUF, tensors: list[Tensor]) -> list[int]:
     """Layers with keys: a projection of their own, or one for queries, keys and values that no recurrence reads."""
     names: dict[int, set[str]] = {}
@@ -143,9 +135,8 @@ def _heads(path: Path) -> list[tuple[int, int]] | None:
 
 
 def _drafter(file: GGUF) -> dict[str, Any] | None:
-    """Keys that only drafts have."""
-    keys = ("block_size", "target_layers", "target_hidden_size", "dflash.block_size", "dflash.target_layer_ids",
-            "dflash.mask_token_id", "dflash.n_target_layers")  # fmt: skip
+    """Keys that only drafts have; of a head for further tokens in a file of its own, how many there are."""
+    keys = ("nextn_predict_layers",) if heads.alone(file) else _DRAFTS
     found = {key: value for key in keys if (value := file.own(key)) is not None}
     if found and (mask := file.get("tokenizer.ggml.mask_token_id")) is not None:
         found["mask_token_id"] = mask

@@ -181,7 +181,7 @@ def check_tensors(where: str, found: Shapes, *, wanted: Shapes, optional: Shapes
     for name, shape in found.items():
         if name not in known:
             raise ConversionError(
-                where, f"the tensor {name}", found=list(shape), wanted="none of that name in a DFlash drafter",
+                where, f"the tensor {name}", found=list(shape), wanted="none of that name in a drafter of this kind",
                 remedy=remedy,
             )  # fmt: skip
         if shape != known[name]:

@@ -7,6 +7,7 @@ damaged or hostile file costs no memory and ends with a ConversionError.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _MAX_TENSOR_NAME = 64
 _MAX_DIMS = 4
 _MAX_COUNT = 1 << 48
 _REMEDY = "Fetch the file again, or convert it anew."
+_SHARD = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,16 @@ def read(path: Path, *, called: str | None = None) -> GGUF:
         raise ConversionError(path.name, "the file", found="no GGUF file", wanted="one", remedy=f"{error}.") from error
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _Reader(path, called or path.name, data).read()
+
+
+def all_tensors(file: GGUF) -> list[Tensor]:
+    """Those of the other parts too, where the file is the first of several."""
+    found = list(file.tensors.values())
+    split = _SHARD.fullmatch(file.path.name)
+    for part in range(2, int(split[2]) + 1) if split else ():
+        path = file.path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf") if split else file.path
+        found += read(path).tensors.values()
+    return found
 
 
 class _Reader:

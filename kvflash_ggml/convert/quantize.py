@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import gguf_read, gguf_write, types, verify
+from . import gguf_read, gguf_write, heads, types, verify
 from .draft import FILE_TYPES, QUANTIZATION_VERSION
 from .drafter import ARCHITECTURE
 from .gguf_read import GGUF, Field, Tensor
@@ -22,7 +22,8 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "bf
 """What a file can be quantised to. A mixture (_m) keeps values and ffn_down at six bits."""
 
 _MIXTURES = {"q5_k_m": ("q5_k", "q6_k"), "q4_k_m": ("q4_k", "q6_k")}
-_BLOCK = re.compile(r"blk\.\d+\.(attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.weight")
+_BLOCK = re.compile(r"blk\.\d+\.(attn_(?:q|k|v|output)|ffn_(?:gate|up|down))(?:_exps|_shexp)?\.weight")
+_NEXTN = re.compile(r"blk\.\d+\.nextn\.(?:eh_proj|embed_tokens|shared_head_head)\.weight")
 _RICH = {"attn_v", "ffn_down"}
 _STEERING = {"fc.weight", "token_embd.weight", "output.weight", "markov_w1.weight", "markov_w2.weight",
              "selector_predecessor.weight", "selector_successor.weight", "selector_hidden.weight"}  # fmt: skip
@@ -47,17 +48,22 @@ def quantize(
 ) -> None:
     """Write the drafter in `source`, of F32, F16 or BF16 tensors, to `out` in the type `kind` of TYPES.
 
-    encode: for types that ggml itself has to make. Raises ConversionError if the source is no such file or lacks what
-    a drafter needs; afterwards every key but the file's type is compared with the source's.
+    A drafter is DFlash, EAGLE3, or a head for further tokens (MTP) without its model. encode: for types that ggml
+    itself has to make. Raises ConversionError if the source is no such file or lacks what a drafter needs; afterwards
+    every key but the file's type is compared with the source's.
     """
     gguf_write.check_output(out, source)
     file = gguf_read.read(source)
-    if file.architecture not in (ARCHITECTURE, verify.EAGLE3):
+    if file.architecture in (ARCHITECTURE, verify.EAGLE3):
+        verify.target_layers(file)
+    elif heads.alone(file):
+        heads.check(file)
+    else:
         raise ConversionError(
-            file.name, "general.architecture", found=file.architecture, wanted=f"{ARCHITECTURE} or {verify.EAGLE3}",
+            file.name, "general.architecture", found=file.architecture,
+            wanted=f"{ARCHITECTURE}, {verify.EAGLE3}, or a head for further tokens without its model",
             remedy="For whole models there is llama.cpp's llama-quantize.",
         )  # fmt: skip
-    verify.target_layers(file)
     tensors = [_planned(file, tensor, kind, encode) for tensor in file.tensors.values()]
     with replacing(out) as made:
         gguf_write.write(made, fields(file, kind), tensors, progress)
@@ -96,7 +102,8 @@ def _planned(file: GGUF, tensor: Tensor, kind: str, encode: Encoder) -> Planned:
 def chosen(tensor: Tensor, kind: str) -> TensorType:
     """What a tensor is stored as; a row that is no whole blocks of a type gets a larger one."""
     block = _BLOCK.fullmatch(tensor.name)
-    if len(tensor.shape) != 2 or not (block or tensor.name in _STEERING):
+    steering = tensor.name in _STEERING or _NEXTN.fullmatch(tensor.name)
+    if len(tensor.shape) < 2 or not (block or steering):
         return tensor.kind
     plain, rich = _MIXTURES.get(kind, (kind, kind))
     name = rich if block and block[1] in _RICH else plain

@@ -67,7 +67,6 @@ def describe(file: GGUF) -> Drafter:
     layers = _whole(file, "block_count")
     pattern = file.own("attention.sliding_window_pattern", [])
     head_dim = _whole(file, "attention.key_length")
-    tokens = file.fields.get("tokenizer.ggml.tokens")
     found = Drafter(
         where=file.name,
         hidden=_whole(file, "embedding_length"),
@@ -76,7 +75,7 @@ def describe(file: GGUF) -> Drafter:
         heads_kv=_whole(file, "attention.head_count_kv"),
         head_dim=head_dim,
         ff=_whole(file, "feed_forward_length"),
-        vocab=0 if tokens is None else tokens.count,
+        vocab=_vocab(file),
         epsilon=_number(file, "attention.layer_norm_rms_epsilon"),
         theta=_number(file, "rope.freq_base"),
         rotary=_optional(file, "rope.dimension_count") or head_dim,
@@ -181,13 +180,6 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
     layers = target_layers(file)
     if len(layers) != 3:
         raise ConversionError(file.name, "target layers", found=list(layers), wanted="three", remedy=_AGAIN)
-    hidden, width = _whole(file, "target_hidden_size"), _whole(file, "embedding_length")
-    fc = file.tensors.get("fc.weight")
-    if fc is None or fc.shape != (3 * hidden, width):
-        shape = "missing" if fc is None else list(fc.shape)
-        raise ConversionError(
-            file.name, "the shape of fc.weight", found=shape, wanted=f"{[3 * hidden, width]}", remedy=_AGAIN
-        )
     # llama.cpp would abort
     for key, wanted in (("block_count", 1), ("attention.value_length", _whole(file, "attention.key_length"))):
         if (found := _whole(file, key)) != wanted:
@@ -196,6 +188,9 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
         raise ConversionError(
             file.name, "RMS norm epsilon", found=epsilon, wanted="a number between 0 and 1", remedy=_AGAIN
         )  # fmt: skip
+    hidden, width = _whole(file, "target_hidden_size"), _whole(file, "embedding_length")
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    drafter.check_tensors(file.name, shapes, wanted=_eagle3(file), optional=_eagle3_extras(file), remedy=_AGAIN)
     if aim is not None:
         for name in ("token_embd.weight", "output.weight"):
             if name not in file.tensors and width != aim.hidden:
@@ -210,6 +205,35 @@ def _verify_eagle3(file: GGUF, aim: Target | None) -> str:
             )
         _check_map(file, aim.vocab)
     return f"an EAGLE3 drafter that reads the inputs of layers {', '.join(map(str, layers))}"
+
+
+def _eagle3(file: GGUF) -> dict[str, tuple[int, ...]]:
+    """The tensors of an EAGLE3 drafter; its layer reads a token's embedding and the target's features side by side."""
+    width, ff, head_dim = (_whole(file, f"{key}_length") for key in ("embedding", "feed_forward", "attention.key"))
+    q, kv = (_whole(file, f"attention.{key}") * head_dim for key in ("head_count", "head_count_kv"))
+    read = 3 * _whole(file, "target_hidden_size")
+    block: dict[str, tuple[int, ...]] = {
+        "attn_norm": (width,), "attn_norm_2": (width,), "attn_q": (2 * width, q), "attn_k": (2 * width, kv),
+        "attn_v": (2 * width, kv), "attn_output": (q, width), "ffn_norm": (width,), "ffn_gate": (width, ff),
+        "ffn_up": (width, ff), "ffn_down": (ff, width),
+    }  # fmt: skip
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (read, width), "output_norm.weight": (width,)}
+    if file.own("norm_before_fc") is True:
+        found["enc.output_norm.weight"] = (read,)
+    return found | {f"blk.0.{name}.weight": shape for name, shape in block.items()}
+
+
+def _eagle3_extras(file: GGUF) -> dict[str, tuple[int, ...]]:
+    """What one may have beside them: a vocabulary, embeddings and a head of its own, and factors of RoPE."""
+    width, tokens = _whole(file, "embedding_length"), _vocab(file)
+    rotary = _optional(file, "rope.dimension_count") or _whole(file, "attention.key_length")
+    draft = _length(file, "d2t") or tokens
+    return {
+        "d2t": (draft,),
+        "token_embd.weight": (width, tokens),
+        "output.weight": (width, draft),
+        "rope_freqs.weight": (rotary // 2,),
+    }
 
 
 def _verify_head(file: GGUF, model: GGUF | None) -> str:
@@ -234,6 +258,11 @@ def _check_map(file: GGUF, vocab: int) -> None:
     raise ConversionError(
         file.name, "d2t", found=found, wanted=f"different tokens as i64, 0 to {vocab - 1}", remedy=_AGAIN
     )
+
+
+def _vocab(file: GGUF) -> int:
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    return 0 if tokens is None else tokens.count
 
 
 def _length(file: GGUF, name: str) -> int:

@@ -101,6 +101,11 @@ def test_the_depth_of_the_target_in_a_configuration_is_ignored(tmp_path: Path, t
     assert made.own("target_layers") == [x + 1 for x in IDS]
 
 
+def test_a_length_is_told_and_sizes_nothing(tmp_path: Path, target: Path) -> None:
+    made = converted(small_checkpoint(tmp_path / "drafter", max_position_embeddings=1 << 30), target)
+    assert made.own("context_length") == 1 << 30
+
+
 def test_a_nested_theta_goes_before_the_top_level(tmp_path: Path, target: Path) -> None:
     nested = {"rope_theta": THETA, "rope_type": "default"}
     made = converted(small_checkpoint(tmp_path / "drafter", rope_theta=5.0, rope_parameters=nested), target)
@@ -174,15 +179,23 @@ CONFIG: list[tuple[str, dict[str, Any], str]] = [
     ("too wide", {"hidden_size": 1 << 20}, "hidden size"),
     ("too many layers", {"num_hidden_layers": 65}, "layers"),
     ("no layers", {"num_hidden_layers": None}, "num_hidden_layers"),
+    ("layers that are none", {"num_hidden_layers": 0}, "layers"),
     ("too many heads", {"num_attention_heads": 1025}, "heads"),
     ("no heads", {"num_attention_heads": None}, "num_attention_heads"),
+    ("heads that are none", {"num_attention_heads": 0}, "heads"),
     ("more KV heads than heads", {"num_key_value_heads": 5}, "KV heads"),
     ("KV heads that do not divide", {"num_key_value_heads": 3}, "KV heads"),
     ("no KV heads", {"num_key_value_heads": None}, "num_key_value_heads"),
+    ("KV heads that are none", {"num_key_value_heads": 0}, "KV heads"),
     ("no head dimension", {"head_dim": None}, "head_dim"),
+    ("heads without a dimension", {"head_dim": 0}, "head dimension"),
+    ("wide heads", {"head_dim": 2048}, "head dimension"),
     ("no feed-forward size", {"intermediate_size": None}, "intermediate_size"),
     ("an empty feed-forward layer", {"intermediate_size": 0}, "feed-forward size"),
+    ("a wide feed-forward layer", {"intermediate_size": 1 << 21}, "feed-forward size"),
     ("no vocabulary", {"vocab_size": None}, "vocab_size"),
+    ("an empty vocabulary", {"vocab_size": 0}, "vocabulary"),
+    ("a vocabulary of millions", {"vocab_size": 1 << 23}, "vocabulary"),
     ("no epsilon", {"rms_norm_eps": None}, "rms_norm_eps"),
     ("an epsilon of none", {"rms_norm_eps": 0}, "RMS norm epsilon"),
     ("other KV heads than k_proj has", {"num_key_value_heads": 4}, "the shape of blk.0.attn_k.weight"),
@@ -224,6 +237,7 @@ DFLASH: list[tuple[str, dict[str, Any], str]] = [
     ("seventeen", {"target_layer_ids": list(range(17))}, "target layers"),
     ("one beyond the target", {"target_layer_ids": [0, 3]}, "target layers"),
     ("more than fc is wide", {"target_layer_ids": [0, 1, 2]}, "the shape of fc.weight"),
+    ("fewer than fc is wide", {"target_layer_ids": [0]}, "the shape of fc.weight"),
     ("DFlash2", {"selector_rank": 4}, "selector_rank"),
 ]
 
@@ -267,6 +281,10 @@ TENSORS: list[tuple[str, Callable[[Arrays], Any], str]] = [
      "the tensor layers.01.input_layernorm.weight"),
     ("one that is there twice", lambda a: a.update({"model.fc.weight": a["fc.weight"]}), "the tensor model.fc.weight"),
     ("one that lies across", edited(DOWN, lambda x: x.T.copy()), "the shape of blk.1.ffn_down.weight"),
+    ("values of fewer heads", edited("layers.0.self_attn.v_proj.weight", lambda x: x[:16]),
+     "the shape of blk.0.attn_v.weight"),
+    ("an output of fewer heads", edited("layers.0.self_attn.o_proj.weight", lambda x: x[:, :32]),
+     "the shape of blk.0.attn_output.weight"),
     ("one of other numbers", edited(DOWN, lambda x: x.astype(np.int64)), "its dtype of " + DOWN),
     ("NaN", edited(DOWN, with_value(np.nan)), "a value of " + DOWN),
     ("infinity", edited("norm.weight", with_value(np.inf)), "a value of norm.weight"),
@@ -342,6 +360,7 @@ def refused(folder: Path, target: Path, what: str) -> None:
     with pytest.raises(ConversionError) as caught:
         draft.convert(folder, out, model=target)
     assert caught.value.what == what, str(caught.value)
+    assert str(caught.value.found)
     assert caught.value.wanted
     assert caught.value.remedy
     assert out.read_bytes() == b"before"

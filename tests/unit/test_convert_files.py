@@ -39,6 +39,7 @@ from kvflash_ggml.errors import ConversionError
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 REPO = Path(__file__).parents[2]
+MODELS = REPO / "tests/models"
 Fields = dict[str, Field]
 
 
@@ -182,11 +183,18 @@ def eagle3(path: Path, *, layers: list[int] | None = None, hidden: int = HIDDEN)
         Field.of("eagle3.attention.key_length", 16),
         Field.of("eagle3.attention.value_length", 16),
         Field.of("eagle3.attention.layer_norm_rms_epsilon", 1e-6),
+        Field.of("eagle3.feed_forward_length", 48),
         Field.of("eagle3.target_hidden_size", hidden),
         Field.of("eagle3.target_layers", layers or [1, 2, 3]),
         *(field for field in target_fields() if field.name.startswith("tokenizer.")),
     ]
-    return write_gguf(path, fields, {"fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32)})
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (HIDDEN, 3 * HIDDEN), "output_norm": (HIDDEN,), "blk.0.attn_norm": (HIDDEN,),
+        "blk.0.attn_norm_2": (HIDDEN,), "blk.0.attn_q": (32, 2 * HIDDEN), "blk.0.attn_k": (32, 2 * HIDDEN),
+        "blk.0.attn_v": (32, 2 * HIDDEN), "blk.0.attn_output": (HIDDEN, 32), "blk.0.ffn_norm": (HIDDEN,),
+        "blk.0.ffn_gate": (48, HIDDEN), "blk.0.ffn_up": (48, HIDDEN), "blk.0.ffn_down": (HIDDEN, 48),
+    }  # fmt: skip
+    return write_gguf(path, fields, {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()})
 
 
 def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: Path) -> None:
@@ -199,6 +207,28 @@ def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: 
         with pytest.raises(ConversionError) as caught:
             verify.verify(broken, model=target)
         assert caught.value.what == what
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda arrays: arrays.pop("blk.0.attn_norm_2.weight"), "the tensor blk.0.attn_norm_2.weight"),
+        (lambda arrays: arrays.update({"blk.1.attn_norm.weight": np.zeros(4, np.float32)}),
+         "the tensor blk.1.attn_norm.weight"),
+        (lambda arrays: arrays.update({"blk.0.attn_q.weight": np.zeros((32, HIDDEN), np.float32)}),
+         "the shape of blk.0.attn_q.weight"),
+        (lambda arrays: arrays.update({"output.weight": np.zeros((8, HIDDEN), np.float32)}),
+         "the shape of output.weight"),
+    ],
+    ids=["missing", "unknown", "not as wide", "a head of fewer tokens without their numbers"],
+)  # fmt: skip
+def test_tensors_of_an_eagle3_drafter_are_checked(
+    tmp_path: Path, target: Path, change: Callable[[dict[str, np.ndarray]], Any], what: str
+) -> None:
+    broken = with_tensors(eagle3(tmp_path / "sound.gguf"), tmp_path / "broken.gguf", change)
+    with pytest.raises(ConversionError) as caught:
+        verify.verify(broken, model=target)
+    assert caught.value.what == what
 
 
 # --- migrate
@@ -269,6 +299,47 @@ def test_what_steers_a_drafter_keeps_eight_bits(tmp_path: Path, drafter: Path) -
     assert (kinds["fc.weight"], kinds["blk.0.attn_q.weight"]) == ("q8_0", "q4_0")
 
 
+def test_a_head_for_further_tokens_is_quantised_too(tmp_path: Path) -> None:
+    """recall-qwen35's, from its file of eight bits made large again."""
+    pytest.importorskip("gguf")
+    head, large, small = MODELS / "mtp-recall-qwen35-q8_0.gguf", tmp_path / "large.gguf", tmp_path / "small.gguf"
+    enlarged(head, large)
+    with pytest.raises(ConversionError, match="lost for good"):
+        quantize.quantize(head, small, kind="q4_0")
+    quantize.quantize(large, small, kind="q4_0")
+    before, after = gguf_read.read(large), gguf_read.read(small)
+    assert before.fields.keys() == after.fields.keys()
+    kinds = {name.removeprefix("blk.8."): tensor.kind.name for name, tensor in after.tensors.items()}
+    steering = ("nextn.eh_proj.weight", "token_embd.weight")
+    assert [kinds[name] for name in steering] == ["q8_0"] * 2
+    assert [kinds[f"{name}.weight"] for name in ("attn_q", "ffn_down", "nextn.enorm")] == ["q4_0", "q4_0", "f32"]
+    verify.verify(small, model=MODELS / "recall-qwen35-q8_0.gguf")
+
+
+def enlarged(source: Path, out: Path) -> None:
+    """The file with F16 matrices in place of Q8_0 ones."""
+    import gguf
+
+    file, arrays = gguf_read.read(source), {}
+    for name, (kind, shape, raw) in tensor_bytes(source).items():
+        values = np.frombuffer(raw, np.float32 if kind == "f32" else np.uint8)
+        if kind == "q8_0":
+            values = gguf.quants.dequantize(values, gguf.GGMLQuantizationType.Q8_0).astype(np.float16)
+        arrays[name] = values.reshape(shape[::-1])
+    write_gguf(out, list(file.fields.values()), arrays)
+
+
+def test_experts_shrink_and_what_chooses_them_does_not() -> None:
+    kinds = {
+        name: quantize.chosen(gguf_read.Tensor(f"blk.3.{name}.weight", types.BY_NAME["bf16"], shape, 0), "q4_k_m").name
+        for name, shape in {
+            "ffn_gate_exps": (256, 8, 4), "ffn_down_exps": (256, 8, 4), "ffn_up_shexp": (256, 8),
+            "ffn_gate_inp": (256, 4),
+        }.items()
+    }  # fmt: skip
+    assert kinds == {"ffn_gate_exps": "q4_k", "ffn_down_exps": "q6_k", "ffn_up_shexp": "q4_k", "ffn_gate_inp": "bf16"}
+
+
 def test_rows_that_are_no_whole_blocks_stay_larger(tmp_path: Path) -> None:
     kinds = {}
     for width in (256, 64, 48):
@@ -337,7 +408,7 @@ def test_a_model_whose_layers_slide(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_model_from_its_file() -> None:
-    found = describe(REPO / "tests/models/recall-qwen35-q8_0.gguf")
+    found = describe(MODELS / "recall-qwen35-q8_0.gguf")
     assert (found.layers, found.attention, found.pooled, found.token_bytes) == (8, 2, 2, 1024)
     assert found.template
 
@@ -345,6 +416,7 @@ def test_a_hybrid_model_from_its_file() -> None:
 def test_a_drafter_says_what_it_reads(drafter: Path) -> None:
     found = describe(drafter).drafter
     assert found == {"block_size": 8, "target_layers": [x + 1 for x in IDS], "mask_token_id": MASK}
+    assert describe(MODELS / "mtp-recall-qwen35-q8_0.gguf").drafter == {"nextn_predict_layers": 1}
 
 
 def test_heads_that_a_calibration_found(tmp_path: Path) -> None:
