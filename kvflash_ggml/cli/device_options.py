@@ -158,7 +158,7 @@ device_options = collected(
         "--fit/--no-fit",
         default=None,
         help="Before loading, find what fits of what is not given: layers, experts, pool, -ub, -ctk and -ctv."
-        "  [default: with -ngl auto and a GPU]",
+        "  [default: with -ngl auto and a GPU, or --fit-target]",
     ),
     _device(
         "-fitt",

@@ -107,10 +107,13 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
 def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
     """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
     check_first_run(repack=loading.repack)
-    fits = devices.fit
+    fits, leaves = devices.fit, devices.fit_target is not None
+    if leaves and (fits is False or not devices.fits_layers):
+        with_what = "--no-fit" if fits is False else f"--split-mode {devices.split_mode}"
+        raise click.UsageError(f"--fit-target says what fitting leaves free, and with {with_what} nothing is fitted")
     if fits is None:
-        may = devices.fit_target is not None or loading.n_gpu_layers == "auto"
-        fits = may and devices.fits_layers and supports_gpu_offload()
+        automatic = loading.n_gpu_layers == "auto" and devices.fits_layers and supports_gpu_offload()
+        fits = leaves or automatic
     if not fits:
         return {"n_gpu_layers": gpu_layers(loading)}
     asked = {} if loading.n_gpu_layers == "auto" else {"n_gpu_layers": gpu_layers(loading)}

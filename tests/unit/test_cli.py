@@ -169,7 +169,11 @@ def test_with_a_gpu_what_is_not_given_is_fitted(cli: Stage, monkeypatch: pytest.
 
 def test_without_a_gpu_fitting_is_asked_for(cli: Stage) -> None:
     cli("m.gguf", "hi", "-fitt", "1024")
-    assert cli.settings["n_gpu_layers"] == 0
+    assert cli.settings["fit"] == Fit(margin=1 << 30)
+    for nothing in (["--no-fit"], ["-sm", "row"]):
+        result = cli("m.gguf", "hi", "-fitt", "1024", *nothing)
+        assert result.exit_code == 2
+        assert "nothing is fitted" in result.output
     cli("m.gguf", "hi", "--fit", "-fitt", "CUDA0=1024,CPU=10")
     assert cli.settings["fit"] == Fit(margin={"CUDA0": 1 << 30, "CPU": 10 << 20})
     assert "n_gpu_layers" not in cli.settings
