@@ -75,13 +75,14 @@ class HeadFinder:
             logger.info("all heads count for the policy: to find those that matter has been too slow here")
             return
         thread = Thread(target=self._run, args=(limit,), name="kvflash-calibrate", daemon=True)
+        self._thread = thread  # before it runs: a garbage collector may call `close` on it at once
+        atexit.register(self.close)  # the model must not go while the thread computes with it
         try:
             thread.start()
         except RuntimeError as err:
+            self._thread = None
+            atexit.unregister(self.close)
             logger.warning("all heads count for the policy: no thread to find them on: %s", err)
-            return
-        self._thread = thread
-        atexit.register(self.close)  # the model must not go while the thread computes with it
 
     def settle(self) -> None:
         """Use what has been found meanwhile. To be called between two requests."""
