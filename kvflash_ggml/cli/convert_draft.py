@@ -59,7 +59,7 @@ def draft(
                 folder, made, model=target, kind=kind, own_head=own_head, rope_differs=rope_differs, progress=progress
             )
         else:
-            upstream.convert_draft(
+            words = upstream.convert_draft(
                 folder,
                 made,
                 model=target,
@@ -68,5 +68,7 @@ def draft(
                 rope_differs=rope_differs,
                 shown=not quiet,
             )
+            if not quiet:
+                note(words)
     if not quiet:
         note(f"written to {made}, {size_text(made.stat().st_size)}")

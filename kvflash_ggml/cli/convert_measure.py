@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import click
 
 from ..errors import ConversionError
+from ..native import library
 from ..spec import acceptance
 from .child import run_child
 from .model import plain_errors
@@ -47,6 +48,11 @@ measure_options = collected(
         help=f"How far it goes on with each.  [default: {acceptance.TOKENS}]",
     ),
 )
+
+
+def check_library() -> None:
+    """LibraryError where nothing can be measured, before anything is written."""
+    library.library_folder()
 
 
 def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions, quiet: bool) -> None:

@@ -8,7 +8,7 @@ import click
 
 from ..convert import gguf_write, kquants, types
 from ..convert import quantize as smaller
-from .convert_measure import MeasureOptions, measure, measure_options
+from .convert_measure import MeasureOptions, check_library, measure, measure_options
 from .convert_options import FILE, HELP, quiet_option, target_option, working
 from .terminal import note, size_text
 
@@ -39,6 +39,8 @@ def quantize(
     encode = kquants.encode if smaller.needs_library(kind) else types.encode
     with working(f"writing {out}", quiet=quiet) as progress:
         gguf_write.check_output(out, target)
+        if target is not None:
+            check_library()
         smaller.quantize(source, out, kind=kind, encode=encode, progress=progress)
     if not quiet:
         note(f"written to {out}, {size_text(out.stat().st_size)} of {size_text(source.stat().st_size)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..convert import verify as checks
-from .convert_measure import MeasureOptions, measure, measure_options
+from .convert_measure import MeasureOptions, check_library, measure, measure_options
 from .convert_options import FILE, HELP, quiet_option, rope_option, target_option, working
 
 
@@ -34,6 +34,8 @@ def verify(
     if measured and target is None:
         raise click.UsageError("--measure needs a --target, the model that accepts or not")
     with working(f"checking {file}", quiet=quiet) as progress:
+        if measured:
+            check_library()
         words = checks.verify(file, model=target, rope_differs=rope_differs, progress=progress)
     if not quiet:
         click.echo(f"{click.format_filename(file)}: {words}{_fits(target, measured=measured)}")

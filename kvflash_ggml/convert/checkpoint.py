@@ -13,6 +13,8 @@ from .safetensors import Source, read_json
 
 CONFIG = "config.json"
 
+_ROPES = ("rope_parameters", "rope_scaling")
+
 PLAIN = "DFlashDraftModel"
 
 NAMES = {
@@ -73,14 +75,29 @@ def read(folder: Path) -> Drafter:
     return found
 
 
-def check_block_size(folder: Path) -> None:
-    """ConversionError for a drafter of blocks that does not name their size: llama.cpp's converter would take 16."""
+def check_others(folder: Path) -> None:
+    """ConversionError for a drafter of blocks that leaves out what llama.cpp's converter would guess.
+
+    It would take blocks of 16, and transformers' usual RoPE base.
+    """
     config = read_json(folder / CONFIG, what=CONFIG)
     names = config.get("architectures")
-    nested = (config, config.get("dflash_config"), config.get("transformer_layer_config"))
-    known = any(isinstance(place, dict) and type(place.get("block_size")) is int for place in nested)
-    if not known and isinstance(names, list) and any(word in str(names) for word in ("DFlash", "DSpark")):
-        raise ConversionError(folder.name, "block_size", found="not there", wanted="a whole number", remedy=_DAMAGED)
+    if not isinstance(names, list) or not any(word in str(names) for word in ("DFlash", "DSpark")):
+        return
+    inner = ("dflash_config", "transformer_layer_config")
+    places = [config, *(place for name in inner if isinstance(place := config.get(name), dict))]
+    places += [rope for place in places for name in _ROPES if isinstance(rope := place.get(name), dict)]
+    for key, kinds, wanted in (("block_size", (int,), "a whole number"), ("rope_theta", (int, float), "a number")):
+        if not any(type(place.get(key)) in kinds for place in places):
+            raise ConversionError(folder.name, key, found="not there", wanted=wanted, remedy=_DAMAGED)
+
+
+def eagle3_layers(folder: Path) -> list[object] | None:
+    """The target's layers that the configuration of an EAGLE3 drafter names, wherever it does."""
+    config = read_json(folder / CONFIG, what=CONFIG)
+    places = [config, *(place for place in config.values() if isinstance(place, dict))]
+    named = (place.get("eagle_aux_hidden_state_layer_ids") for place in places)
+    return next((layers for layers in named if isinstance(layers, list) and layers), None)
 
 
 def named(sources: Iterable[Source]) -> dict[str, Source]:

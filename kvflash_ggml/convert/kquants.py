@@ -21,7 +21,7 @@ def encode(rows: Floats, kind: TensorType) -> Bytes:
         library.load()
     except LibraryError as error:
         ours = ", ".join(sorted(types.WITHOUT_LIBRARY))
-        raise LibraryError(f"{kind.name} is made by ggml itself, and {error} Without it there are {ours}.") from error
+        raise LibraryError(f"{kind.name} is made by ggml itself; without it there are {ours}. {error}") from error
     quantize = ctypes.CDLL(None).ggml_quantize_chunk
     floats, number = ctypes.POINTER(ctypes.c_float), ctypes.c_int64
     quantize.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, number, number, number, floats]

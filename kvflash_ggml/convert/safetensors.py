@@ -134,7 +134,12 @@ def _alone(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise _refusal(folder, "the .safetensors files without an index", found, "one file, or an index beside them")
+        pickled = not files and any(folder.glob("*.bin"))
+        raise ConversionError(
+            folder.name, "the .safetensors files without an index", found=found,
+            wanted="one file, or an index beside them",
+            remedy="With --target-model-dir llama.cpp's own converter reads torch's files." if pickled else _REMEDY,
+        )  # fmt: skip
     return files
 
 

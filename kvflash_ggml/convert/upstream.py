@@ -16,10 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from .. import env
-from ..errors import ConversionError, LibraryError
+from ..errors import ConversionError, LibraryError, brief
 from ..files import check_writable
 from ..native import library
 from . import checkpoint, gguf_read, gguf_write, safetensors, verify
+from .gguf_read import GGUF
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """What a whole model is written as; auto is the 16-bit type that loses least."""
@@ -61,23 +62,47 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
 
 def convert_draft(
     folder: Path, out: Path, *, model: Path, target_folder: Path, kind: str, rope_differs: bool, shown: bool = False
-) -> None:
-    """Write a drafter of any kind that llama.cpp converts to `out`, checked before and after.
+) -> str:
+    """Write a drafter of any kind that llama.cpp converts to `out`, checked before and after. In words, what it is.
 
     model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
     """
     gguf_write.check_output(out, model)
     _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
     _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
-    checkpoint.check_block_size(folder)
-    safetensors.read_folder(folder)
+    checkpoint.check_others(folder)
+    if not _pickled(folder):
+        safetensors.read_folder(folder)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as parts:
         made = Path(parts) / out.name
         convert_model(
             folder, made, kind=kind, arguments=["--target-model-dir", str(target_folder.resolve())], shown=shown
         )
-        verify.verify(made, model=model, rope_differs=rope_differs, called=out.name)
+        words = verify.verify(made, model=model, rope_differs=rope_differs, called=out.name)
+        words += _layers(folder, gguf_read.read(made, called=out.name))
         _publish(made, out)
+    return words
+
+
+def _pickled(folder: Path) -> bool:
+    """Has it only torch's own files? Their tensors are llama.cpp's converter's to read."""
+    return not any(folder.glob("*.safetensors*")) and any(folder.glob("*.bin"))
+
+
+def _layers(folder: Path, made: GGUF) -> str:
+    """A word on target layers that llama.cpp's converter took as EAGLE3's usual ones.
+
+    ConversionError if the configuration names others, where that converter does not look.
+    """
+    wanted, found = checkpoint.eagle3_layers(folder), made.own("target_layers")
+    if made.architecture != verify.EAGLE3 or found == wanted:
+        return ""
+    if wanted is None:
+        return ", which config.json does not name: EAGLE3's usual ones"
+    raise ConversionError(
+        made.name, "target layers", found=found, wanted=f"{brief(wanted)}, which config.json names",
+        remedy="Move eagle_aux_hidden_state_layer_ids to the top level of config.json.",
+    )  # fmt: skip
 
 
 def _check_folder(folder: Path, wanted: str, remedy: str) -> None:

@@ -203,6 +203,31 @@ def small_target(path: Path, *extra: Field, architecture: str = "qwen3", whole: 
     return write_gguf(path, [*target_fields(architecture, **changes), *extra], arrays)
 
 
+def small_eagle3(path: Path, *, layers: list[int] | None = None, hidden: int = HIDDEN) -> Path:
+    """An EAGLE3 drafter of zeros for the small target."""
+    fields = [
+        Field.of("general.architecture", "eagle3"),
+        Field.of("eagle3.embedding_length", HIDDEN),
+        Field.of("eagle3.block_count", 1),
+        Field.of("eagle3.attention.head_count", 2),
+        Field.of("eagle3.attention.head_count_kv", 2),
+        Field.of("eagle3.attention.key_length", 16),
+        Field.of("eagle3.attention.value_length", 16),
+        Field.of("eagle3.attention.layer_norm_rms_epsilon", 1e-6),
+        Field.of("eagle3.feed_forward_length", 48),
+        Field.of("eagle3.target_hidden_size", hidden),
+        Field.of("eagle3.target_layers", layers or [1, 2, 3]),
+        *tokenizer(),
+    ]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (HIDDEN, 3 * HIDDEN), "output_norm": (HIDDEN,), "blk.0.attn_norm": (HIDDEN,),
+        "blk.0.attn_norm_2": (HIDDEN,), "blk.0.attn_q": (32, 2 * HIDDEN), "blk.0.attn_k": (32, 2 * HIDDEN),
+        "blk.0.attn_v": (32, 2 * HIDDEN), "blk.0.attn_output": (HIDDEN, 32), "blk.0.ffn_norm": (HIDDEN,),
+        "blk.0.ffn_gate": (48, HIDDEN), "blk.0.ffn_up": (48, HIDDEN), "blk.0.ffn_down": (HIDDEN, 48),
+    }  # fmt: skip
+    return write_gguf(path, fields, {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()})
+
+
 def write_gguf(path: Path, fields: Sequence[Field], arrays: Mapping[str, np.ndarray]) -> Path:
     """A file of F32 and F16 arrays."""
     planned = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.checkpoints import rewritten, small_checkpoint, small_target
+from support.checkpoints import config, rewritten, small_checkpoint, small_eagle3, small_target
 
 from kvflash_ggml.cli import convert_measure, convert_options
 from kvflash_ggml.cli.child import Child
@@ -129,6 +129,7 @@ def test_what_a_quantised_drafter_loses_is_printed(
         return Child(said={"drafts": [before, after]}, doing="start", failure="")
 
     monkeypatch.setattr(convert_measure, "run_child", child)
+    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
     (tmp_path / "text.txt").write_text("once upon a time")
     out = tmp_path / "small.gguf"
     result = cli(
@@ -151,10 +152,22 @@ def test_a_measurement_that_fails_says_why(
 ) -> None:
     failed = Child(said={}, doing="start", failure="crashed with SIGSEGV", crashed=True)
     monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: failed)
+    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
     result = cli("quantize", drafter, tmp_path / "small.gguf", "--type", "f16", "--target", target)
     assert result.exit_code == 1
     assert "crashed with SIGSEGV" in result.stderr
     assert (tmp_path / "small.gguf").is_file()
+
+
+def test_measuring_without_the_library_is_refused_before(
+    tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFLASH_LIB_PATH", str(tmp_path))
+    for command in (("quantize", drafter, tmp_path / "small.gguf", "--type", "f16"), ("verify", drafter, "--measure")):
+        result = cli(*command, "--target", target)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "library is missing" in result.stderr
+    assert not (tmp_path / "small.gguf").exists()
 
 
 def test_types_of_ggml_need_the_library(tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +178,15 @@ def test_types_of_ggml_need_the_library(tmp_path: Path, drafter: Path, monkeypat
     monkeypatch.setattr("kvflash_ggml.convert.quantize.chosen", lambda tensor, kind: types.BY_NAME["q4_k"])
     result = cli("quantize", drafter, tmp_path / "small.gguf", "--type", "q4_k_m")
     assert result.exit_code == 1
-    assert "q4_k is made by ggml itself, and the library is missing. Without it there are bf16" in result.stderr
+    assert "q4_k is made by ggml itself; without it there are bf16" in result.stderr
+    assert result.stderr.endswith("q8_0. the library is missing.\n")
     assert not (tmp_path / "small.gguf").exists()
 
 
-def test_one_file_is_measured_too(drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_is_measured_too(tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"drafts": [{"accepted": 0.0, "steps": 10, "block": 7}]}
     monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
+    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
     result = cli("verify", drafter, "--target", target, "--measure", "-q")
     assert (result.exit_code, result.stdout) == (0, "draft    0.00 of 7 drafted tokens accepted, in 10 steps\n")
     assert "--target" in cli("verify", drafter, "--measure").stderr
@@ -282,6 +297,43 @@ def test_other_drafters_are_checked_before_and_after(
         assert ("block_size is not there" in cli(*command).stderr) == (block_size is None)
     (folder / "model.safetensors").write_bytes(b"nothing")
     assert "the length of the header" in cli(*command).stderr
+
+
+def test_what_the_child_would_guess_is_refused_or_said(
+    tmp_path: Path, converter: Path, drafter: Path, target: Path, model: Path
+) -> None:
+    folder, out = tmp_path / "drafter", tmp_path / "out.gguf"
+    command = ("draft", folder, "--target", target, "--target-model-dir", model, "-o", out, "--rope-differs")
+    (folder / "ready.gguf").write_bytes(drafter.read_bytes())
+    for changes, missing in (
+        ({"rope_theta": None}, True),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e4}}, False),
+        ({"rope_theta": None, "transformer_layer_config": {"rope_theta": 1e4}}, False),
+    ):
+        (folder / "config.json").write_text(json.dumps(config(**changes)))
+        assert ("rope_theta is not there" in cli(*command).stderr) == missing
+    small_eagle3(folder / "ready.gguf", layers=[1, 2, 3])
+    name = "eagle_aux_hidden_state_layer_ids"
+    for settings, said in (
+        ({name: [1, 2, 3]}, "layers 1, 2, 3\n"),
+        ({}, "layers 1, 2, 3, which config.json does not name: EAGLE3's usual ones\n"),
+        ({"eagle_config": {name: [1, 2, 4]}}, "target layers is [1, 2, 3]; wanted: [1, 2, 4], which config.json names"),
+    ):
+        (folder / "config.json").write_text(json.dumps(settings))
+        assert said in cli(*command).stderr
+
+
+def test_tensors_that_torch_has_pickled_are_left_to_the_child(
+    tmp_path: Path, converter: Path, drafter: Path, target: Path, model: Path
+) -> None:
+    folder = tmp_path / "drafter"
+    command = ("draft", folder, "--target", target, "-o", tmp_path / "out.gguf")
+    (folder / "ready.gguf").write_bytes(drafter.read_bytes())
+    (folder / "model.safetensors").unlink()
+    assert "the .safetensors files" in cli(*command, "--target-model-dir", model).stderr
+    (folder / "pytorch_model.bin").touch()
+    assert cli(*command, "--target-model-dir", model).exit_code == 0
+    assert cli(*command).stderr.endswith("With --target-model-dir llama.cpp's own converter reads torch's files.\n")
 
 
 @pytest.fixture

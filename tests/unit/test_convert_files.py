@@ -24,8 +24,8 @@ from support.checkpoints import (
     older,
     rewritten,
     small_checkpoint,
+    small_eagle3,
     small_target,
-    target_fields,
     tensor_bytes,
     write_gguf,
 )
@@ -173,36 +173,12 @@ def test_another_theta_can_be_meant(tmp_path: Path, drafter: Path, target: Path)
     verify.verify(other, model=target, rope_differs=True)
 
 
-def eagle3(path: Path, *, layers: list[int] | None = None, hidden: int = HIDDEN) -> Path:
-    fields = [
-        Field.of("general.architecture", "eagle3"),
-        Field.of("eagle3.embedding_length", HIDDEN),
-        Field.of("eagle3.block_count", 1),
-        Field.of("eagle3.attention.head_count", 2),
-        Field.of("eagle3.attention.head_count_kv", 2),
-        Field.of("eagle3.attention.key_length", 16),
-        Field.of("eagle3.attention.value_length", 16),
-        Field.of("eagle3.attention.layer_norm_rms_epsilon", 1e-6),
-        Field.of("eagle3.feed_forward_length", 48),
-        Field.of("eagle3.target_hidden_size", hidden),
-        Field.of("eagle3.target_layers", layers or [1, 2, 3]),
-        *(field for field in target_fields() if field.name.startswith("tokenizer.")),
-    ]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc": (HIDDEN, 3 * HIDDEN), "output_norm": (HIDDEN,), "blk.0.attn_norm": (HIDDEN,),
-        "blk.0.attn_norm_2": (HIDDEN,), "blk.0.attn_q": (32, 2 * HIDDEN), "blk.0.attn_k": (32, 2 * HIDDEN),
-        "blk.0.attn_v": (32, 2 * HIDDEN), "blk.0.attn_output": (HIDDEN, 32), "blk.0.ffn_norm": (HIDDEN,),
-        "blk.0.ffn_gate": (48, HIDDEN), "blk.0.ffn_up": (48, HIDDEN), "blk.0.ffn_down": (HIDDEN, 48),
-    }  # fmt: skip
-    return write_gguf(path, fields, {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()})
-
-
 def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: Path) -> None:
-    assert "EAGLE3" in verify.verify(eagle3(tmp_path / "a.gguf", layers=[1, 2, 4]), model=target)
+    assert "EAGLE3" in verify.verify(small_eagle3(tmp_path / "a.gguf", layers=[1, 2, 4]), model=target)
     for broken, what in (
-        (eagle3(tmp_path / "b.gguf", layers=[1, 2]), "target layers"),
-        (eagle3(tmp_path / "c.gguf", layers=[1, 2, 5]), "target layers"),
-        (eagle3(tmp_path / "d.gguf", hidden=32), "the shape of fc.weight"),
+        (small_eagle3(tmp_path / "b.gguf", layers=[1, 2]), "target layers"),
+        (small_eagle3(tmp_path / "c.gguf", layers=[1, 2, 5]), "target layers"),
+        (small_eagle3(tmp_path / "d.gguf", hidden=32), "the shape of fc.weight"),
     ):
         with pytest.raises(ConversionError) as caught:
             verify.verify(broken, model=target)
@@ -225,7 +201,7 @@ def test_an_eagle3_drafter_is_checked_beside_its_target(tmp_path: Path, target: 
 def test_tensors_of_an_eagle3_drafter_are_checked(
     tmp_path: Path, target: Path, change: Callable[[dict[str, np.ndarray]], Any], what: str
 ) -> None:
-    broken = with_tensors(eagle3(tmp_path / "sound.gguf"), tmp_path / "broken.gguf", change)
+    broken = with_tensors(small_eagle3(tmp_path / "sound.gguf"), tmp_path / "broken.gguf", change)
     with pytest.raises(ConversionError) as caught:
         verify.verify(broken, model=target)
     assert caught.value.what == what
