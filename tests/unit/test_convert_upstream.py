@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import checkpoints
 from support.checkpoints import FF, HEAD_DIM, HEADS, HEADS_KV, HIDDEN, MASK, TARGET_LAYERS, THETA, VOCAB
@@ -77,3 +78,33 @@ def test_both_converters_make_the_same_drafter(tmp_path: Path, model: Path) -> N
         differ = {name for name in names if found.fields.get(name) != wanted.fields.get(name)}
         assert differ == {"dflash.rope.dimension_count"}  # which they write only where it is not the head's dimension
         assert found.own("rope.dimension_count") == HEAD_DIM
+
+
+def test_an_eagle3_drafter_of_fewer_tokens(tmp_path: Path, model: Path) -> None:
+    target, made = tmp_path / "target.gguf", tmp_path / "made.gguf"
+    upstream.convert_model(model, target, kind="f16")
+    vocab = gguf_read.read(target).fields["tokenizer.ggml.tokens"].count
+    rng, names = np.random.default_rng(5), {"attn_norm_2": "hidden_norm", **HF_NAMES}
+    own = np.arange(3, vocab - 5, 2)
+    wanted = {"output.weight": checkpoints.random_weight(rng, (len(own), HIDDEN))}
+    zeros = checkpoints.tensor_bytes(checkpoints.small_eagle3(tmp_path / "zeros.gguf"))
+    wanted |= {name: checkpoints.random_weight(rng, shape[::-1]) for name, (_, shape, _) in zeros.items()}
+    arrays = {"d2t": own - np.arange(len(own))}
+    for name, values in wanted.items():
+        words = name.removesuffix(".weight").split(".")
+        heads = 2 if words[-1] in ("attn_q", "attn_k") else 0  # pairs that turn lie beside each other afterwards
+        turned = (
+            values.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape) if heads else values
+        )
+        arrays[f"{'midlayer.' if words[0] == 'blk' else ''}{names[words[-1]].removeprefix('model.')}.weight"] = turned
+    folder = checkpoints.write_checkpoint(tmp_path / "drafter", arrays, {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+        "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": vocab, "draft_vocab_size": len(own), "rms_norm_eps": 1e-6, "rope_theta": THETA,
+        "max_position_embeddings": 4096, "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "torch_dtype": "float32",
+    })  # fmt: skip
+    words = upstream.convert_draft(folder, made, model=target, target_folder=model, kind="f32", rope_differs=False)
+    assert words == "an EAGLE3 drafter that reads the inputs of layers 1, 2, 4"
+    found = {name: raw for name, (_, _, raw) in checkpoints.tensor_bytes(made).items()}
+    assert found.pop("d2t") == own.tobytes()
+    assert found == {name: values.tobytes() for name, values in wanted.items()}
