@@ -314,11 +314,11 @@ class SessionMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: len(self.frozen) < 3)
-    @rule(data=st.data(), whole=st.booleans())
-    def put_aside(self, data: st.DataObject, whole: bool) -> None:
+    @rule(at=st.integers(0, 1 << 20), kept=st.booleans(), whole=st.booleans())
+    def put_aside(self, at: int, kept: bool, whole: bool) -> None:
         """To be written, or restored, when the text has gone on or has been cut."""
-        known = [0, *self.session.checkpoints.state(), len(self.tokens)]
-        length = data.draw(st.one_of(st.sampled_from(known), st.integers(0, len(self.tokens))), "length")
+        known = [0, *self.session.checkpoints.state(), len(self.tokens)] if kept else range(len(self.tokens) + 1)
+        length = known[at % len(known)]
         saved = self.freeze(None if whole else length)
         if saved is not None:
             self.frozen.append(saved)
