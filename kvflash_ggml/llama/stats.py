@@ -318,7 +318,7 @@ class PoolStats:
 
     def _where(self) -> str:
         devices = self.devices
-        return " and ".join(f"{x.name} ({x.layers} layers)" if len(devices) > 1 else x.name for x in devices)
+        return " and ".join(f"{x.name}{_told(x, among=len(devices))}" for x in devices)
 
     def _reading(self) -> str:
         reading, stage = self._session.reading, self.stage
@@ -345,6 +345,12 @@ class PoolStats:
             return ""
         heads = self.retrieval_heads
         return f" ({f'{len(heads)} retrieval heads, ' if heads else ''}{size / 2**20:.1f} MiB of index)"
+
+
+def _told(device: DeviceStats, *, among: int) -> str:
+    told = [f"{device.layers} layers"] if among > 1 else []
+    told += ["pages wait for its compute"] if device.mode == "sync" else []
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _mib(size: int) -> str:

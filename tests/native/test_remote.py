@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,12 @@ def test_a_model_is_fitted_to_a_server(servers: list[Server], llama: Any) -> Non
     llm = llama(kvflash=512, fit=True, **over(servers[:1]))
     assert [device.name[:3] for device in llm._session.engine.info.devices] == ["RPC"]
     llm.eval([1, 2, 3])
+
+
+def test_a_device_that_has_to_be_waited_for_is_named(
+    servers: list[Server], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "pages wait" not in llama(kvflash=512, **over(servers)).kvflash.banner()
+    monkeypatch.setenv("KVFLASH_LANE", "sync")
+    told = llama(kvflash=512, **over(servers)).kvflash.banner()
+    assert re.search(r"MiB on RPC\d+ \(4 layers, pages wait for its compute\) and RPC", told), told
