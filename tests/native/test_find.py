@@ -50,14 +50,21 @@ def dflash(target: Path, name: str, *extra: str) -> Path:
 
 def eagle3(target: Path, name: str, **changes: Any) -> Path:
     values = {
-        "block_count": 1, "embedding_length": HIDDEN, "attention.key_length": 16, "attention.value_length": 16,
+        "block_count": 1, "embedding_length": HIDDEN, "feed_forward_length": HIDDEN, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.key_length": 16, "attention.value_length": 16,
         "target_hidden_size": HIDDEN, "target_layers": [1, 2, 3], "attention.layer_norm_rms_epsilon": 1e-6,
     } | changes  # fmt: skip
+    matrices = {
+        "fc": (HIDDEN, 3 * HIDDEN), "blk.0.attn_q": (64, 2 * HIDDEN), "blk.0.attn_k": (32, 2 * HIDDEN),
+        "blk.0.attn_v": (32, 2 * HIDDEN), "blk.0.attn_output": (HIDDEN, 64),
+        **{f"blk.0.ffn_{name}": (HIDDEN, HIDDEN) for name in ("gate", "up", "down")},
+    }  # fmt: skip
+    norms = ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm")
+    shapes: dict[str, tuple[int, ...]] = {**matrices, **dict.fromkeys(norms, (HIDDEN,))}
     fields = [Field.of("general.architecture", "eagle3"), *(Field.of(f"eagle3.{k}", v) for k, v in values.items())]
     tokens = gguf_read.read(target).fields["tokenizer.ggml.tokens"]
-    return write_gguf(
-        target.parent / name, [*fields, tokens], {"fc.weight": np.zeros((HIDDEN, 3 * HIDDEN), np.float32)}
-    )
+    arrays = {f"{part}.weight": np.zeros(shape, np.float32) for part, shape in shapes.items()}
+    return write_gguf(target.parent / name, [*fields, tokens], arrays)
 
 
 def head(path: Path, *, architecture: str = "qwen35", trunk: bool = True, count: int = 1, **changes: Any) -> Path:
