@@ -65,7 +65,6 @@ def spec(
         asked = {"pool": pool[0], "depth": depth[0], "tokens": tokens, "full": full, "repeats": repeats}
         _lossless(model, asked | {"drafts": lossless, "right": tuple(share / 100 for share in right)}, options)
         return
-    from . import report
     from .spec import Plan, rows_of, run
 
     plan = Plan(
@@ -87,13 +86,10 @@ def spec(
         "break_even": "break-even",
         "same_text": "same text",
     }
-    report.table(list(columns.values()), [[row[key] for key in columns] for row in table])
-    report.document({"bench": "spec", "model": Path(model).name, "options": options | asdict(plan),
-                     "environment": report.environment(device), "bare_tps": bare_tps, "points": table})  # fmt: skip
+    _told("spec", model, options | asdict(plan), device, columns, {"bare_tps": bare_tps, "points": table})
 
 
 def _lossless(model: str, plan: dict[str, Any], options: dict[str, Any]) -> None:
-    from . import report
     from .lossless import Plan, run
 
     with user_errors():
@@ -113,9 +109,7 @@ def _lossless(model: str, plan: dict[str, Any], options: dict[str, Any]) -> None
         "same_text": "same text",
     }
     table = [asdict(point) for point in points]
-    report.table(list(columns.values()), [[row[key] for key in columns] for row in table])
-    report.document({"bench": "spec", "model": Path(model).name, "options": options | plan,
-                     "environment": report.environment(device), "points": table})  # fmt: skip
+    _told("spec", model, options | plan, device, columns, {"points": table})
 
 
 @click.command()
@@ -148,7 +142,6 @@ def drafters(
         if len(values) != 1:
             raise click.BadParameter("one at a time", param_hint=name)
     library.load()
-    from . import report
     from .drafting import Plan, run
     from .filler import read_text
 
@@ -167,6 +160,16 @@ def drafters(
         "idle": "idle",
     }
     table = [asdict(outcome) for outcome in outcomes]
-    report.table(list(columns.values()), [[row[key] for key in columns] for row in table])
-    report.document({"bench": "drafters", "model": Path(model).name, "options": options | asdict(plan),
-                     "environment": report.environment(device), "outcomes": table})  # fmt: skip
+    _told("drafters", model, options | asdict(plan), device, columns, {"outcomes": table})
+
+
+def _told(
+    bench: str, model: str, options: dict[str, Any], device: str, columns: dict[str, str], found: dict[str, Any]
+) -> None:
+    """A table of the last thing that was found, its rows by the names of `columns`, and all of it as a document."""
+    from . import report
+
+    *_, rows = found.values()
+    report.table(list(columns.values()), [[row[key] for key in columns] for row in rows])
+    told = {"bench": bench, "model": Path(model).name, "options": options}
+    report.document(told | {"environment": report.environment(device)} | found)

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def readings(llm: Llama) -> tuple[str, ...]:
-    """How prompts can be read: "pool", and "exact" where there are stages."""
-    return ("pool", "exact") if _stages(llm) else ("pool",)
+    """How prompts can be read: "pool", and "exact" where there are stages, or the pool holds all there can be."""
+    return ("pool", "exact") if _stages(llm) or _holds_all(llm) else ("pool",)
 
 
 def answers(llm: Llama) -> tuple[str, ...]:
     """What a generated token can see: as `readings`, or "lossless" in place of "exact" where the pool was to draft."""
     config = llm._config
-    if not _stages(llm) or config is None:
-        return ("pool",)
+    if config is None or not _stages(llm):
+        return readings(llm)
     return ("pool", "lossless" if config.answer == "lossless" else "exact")
 
 
@@ -40,9 +40,10 @@ def manner(llm: Llama, *, reading: str | None = None, answer: str | None = None,
             here = f"{name} can be {' or '.join(possible)} here, not {value!r}"
             raise ConfigError(f"{here}: make the model with kvflash_{name}={value!r}")
     before, speculator = session.reading, llm._speculator
-    exact = before.exact if reading is None else reading == "exact"
-    answers_exactly = before.answers_exactly if answer is None else answer != "pool"
-    session.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
+    if _stages(llm):
+        exact = before.exact if reading is None else reading == "exact"
+        answers_exactly = before.answers_exactly if answer is None else answer != "pool"
+        session.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
     if not drafts:
         llm._speculator = None
     try:
@@ -53,3 +54,7 @@ def manner(llm: Llama, *, reading: str | None = None, answer: str | None = None,
 
 def _stages(llm: Llama) -> bool:
     return llm._session is not None and llm._session.pool.stage_slots > 0
+
+
+def _holds_all(llm: Llama) -> bool:
+    return llm._session is not None and not llm._session.bounded

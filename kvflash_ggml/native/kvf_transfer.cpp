@@ -117,8 +117,10 @@ kvf_status kvf_page_out(kvf_engine * engine, int32_t n, const int32_t * block, c
         return status;
     }
     *ticket = transfer(*engine, n, block, image, direction::out);
-    for (int32_t i = 0; i < n && has_remote(*engine); ++i) {
-        engine->written[image[i]] = *ticket;
+    if (has_remote(*engine)) {
+        for (int32_t i = 0; i < n; ++i) {
+            engine->written[image[i]] = *ticket;
+        }
     }
     return KVF_STATUS_SUCCESS;
 }

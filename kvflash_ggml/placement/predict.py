@@ -14,13 +14,11 @@ from ..errors import ConfigError
 from ..native.devices import ModelArrays
 from . import budget, measure
 from .fit import fit
-from .measure import Sketch, copied
+from .measure import Overrides, Sketch, copied
 from .search import pool_range
 from .sizes import Device, Fit, Measure, ModelSizes, Placement, Request
 
 ALL_LAYERS = 0x7FFFFFFF
-
-Overrides = Sequence[tuple[str, str]]
 
 
 def predict(
@@ -38,9 +36,8 @@ def predict(
     model_params: llama_model_params, of which the devices count. context_params: llama_context_params, for what a
     request does not name; n_ctx may be 0. asked: the request for a model of these sizes on these devices. device,
     overrides: the user's own, or those of connected servers and of this machine. reserved: bytes that something else
-    will take of the first device. ConfigError for a file that is no model, or
-    a name that is no device's, UnsupportedModelError for a model that cannot have the pool that is asked for,
-    DoesNotFit.
+    will take of the first device. ConfigError for a file that is no model, or a name that is no device's,
+    UnsupportedModelError for a model that cannot have the pool that is asked for, DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
     with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as found:

@@ -198,7 +198,6 @@ class Paging:
         while pages:
             with self.store.lease_some([chunk for chunk, _ in pages]) as images, self._known_transfers():
                 group, pages = pages[: len(images)], pages[len(images) :]
-                self._are_whole([chunk for chunk, _ in group])
                 ticket = self._engine.page_in([block for _, block in group], images)
                 self.store.written([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
             for chunk, block in group:
@@ -212,13 +211,8 @@ class Paging:
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view)
         with self.store.lease(view.chunks) as images, self._known_transfers():
-            self._are_whole(view.chunks)
             yield Streamed(images, view.rows, block, rows, first)
             self.store.written(view.chunks, self._engine.streamed_ticket)
-
-    def _are_whole(self, chunks: Sequence[int]) -> None:
-        """A server is sent what the images hold at this moment: wait until all of it has come from there."""
-        self._engine.is_sound(max((self.store.page(chunk).filled for chunk in chunks), default=0))
 
     @contextmanager
     def _known_transfers(self) -> Iterator[None]:

@@ -42,7 +42,7 @@ class Salvage:
 
     def check(self) -> None:
         """DeviceLost if a server does not answer any more. Nobody is asked once the model is closed."""
-        if not self._engine.closed:
+        if not self._engine.closed and self._engine.is_lost:  # asked before each token
             with self.told():
                 self._engine.check_lost()
 
