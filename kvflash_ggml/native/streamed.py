@@ -27,8 +27,8 @@ class Streamed(NamedTuple):
     """In place of the pool, and before its own tokens.
 
     images: addresses of whole chunks, at least one. rows: so many of block `block` follow them. mask: [count, n] in
-    half precision, for the rows of the stage from `first` on, and at least up to its rows rounded up to 256. asked: what
-    `Engine.read_masses` gives then.
+    half precision, for the rows of the stage from `first` on, and at least up to its rows rounded up to 256.
+    asked: what `Engine.read_masses` gives then.
     """
 
     images: Sequence[int] | npt.NDArray[np.uint64]

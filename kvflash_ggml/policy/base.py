@@ -67,7 +67,7 @@ class Keys(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masses:
-    """Logs of the attention mass of some chunks, from every key of theirs: a streamed step has computed them on its way.
+    """Logs of the attention mass of some chunks, from every key of theirs: what a streamed step has computed.
 
     heads: (pooled layer, head), sorted, [n, 2]. rows: of the newest queries. chunks: ascending. values: as
     `Keys.score_keys` gives them for these, [n * rows, len(chunks)].

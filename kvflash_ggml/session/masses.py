@@ -1,4 +1,4 @@
-"""The attention that the end of a prompt pays to its text, as the streamed step that reads it computes it on its way."""
+"""The attention that the end of a prompt pays to its text: the streamed step that reads it computes that on its way."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Loss:
     them. generated, generated_whole: the same of its answer. repaired: tokens of the answer that were read again with
     all of the text in view. changed: of these, those after which another token would have been the likeliest.
 
-    ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to every
-    key, or "index", a look at it, and ranked_why for which reason; empty where nothing was chosen.
+    ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to
+    every key, or "index", a look at it, and ranked_why for which reason; empty where nothing was chosen.
     """
 
     read: int = 0

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..arrays import Int32s
+from .reading import Loss
 from .step import EVERY, AfterStep
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .text import Text
 
 Likeliest = Callable[[int], Int32s]
 """The likeliest next token after each of the last so many rows of which logits are at hand."""
@@ -51,33 +52,33 @@ class Repair:
         return int(((picks >= 0) & (picks != self._likeliest(len(picks)))).sum())
 
 
-def mend(session: Session, repair: Repair, after: AfterStep | None) -> None:
+def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> None:
     """Read the tokens that are due again, each step with the whole text in view.
 
     What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by
     the pool once more, and not repaired later.
     """
-    start, end, ranking = repair.start, session.length, session.ranking
-    text, picks = session.tokens.copy(), repair.picks(end)
+    start, end, ranking = repair.start, text.length, text.ranking
+    tokens, picks = text.tokens.copy(), repair.picks(end)
     try:
-        session.truncate(start)  # to a place further back, where the memory knows no other
-        while session.length < end:
-            at = session.length
-            _read(session, text, after, stream=True)
-            session.loss.changed += repair.changed(picks[at : session.length])
-            session.loss.repaired += max(0, session.length - max(at, start))
+        text.truncate(start)  # to a place further back, where the memory knows no other
+        while text.length < end:
+            at = text.length
+            _read(text, tokens, after, stream=True)
+            loss.changed += repair.changed(picks[at : text.length])
+            loss.repaired += max(0, text.length - max(at, start))
     except BaseException:
-        session.unfinished.settle()
-        while session.length < end:
-            _read(session, text, after, stream=False)
+        text.unfinished.settle()
+        while text.length < end:
+            _read(text, tokens, after, stream=False)
         raise
     finally:
-        session.ranking = ranking
-        repair.start = session.length
+        text.ranking = ranking
+        repair.start = text.length
 
 
-def _read(session: Session, text: Int32s, after: AfterStep | None, *, stream: bool) -> None:
+def _read(text: Text, tokens: Int32s, after: AfterStep | None, *, stream: bool) -> None:
     """One step of it."""
-    at = session.length
-    count = min(len(text) - at, session.n_ubatch, session.table.room(at))
-    session.evaluate(text[at : at + count], EVERY, after, stream=stream)
+    at = text.length
+    count = min(len(tokens) - at, text.pool.n_ubatch, text.table.room(at))
+    text.evaluate(tokens[at : at + count], EVERY, after, stream=stream)

@@ -265,7 +265,7 @@ class Session(Text):
     def _repair(self, after: AfterStep | None) -> None:
         """Read the newest tokens again with the whole text in view, where it is time."""
         if self.repair is not None and not self.ahead and self.repair.is_due(self.length):
-            mend(self, self.repair, after)
+            mend(self, self.repair, self.loss, after)
 
     # --- relevance
 
