@@ -58,6 +58,7 @@ class QKScorer:
     for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
     least: of the chunks, how many are scored again by their real keys. successors: recall the chunk after one whose end
     is attended to as well. `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`.
+    `measures`, on unless unset, goes by exact masses where a streamed step has them.
     """
 
     name = "qk"
@@ -84,6 +85,7 @@ class QKScorer:
         self._rows: list[Row | None] = []
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
         self.explains = False
+        self.measures = True
         self._reasons: deque[tuple[Floats, list[Reason]]] = deque(maxlen=LOOKS_KNOWN)
 
     def open(self, keys: Keys, n_chunks: int) -> None:
@@ -180,8 +182,8 @@ class QKScorer:
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
-        heads = self._heads
-        return heads, min(rows, max(MIN_ROWS, MAX_MASSES // max(1, n_chunks * len(heads))))
+        heads = self._heads if self.measures else self._heads[:0]
+        return heads, min(rows, max(MIN_ROWS, MAX_MASSES // max(1, n_chunks * len(self._heads))))
 
     def _known(self, request: ScoreRequest) -> Masses | None:
         """The masses that came with a request, unless other heads have begun to count since."""

@@ -42,7 +42,7 @@ class MassReader:
             return NOBODY
         heads, rows = self._scorer.masses_wanted(n_chunks, rows)
         if rows <= 0 or len(heads) == 0:
-            self._why = "no query of the prompt's end is known"
+            self._why = "the policy asks for none" if rows > 0 else "no query of the prompt's end is known"
             return NOBODY
         return Asked(np.ascontiguousarray(heads), self._ring.rows_of(end, rows))
 
