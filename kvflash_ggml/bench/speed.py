@@ -199,8 +199,9 @@ def streaming(
         "used_mib": "used MiB",
         "step_ms": "step ms",
         "copy_ms": "copy ms",
+        "turn_ms": "turn ms",
     }
-    report.table(list(columns.values()), [[str(row.get(key, "-")) if key in ("same_bits", "step_ms") else
+    report.table(list(columns.values()), [[str(row.get(key, "-")) if key in ("same_bits", "step_ms", "turn_ms") else
                                            row.get(key, "-") for key in columns] for row in table])  # fmt: skip
     report.document({"bench": "streaming", "model": Path(model).name, "options": options | asdict(plan),
                      "environment": report.environment(device), "points": table})  # fmt: skip

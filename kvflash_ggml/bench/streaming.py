@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..policy.qk import QKScorer
 from .opening import opened
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
 
 ARMS = ("full", "exact", "pool")
+
+QUESTION = 64
+"""Tokens of a turn."""
 
 COPIED = 1 << 28
 """Bytes of the plain copy that gives the speed of the bus."""
@@ -37,7 +41,9 @@ class Point:
     """One arm at one depth. kv_mib: K and V on the device, pool and stages. used_mib: all device memory in use.
 
     step_ms: of a step of so many rows that sees the whole text (in the arm "pool": what is resident), and copy_ms: a
-    plain copy of the bytes that it streams. decode_tps: of single tokens as they are generated.
+    plain copy of the bytes that it streams. decode_tps: of single tokens as they are generated. turn_ms: of a question
+    of QUESTION tokens that goes on from the text, until it is read, and until the first token of its answer has been
+    evaluated, by what the resident set is chosen: exact masses, or a look at the index.
     """
 
     arm: str
@@ -50,13 +56,14 @@ class Point:
     streamed_gib: float
     step_ms: dict[int, float]
     copy_ms: float
+    turn_ms: dict[str, float]
 
 
 def run_arm(
     model: str, arm: str, plan: Plan, options: dict[str, Any]
 ) -> Iterator[tuple[Point, npt.NDArray[np.float32], str]]:
     """The points of an arm, the last logits of each text, and the device."""
-    n_ctx = max(plan.depths) + 1024
+    n_ctx = max(plan.depths) + 2048
     fields = {"reading": arm, "deterministic": True} if arm != "full" else {}
     pool = None if arm == "full" else plan.pool
     with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields, swa_full=False) as llm:
@@ -77,6 +84,7 @@ def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, second
     streamed = view.streamed_bytes if view else 0
     decode = _decode(llm, text[depth : depth + 40])
     steps = {rows: _step_ms(llm, text, rows, plan.repeats, streams=arm == "exact") for rows in plan.rows}
+    turns = _turns(llm, text, plan.repeats) if arm == "exact" else {}
     copied = 0.0
     if session is not None and arm == "exact":
         size = depth * session.engine.info.page_bytes // 64
@@ -92,6 +100,7 @@ def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, second
         streamed_gib=streamed / 2**30,
         step_ms=steps,
         copy_ms=copied * 1e3,
+        turn_ms=turns,
     )
 
 
@@ -121,6 +130,29 @@ def _step_ms(llm: Llama, text: npt.NDArray[np.int32], rows: int, repeats: int, *
         _finish(llm)
         took.append(time.perf_counter() - began)
     return float(np.median(took[1:])) * 1e3
+
+
+def _turns(llm: Llama, text: npt.NDArray[np.int32], repeats: int) -> dict[str, float]:
+    """Medians of turns of both kinds, one after the other; the first of each does not count."""
+    session = llm._session
+    assert session is not None
+    assert session.scoring is not None
+    scorer, took = session.scoring.scorer, dict[str, list[float]]()
+    assert isinstance(scorer, QKScorer)
+    for turn in range(2 * repeats + 2):
+        scorer.measures = turn % 2 == 0
+        at = llm.n_tokens
+        began = time.perf_counter()
+        llm.eval(text[at : at + QUESTION].tolist())
+        _finish(llm)
+        read = time.perf_counter()
+        llm.eval([int(text[at + QUESTION])])
+        _finish(llm)
+        ranked = session.loss.ranked
+        took.setdefault(ranked, []).append(read - began)
+        took.setdefault(f"{ranked}, first token", []).append(time.perf_counter() - began)
+    scorer.measures = True
+    return {kind: float(np.median(times[1:])) * 1e3 for kind, times in took.items()}
 
 
 def _finish(llm: Llama) -> npt.NDArray[np.float32]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..constants import CHUNK
 from ..errors import EngineError, UnsupportedModelError
 from . import logits
 from ._kvf import ffi, lib
+from .captures import Captures
 from .host_scoring import HostScoring
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
@@ -54,7 +54,7 @@ def plane_bytes(model: int) -> int:
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
-class Engine(HostScoring):
+class Engine(HostScoring, Captures):
     """Executes plans on a context that was made with a pool.
 
     context: address of the llama_context, which must outlive the engine. Steps of at most `max_tokens` tokens.
@@ -148,10 +148,14 @@ class Engine(HostScoring):
         """Meanwhile the plan is that of a streamed step."""
         plan, images = self._plan, np.ascontiguousarray(streamed.images, np.uint64)
         kept = ffi.from_buffer("uint64_t[]", images), ffi.from_buffer(streamed.mask)
+        heads, rows = streamed.asked
+        asked = ffi.from_buffer("kvf_head[]", heads), ffi.from_buffer("int32_t[]", rows)
         try:
             plan.n_streamed, plan.streamed, plan.mask = len(images), *kept
             plan.mask_stride, plan.mask_first = streamed.mask.shape[1], streamed.first
             plan.open_rows, plan.open_block = streamed.rows, streamed.block
+            plan.n_mass_heads, plan.n_mass_rows = len(heads), len(rows)
+            plan.mass_heads, plan.mass_row = asked
             yield
         finally:
             plan.n_streamed, plan.mask, plan.mask_stride = 0, self._mask, self.info.n_slots
@@ -341,36 +345,6 @@ class Engine(HostScoring):
         """
         seconds = ffi.new("double *")
         return float(value(lib.kvf_bench_copy(self._engine, device, size, to_device, seconds), seconds))
-
-    # --- queries
-
-    @property
-    def query_shapes(self) -> list[tuple[int, int, int]]:
-        """Per pooled layer (rows, n_head, head_k): the shapes of the captured queries.
-
-        There is a row more than `info.query_rows`; what is in it means nothing.
-        """
-        rows = self.info.query_rows + 1 if self.info.query_rows else 0
-        return [(rows, layer.n_head, layer.head_k) for layer in self.layers]
-
-    def read_queries(self, out: Floats) -> int:
-        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far.
-
-        Returns the ticket. The query of a token is in the row that `query_row` named when it was evaluated.
-        """
-        ticket = ffi.new("uint64_t *")
-        data = ffi.from_buffer("float[]", self._queries(out), require_writable=True)
-        return int(value(lib.kvf_query_read(self._engine, data, ticket), ticket))
-
-    def write_queries(self, rows: Floats) -> None:
-        """Put back what `read_queries` has read."""
-        check(lib.kvf_query_write(self._engine, ffi.from_buffer("float[]", self._queries(rows))))
-
-    def _queries(self, rows: Floats) -> Floats:
-        size = sum(math.prod(shape) for shape in self.query_shapes)
-        if rows.size != size or rows.dtype != np.float32:
-            raise EngineError(f"{rows.size} values ({rows.dtype}) for queries, all layers have {size} (float32)")
-        return rows
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""

@@ -102,6 +102,13 @@ typedef struct kvf_layer {
     float   scale;         // attention scores are scale*q*k; known once a graph with query capture has been built
 } kvf_layer;
 
+// A head of a pooled layer: a query head, or where units are asked for a KV head. Lists of them are in ascending order of
+// (layer, head), without repetition.
+typedef struct kvf_head {
+    int32_t layer;         // among the pooled layers
+    int32_t head;
+} kvf_head;
+
 // One step: tokens, the slots they take, and who may see whom. All arrays belong to the caller.
 //
 // Siblings of a tree have the same sequence and position, each a slot of its own, and mask rows that open a token's ancestors
@@ -126,6 +133,13 @@ typedef struct kvf_plan {
     int32_t          open_block;
     int32_t          mask_first;  // the mask covers the rows of a stage from here on; those before are visible to every token.
                                   // 0, or KVF_BLOCK*n_streamed; rounded up to 256 there are so many rows as are attended to
+
+    // What a streamed step computes on its way, from the keys in the stages: the attention mass, see kvf_index_score, of its
+    // chunks, those with its last tokens among them, for captured queries. It is had by kvf_masses_read.
+    int32_t          n_mass_heads; // 0: nothing of it
+    const kvf_head * mass_heads;   // [n_mass_heads] query heads
+    int32_t          n_mass_rows;
+    const int32_t  * mass_row;     // [n_mass_rows] rows of captured queries
 } kvf_plan;
 
 int             kvf_abi(void);
@@ -280,6 +294,11 @@ void            kvf_host_move (kvf_engine * from, kvf_engine * to, int32_t n, co
 enum kvf_status kvf_query_read (kvf_engine * engine, float * out, uint64_t * ticket);
 enum kvf_status kvf_query_write(kvf_engine * engine, const float * rows);  // put them back, all layers
 
+// What the newest streamed step was asked for by mass_heads: per head [n_mass_rows][n] for the n whole chunks in its stages.
+// Behind the compute submitted so far. UNSUPPORTED, with the reason, if it could not be computed beside the step; ARGUMENT for
+// another size than that of all values.
+enum kvf_status kvf_masses_read(kvf_engine * engine, float * out, int64_t size, uint64_t * ticket);
+
 // Make this row the logits of the last token, as if it had just been evaluated.
 enum kvf_status kvf_logits_set(kvf_engine * engine, const float * row, int32_t n_vocab);
 
@@ -312,13 +331,6 @@ enum kvf_status kvf_draft_states(void * ctx, int32_t n, int32_t width, float * o
 
 // Scoring of chunks on the host. Queries are floats in the basis of the cached keys. These touch no device and may run on any
 // thread beside a decode.
-
-// A head of a pooled layer: a query head, or where units are asked for a KV head. Lists of them are in ascending order of
-// (layer, head), without repetition.
-typedef struct kvf_head {
-    int32_t layer;         // among the pooled layers
-    int32_t head;
-} kvf_head;
 
 // Index: the keys of some KV heads, the units, at 4 bits. The index row of a chunk holds for each unit in order the KVF_BLOCK
 // keys of the chunk, in ggml's type Q4_0; a key whose length is not a multiple of 32 values is padded with zeros.

@@ -1,6 +1,7 @@
 // Attention mass of chunks: from the index, which holds the keys of some KV heads at 4 bits, or from page images.
 #include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_masses.h"
 #include "kvf_products.h"
 
 #include <cmath>
@@ -33,36 +34,12 @@ bool precedes(const kvf_head & a, const kvf_head & b) {
     return a.layer < b.layer || (a.layer == b.layer && a.head < b.head);
 }
 
-// At least one, in order, none twice, each a head of its layer; n_head says which kind.
-kvf_status check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
-                       int32_t kvf_layer::*n_head) {
-    const char * kind = n_head == &kvf_layer::n_head ? "query" : "KV";
-    if (n <= 0) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "no %s heads", kind);
-    }
-    const int32_t n_layers = layers.size();
-    for (int32_t i = 0; i < n; ++i) {
-        const auto & x = heads[i];
-        if (x.layer < 0 || x.layer >= n_layers) {
-            return kvf_fail(KVF_STATUS_ARGUMENT, "a %s head of layer %d of %d", kind, x.layer, n_layers);
-        }
-        if (x.head < 0 || x.head >= layers[x.layer].*n_head) {
-            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head %d of %d in layer %d", kind, x.head, layers[x.layer].*n_head,
-                            x.layer);
-        }
-        if (i > 0 && !precedes(heads[i - 1], x)) {
-            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head (%d, %d) does not follow the one before", kind, x.layer, x.head);
-        }
-    }
-    return KVF_STATUS_SUCCESS;
-}
-
 kvf_status check_score(const std::vector<kvf_layer> & layers, int32_t n_heads, const kvf_head * heads, int32_t n,
                        int32_t rows) {
     if (n <= 0 || rows <= 0) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "%d chunks to score for %d queries a head", n, rows);
     }
-    return check_heads(layers, n_heads, heads, &kvf_layer::n_head);
+    return kvf_check_heads(layers, n_heads, heads, &kvf_layer::n_head);
 }
 
 kvf_head unit_of(const kvf_layer & l, const kvf_head & head) {
@@ -178,8 +155,31 @@ kvf_status score(const std::vector<kvf_layer> & layers, const std::vector<key_ro
 
 }  // namespace
 
+kvf_status kvf_check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
+                           int32_t kvf_layer::*n_head) {
+    const char * kind = n_head == &kvf_layer::n_head ? "query" : "KV";
+    if (n <= 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "no %s heads", kind);
+    }
+    const int32_t n_layers = layers.size();
+    for (int32_t i = 0; i < n; ++i) {
+        const auto & x = heads[i];
+        if (x.layer < 0 || x.layer >= n_layers) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "a %s head of layer %d of %d", kind, x.layer, n_layers);
+        }
+        if (x.head < 0 || x.head >= layers[x.layer].*n_head) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head %d of %d in layer %d", kind, x.head, layers[x.layer].*n_head,
+                            x.layer);
+        }
+        if (i > 0 && !precedes(heads[i - 1], x)) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "%s head (%d, %d) does not follow the one before", kind, x.layer, x.head);
+        }
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
 kvf_status kvf_index_size(const kvf_engine * engine, int32_t n_units, const kvf_head * units, int64_t * size) {
-    if (const auto status = check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
+    if (const auto status = kvf_check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
     const auto last = rows_of_index(engine->layers, n_units, units).back();
@@ -189,7 +189,7 @@ kvf_status kvf_index_size(const kvf_engine * engine, int32_t n_units, const kvf_
 
 kvf_status kvf_index_build(const kvf_engine * engine, int32_t n_units, const kvf_head * units, const uint8_t * image,
                            uint8_t * out) {
-    if (const auto status = check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
+    if (const auto status = kvf_check_heads(engine->layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
     const auto keys     = rows_of_index(engine->layers, n_units, units);
@@ -219,7 +219,7 @@ kvf_status kvf_index_score(const kvf_engine * engine, int32_t n_units, const kvf
     if (const auto status = check_score(layers, n_heads, heads, n, rows)) {
         return status;
     }
-    if (const auto status = check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
+    if (const auto status = kvf_check_heads(layers, n_units, units, &kvf_layer::n_head_kv)) {
         return status;
     }
     const auto keys = rows_of_index(layers, n_units, units);

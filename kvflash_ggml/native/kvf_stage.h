@@ -2,7 +2,7 @@
 // images while the layer before it is computed.
 #pragma once
 
-#include "kvf_engine.h"
+#include "kvf_masses.h"
 
 #include <array>
 #include <vector>
@@ -57,6 +57,8 @@ struct kvf_stages {
     std::vector<run>     runs;
     std::vector<int64_t> rows;              // [n_tokens] where each token's row goes
     std::pair<ggml_backend_sched_eval_callback, void *> callback;  // the context's own
+
+    kvf_masses masses;  // of the newest step
 
     // of the newest graph
     ggml_tensor * mask      = nullptr;  // F16 [n_kv, n_tokens]

@@ -92,6 +92,7 @@ bool on_node(ggml_tensor * node, bool ask, void * data) {
         return layer != nullptr;
     }
     if (++layer->read == layer->readers) {
+        kvf_masses_submit(engine, *stages.plan, layer - stages.layers.data());
         advance(engine, stages, stages.rings[layer->ring], layer->place);
     }
     return true;
@@ -169,7 +170,7 @@ kvf_status kvf_stream_check(const kvf_engine & engine, const kvf_plan & plan) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "mask rows of %lld values for %lld rows of a stage", (long long) plan.mask_stride,
                         (long long) width);
     }
-    return KVF_STATUS_SUCCESS;
+    return kvf_masses_check(engine, plan);
 }
 
 void kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan) {
@@ -189,6 +190,7 @@ void kvf_stream_begin(kvf_engine & engine, const kvf_plan & plan) {
 
     // in its own order after the last step, and after page-outs
     kvf_copies_wait(engine);
+    kvf_masses_begin(engine, plan);
     for (auto & ring : stages.rings) {
         write_index(stages, ring, plan.n_tokens);
         for (size_t place = 0; place < std::min(ring.n_stages, ring.layers.size()); ++place) {

@@ -66,10 +66,25 @@ class Keys(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Masses:
+    """Logs of the attention mass of some chunks, from every key of theirs: what a streamed step has computed.
+
+    heads: (pooled layer, head), sorted, [n, 2]. rows: of the newest queries. chunks: ascending. values: as
+    `Keys.score_keys` gives them for these, [n * rows, len(chunks)].
+    """
+
+    heads: Pairs
+    rows: int
+    chunks: npt.NDArray[np.int64]
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """One look at the text.
 
-    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway.
+    tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway. masses: what
+    is known already, for a scorer that is `Exact`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -77,6 +92,7 @@ class ScoreRequest:
     rows: int
     queries: Floats
     protected: frozenset[int]
+    masses: Masses | None = None
 
 
 @runtime_checkable
@@ -139,6 +155,15 @@ class Selective(Protocol):
 
     def use(self, heads: Pairs) -> None:
         """From now on these heads count, and no others. Statistics that are at hand are made to fit."""
+        ...
+
+
+@runtime_checkable
+class Exact(Protocol):
+    """A scorer that can go by masses which a streamed step has computed, instead of a look at its statistics."""
+
+    def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
+        """Of which heads, and of how many of the newest `rows` queries. Called from any thread."""
         ...
 
 

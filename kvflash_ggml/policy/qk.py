@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import Floats, Int64s
 from ..constants import CHUNK
 from ..state.session import Layout, Row
-from .base import Keys, Rows, ScoreRequest, register
+from .base import Keys, Masses, Rows, ScoreRequest, register
 from .combine import deciding, softmax_max
 from .edges import boost_successors
 from .heads import Heads, every_head, newest, units_of
@@ -30,6 +30,9 @@ MAX_WORK = 4e9
 
 MIN_ROWS = 8
 """The marks of a chat template after a question can take up as many."""
+
+MAX_MASSES = 2**20
+"""Values of one look, heads x rows x chunks, that are fetched from a streamed step, but for MIN_ROWS."""
 
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
@@ -55,6 +58,7 @@ class QKScorer:
     for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
     least: of the chunks, how many are scored again by their real keys. successors: recall the chunk after one whose end
     is attended to as well. `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`.
+    `measures`, on unless unset, goes by exact masses where a streamed step has them.
     """
 
     name = "qk"
@@ -81,6 +85,7 @@ class QKScorer:
         self._rows: list[Row | None] = []
         self._shares: deque[tuple[Floats, Floats]] = deque(maxlen=LOOKS_KNOWN)
         self.explains = False
+        self.measures = True
         self._reasons: deque[tuple[Floats, list[Reason]]] = deque(maxlen=LOOKS_KNOWN)
 
     def open(self, keys: Keys, n_chunks: int) -> None:
@@ -149,10 +154,13 @@ class QKScorer:
         n = request.n_chunks
         if n == 0:
             return None
-        request = newest(request, max(MIN_ROWS, int(MAX_WORK / (n * self._work))), self._keys.shapes)
+        known = self._known(request)
+        request = newest(request, self._rows_for(n) if known is None else known.rows, self._keys.shapes)
         ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
         free = np.array([c for c in range(n) if c not in request.protected], np.intp)
-        if n * self._work * request.rows <= self._exact_work:
+        if known is not None:
+            masses, best = self._complete(known, request), free
+        elif n * self._work * request.rows <= self._exact_work:
             masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
             masses = self._keys.score_index(self._units, self._whole(n), self._heads, request)
@@ -168,6 +176,33 @@ class QKScorer:
             chunks = np.intersect1d(np.concatenate([best, best + 1]), free)  # and those that are recalled after them
             self._reasons.append((scores, self._explain(masses, chunks, ages, request, scores)))
         return scores
+
+    def _rows_for(self, n_chunks: int) -> int:
+        """How many rows a look at the index has time for."""
+        return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
+
+    def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
+        heads = self._heads if self.measures else self._heads[:0]
+        return heads, min(rows, max(MIN_ROWS, MAX_MASSES // max(1, n_chunks * len(self._heads))))
+
+    def _known(self, request: ScoreRequest) -> Masses | None:
+        """The masses that came with a request, unless other heads have begun to count since."""
+        masses = request.masses
+        return masses if masses is not None and np.array_equal(masses.heads, self._heads) else None
+
+    def _complete(self, known: Masses, request: ScoreRequest) -> Floats:
+        """Those of all chunks: what was not in view is scored from the index."""
+        n = request.n_chunks
+        if len(known.chunks) == n:
+            return known.values
+        masses = np.empty((len(known.values), n), np.float32)
+        others = np.setdiff1d(np.arange(n), known.chunks)
+        rows = self._whole(n)
+        masses[:, known.chunks] = known.values
+        masses[:, others] = self._keys.score_index(
+            self._units, [rows[c] for c in others.tolist()], self._heads, request
+        )
+        return masses
 
     def _explain(
         self, masses: Floats, chunks: Int64s, ages: Floats, request: ScoreRequest, scores: Floats

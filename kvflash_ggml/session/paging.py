@@ -12,7 +12,7 @@ from ..constants import CHUNK
 from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..host.store import HostStore
-from ..native.streamed import Streamed
+from ..native.streamed import Asked, Streamed
 from ..pool.masks import SlotMask
 from ..pool.page_table import PageTable
 from ..pool.plan import Layout, Moves
@@ -206,12 +206,14 @@ class Paging:
                 self._mask.place(block, chunk)
 
     @contextmanager
-    def streamed(self, view: View, layout: Layout, mask: StageMask, start: int, count: int) -> Iterator[Streamed]:
+    def streamed(
+        self, view: View, layout: Layout, mask: StageMask, start: int, count: int, asked: Asked
+    ) -> Iterator[Streamed]:
         """What the engine has to know of a step of `count` tokens at `start` that sees this. Images stay meanwhile."""
         block = layout.chunks[start // CHUNK].block if view.rows else 0
         rows, first = mask.fill(start, count, view)
         with self.store.lease(view.chunks) as images, self._known_transfers():
-            yield Streamed(images, view.rows, block, rows, first)
+            yield Streamed(images, view.rows, block, rows, first, asked)
             self.store.written(view.chunks, self._engine.streamed_ticket)
 
     @contextmanager

@@ -51,6 +51,11 @@ class QueryRing:
             place[: count - newest] = -1
             place[count - newest : count] = self.order[np.arange(start + count - newest, start + count) % ring]
 
+    def rows_of(self, end: int, count: int) -> Int32s:
+        """Where the queries of positions [end - count, end) are, or will be."""
+        rows: Int32s = self.order[np.arange(end - count, end) % self.ring].astype(np.int32)
+        return rows
+
     def capture_at(self, positions: Int32s) -> None:
         """The same of a few tokens, each in the row of another position than its own."""
         self._engine.query_row[: len(positions)] = self.order[positions % self.ring]

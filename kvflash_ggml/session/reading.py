@@ -26,6 +26,9 @@ class Loss:
     read: of its prompt, those that were not known already. read_whole: of these, those that saw the whole text before
     them. generated, generated_whole: the same of its answer. repaired: tokens of the answer that were read again with
     all of the text in view. changed: of these, those after which another token would have been the likeliest.
+
+    ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to
+    every key, or "index", a look at it, and ranked_why for which reason; empty where nothing was chosen.
     """
 
     read: int = 0
@@ -35,6 +38,8 @@ class Loss:
     repaired: int = 0
     changed: int = 0
     seen: float = 0.0
+    ranked: str = ""
+    ranked_why: str = ""
 
     def add_read(self, count: int, share: float) -> None:
         """A step of the prompt saw such a share of the text before it, 0 to 1."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arrays import Int32s
+from .reading import Loss
+from .step import EVERY, AfterStep
+
+if TYPE_CHECKING:
+    from .text import Text
 
 Likeliest = Callable[[int], Int32s]
 """The likeliest next token after each of the last so many rows of which logits are at hand."""
@@ -44,3 +50,35 @@ class Repair:
     def changed(self, picks: Int32s) -> int:
         """The newest tokens have been evaluated again: after how many is another one than these the likeliest?"""
         return int(((picks >= 0) & (picks != self._likeliest(len(picks)))).sum())
+
+
+def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> None:
+    """Read the tokens that are due again, each step with the whole text in view.
+
+    What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by
+    the pool once more, and not repaired later.
+    """
+    start, end, ranking = repair.start, text.length, text.ranking
+    tokens, picks = text.tokens.copy(), repair.picks(end)
+    try:
+        text.truncate(start)  # to a place further back, where the memory knows no other
+        while text.length < end:
+            at = text.length
+            _read(text, tokens, after, stream=True)
+            loss.changed += repair.changed(picks[at : text.length])
+            loss.repaired += max(0, text.length - max(at, start))
+    except BaseException:
+        text.unfinished.settle()
+        while text.length < end:
+            _read(text, tokens, after, stream=False)
+        raise
+    finally:
+        text.ranking = ranking
+        repair.start = text.length
+
+
+def _read(text: Text, tokens: Int32s, after: AfterStep | None, *, stream: bool) -> None:
+    """One step of it."""
+    at = text.length
+    count = min(len(tokens) - at, text.pool.n_ubatch, text.table.room(at))
+    text.evaluate(tokens[at : at + count], EVERY, after, stream=stream)

@@ -17,9 +17,11 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
-from ..policy.base import Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..native.streamed import NOBODY, Asked
+from ..policy.base import Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..state.session import PolicyState, Statistics, done
 from .keys import HostKeys
+from .masses import MassReader
 from .query_ring import QueryCopy, QueryRing
 from .scores import check_scores
 from .selection import Selection
@@ -73,6 +75,7 @@ class Scoring:
         self._engine = engine
         self._store = store
         self._ring = ring
+        self.masses = MassReader(engine, scorer, ring)
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
@@ -139,18 +142,30 @@ class Scoring:
         *,
         rows: int | None = None,
         known: int | None = None,
+        asked: Asked = NOBODY,
+        seen: Sequence[int] = (),
     ) -> None:
         """Score the chunks against the newest `rows` queries, beside the compute; by default against all that are kept.
 
-        known: how many of the newest tokens have their queries captured, None for all that are kept.
+        known: how many of the newest tokens have their queries captured, None for all that are kept. asked: of the
+        newest step, whose stages held the chunks `seen`.
         """
         self.looks += 1
-        limits = [self.scorer.query_rows, len(tokens) if known is None else known]
-        wanted = min(limits if rows is None else [rows, *limits])
+        wanted = self._rows(len(tokens), rows, known)
         buffer = self._buffers[self.looks % len(self._buffers)]
         ticket = self._engine.read_queries(buffer) if self.scorer.query_rows else 0
         copy = buffer, self._ring.order
-        self._pending.append(self._run(self._score, ticket, copy, tokens.copy(), n_chunks, protected, wanted))
+        later, masses = self.masses.read(asked, seen)
+        what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, wanted, masses
+        self._pending.append(self._run(self._score, *what))
+
+    def ask(self, end: int, known: int) -> Asked:
+        """What a streamed step is asked for that ends a prompt: the text has `end` tokens then. known: as above."""
+        return self.masses.ask(end, end // CHUNK, self._rows(end, None, known))
+
+    def _rows(self, length: int, rows: int | None, known: int | None) -> int:
+        limits = [self.scorer.query_rows, length if known is None else known]
+        return min(limits if rows is None else [rows, *limits])
 
     def take(self) -> Floats | None:
         """The newest scores, waiting for them if need be; None if there are none."""
@@ -251,12 +266,21 @@ class Scoring:
             self._engine.free(self._addresses.pop())
 
     def _score(
-        self, ticket: int, copy: QueryCopy, tokens: Int32s, n_chunks: int, protected: frozenset[int], rows: int
+        self,
+        ticket: int,
+        copy: QueryCopy,
+        tokens: Int32s,
+        n_chunks: int,
+        protected: frozenset[int],
+        rows: int,
+        masses: Masses | None,
     ) -> Floats | None:
         self._engine.wait(ticket)
         began = time.perf_counter()
         queries = self._ring.newest(*copy, len(tokens), rows)
-        request = ScoreRequest(tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected)
+        request = ScoreRequest(
+            tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
+        )
         scores = check_scores(self.scorer, self.scorer.score(request), n_chunks)
         taken = time.perf_counter() - began
         self.seconds += taken

@@ -10,6 +10,7 @@ from ..arrays import Floats, Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
+from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
 from ..pool.residency import clearly_better
 from ..state.session import Limits, PolicyState, SessionState
@@ -17,7 +18,7 @@ from ..trace.events import Events
 from . import restore
 from .pool import Pool
 from .reading import POOL, Loss, Reading
-from .repair import Repair
+from .repair import Repair, mend
 from .scoring import MARGIN, Scoring
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
@@ -132,14 +133,15 @@ class Session(Text):
                 self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
-            output = Output(every=output_all, last=done + count == batch_end)
+            asked = self._asks(start + count) if exact and done + count == total else NOBODY
+            output = Output(every=output_all, last=done + count == batch_end, asked=asked)
             self.evaluate(tokens[done : done + count], output, after, stream=exact)
             self.loss.add_read(count, self._share_seen(start, count))
             done += count
             if self.repair is not None:
                 self.repair.start = self.length
             if score or (done == total and self.scoring is not None):
-                self._request_scores(rows=None if done == total else 1)
+                self._request_scores(rows=None if done == total else 1, asked=asked, start=start)
             if progress is not None:
                 progress(done, total)
                 if self.length != start + count:
@@ -148,6 +150,8 @@ class Session(Text):
             self._reread_question(tokens[last:], output_all=output_all, after=after)
         elif exact and self.scoring is not None:
             self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
+            if not self.sees_everything:
+                self.loss.ranked, self.loss.ranked_why = self.scoring.masses.told
 
     @property
     def room_ahead(self) -> int:
@@ -260,19 +264,8 @@ class Session(Text):
 
     def _repair(self, after: AfterStep | None) -> None:
         """Read the newest tokens again with the whole text in view, where it is time."""
-        repair, end = self.repair, self.length
-        if repair is None or self.ahead or not repair.is_due(end):
-            return
-        start, ranking, text, picks = repair.start, self.ranking, self.tokens.copy(), repair.picks(end)
-        self.truncate(start)  # to a place further back, where the memory knows no other
-        while self.length < end:
-            at = self.length
-            count = min(end - at, self.n_ubatch, self.table.room(at))
-            self.evaluate(text[at : at + count], EVERY, after, stream=True)
-            self.loss.changed += repair.changed(picks[at : at + count])
-        self.loss.repaired += end - start
-        self.ranking = ranking
-        repair.start = end
+        if self.repair is not None and not self.ahead and self.repair.is_due(self.length):
+            mend(self, self.repair, self.loss, after)
 
     # --- relevance
 
@@ -338,13 +331,19 @@ class Session(Text):
         self.ranking, self.rebuild = ranking, True
         self.evaluate(tokens, EVERY if output_all else LAST, after)
 
-    def _request_scores(self, *, rows: int | None) -> None:
-        """Score the chunks against the newest `rows` queries, or all that are kept: a question is read as a whole."""
+    def _asks(self, end: int) -> Asked:
+        """What the last step of a prompt, which ends at `end`, computes on its way if it is streamed."""
+        return NOBODY if self.scoring is None else self.scoring.ask(end, end - self.queries.valid_from)
+
+    def _request_scores(self, *, rows: int | None, asked: Asked = NOBODY, start: int = 0) -> None:
+        """Score the chunks against the newest `rows` queries, or all: asked, of a newest step that began at `start`."""
         assert self.scoring is not None
         head = max(0, self.length - 1) // CHUNK
         protected = frozenset(self.table.protected(head, head))
         known = self.length - self.queries.valid_from
-        self.scoring.request(self.tokens, self.length // CHUNK, protected, rows=rows, known=known)
+        seen = () if self.view is None else (*self.view.chunks, *range(start // CHUNK, self.length // CHUNK))
+        what = self.tokens, self.length // CHUNK, protected
+        self.scoring.request(*what, rows=rows, known=known, asked=asked, seen=seen)
 
     def _take(self, ranking: Floats | None, *, sparingly: bool = False) -> None:
         """Go by new scores, if there are any. sparingly: pages only move for it at tau, or when it clearly pays."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..arrays import Int32s
+from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
 from ..pool.plan import Plan
 from ..pool.view import View
@@ -18,10 +19,11 @@ AfterStep = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Which logits of a step are kept: of every token, or of the last."""
+    """What is kept of a step: logits of every token, or of the last. asked: attention masses, if it is streamed."""
 
     every: bool
     last: bool
+    asked: Asked = NOBODY
 
 
 EVERY = Output(every=True, last=True)

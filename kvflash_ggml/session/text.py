@@ -195,7 +195,8 @@ class Text:
         engine.output[n - 1] = step.output.every or step.output.last
         if step.view is not None:
             try:
-                with self.paging.streamed(step.view, plan.layout, self.pool.stage_mask, start, n) as streamed:
+                seen = step.view, plan.layout, self.pool.stage_mask, start, n, step.output.asked
+                with self.paging.streamed(*seen) as streamed:
                     engine.step(n, wait, step.codes, streamed)
                 self.streamed_steps += 1
                 self._told_of_memory = False

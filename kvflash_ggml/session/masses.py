@@ -1,0 +1,65 @@
+"""The attention that the end of a prompt pays to its text: the streamed step that reads it computes that on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import Floats
+from ..errors import UnsupportedError
+from ..native.streamed import NOBODY, Asked
+from ..policy.base import Exact, Masses, Scorer
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+    from .query_ring import QueryRing
+
+
+class MassReader:
+    """Between a scorer, which may be anybody's, and the engine.
+
+    count: how often masses have been read.
+    """
+
+    def __init__(self, engine: Engine, scorer: Scorer, ring: QueryRing) -> None:
+        self.count = 0
+        self._why = ""  # there are none of the newest step that should have them
+        self._engine = engine
+        self._scorer = scorer
+        self._ring = ring
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """By what the end of the newest prompt was scored, and why not exactly: see `reading.Loss`."""
+        return ("index", self._why) if self._why else ("exact", "")
+
+    def ask(self, end: int, n_chunks: int, rows: int) -> Asked:
+        """What the step is asked for that ends with the newest of `rows` queries, of a text of `end` tokens."""
+        if not isinstance(self._scorer, Exact):
+            self._why = f"policy '{self._scorer.name}' does not go by attention"
+            return NOBODY
+        heads, rows = self._scorer.masses_wanted(n_chunks, rows)
+        if rows <= 0 or len(heads) == 0:
+            self._why = "the policy asks for none" if rows > 0 else "no query of the prompt's end is known"
+            return NOBODY
+        return Asked(np.ascontiguousarray(heads), self._ring.rows_of(end, rows))
+
+    def read(self, asked: Asked, chunks: Sequence[int]) -> tuple[int, Masses | None]:
+        """Of these chunks, which the newest step has seen: the transfer that fills the masses, and they; or none."""
+        if asked is NOBODY:
+            return 0, None
+        if not chunks:
+            self._why = "the last step of the prompt was not streamed"
+            return 0, None
+        columns = len(asked.heads) * len(asked.rows)
+        values: Floats = np.empty((columns, len(chunks)), np.float32)
+        try:
+            ticket = self._engine.read_masses(values)
+        except UnsupportedError as err:
+            self._why = str(err)
+            return 0, None
+        self.count += 1
+        self._why = ""
+        return ticket, Masses(heads=asked.heads, rows=len(asked.rows), chunks=np.array(chunks, np.int64), values=values)

@@ -1,0 +1,128 @@
+"""The end of an exactly read prompt is scored where its keys are: exact masses, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import KV_TYPES, row, same_bits
+
+from kvflash_ggml.policy.base import Masses, ScoreRequest
+from kvflash_ggml.policy.heads import queries_of
+from kvflash_ggml.policy.qk import QKScorer
+
+POOL = 512
+SIZE = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 256, "kvflash": POOL, "kvflash_reading": "exact"}
+F16, Q8 = KV_TYPES["f16"], KV_TYPES["q8_0"]
+LATENT = pytest.param("latent", F16, marks=pytest.mark.slow)  # compiles the generator of such models first
+CASES = [("dense", Q8), ("hybrid", F16), ("iswa", Q8), LATENT]
+
+
+class Spy(QKScorer):
+    """Keeps what it was asked, and counts how often its index is read."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(exact_work=0, **settings)
+        self.asked: list[ScoreRequest] = []
+        self.looks = 0
+
+    def score(self, request: ScoreRequest) -> Any:
+        self.asked.append(request)
+        return super().score(request)
+
+    def _whole(self, n_chunks: int) -> Any:
+        self.looks += 1
+        return super()._whole(n_chunks)
+
+
+def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
+    """The same in numpy, from the page images."""
+    keys, shapes = llm._session.scoring.scorer._keys, llm._session.scoring.scorer._keys.shapes
+    read = [keys.read(chunk) for chunk in masses.chunks.tolist()]
+    columns, at = [], 0
+    queries = queries_of(masses.heads, request, shapes)
+    for layer, head in masses.heads.tolist():
+        shape = shapes[layer]
+        for query in queries[at : at + request.rows * shape.head].reshape(request.rows, -1):
+            scores = np.array([shape.scale * (k[layer][:, head // shape.group] @ query) for k in read], np.float64)
+            most = scores.max(axis=1)
+            columns.append(most + np.log(np.exp(scores - most[:, None]).sum(axis=1)))
+        at += request.rows * shape.head
+    return np.array(columns)
+
+
+@pytest.mark.parametrize(("kind", "kv"), CASES)
+def test_masses_are_those_of_the_real_keys(kind: str, kv: int, llama: Callable[..., Any], tokens: Any) -> None:
+    """And the answer has resident what those would choose; the index is not looked at."""
+    spy = Spy()
+    llm = llama(kind, kvflash_policy=spy, type_k=kv, type_v=kv, flash_attn=True, **SIZE)
+    llm.eval((tokens[:1601] % llm.n_vocab()).tolist())
+    (request,) = spy.asked
+    masses = request.masses
+    assert masses is not None
+    assert masses.chunks.tolist() == list(range(1601 // 64))
+    assert request.rows == masses.rows == 32
+    exact = llm._session.scoring.scorer._keys.score_keys(range(25), request, masses.heads)
+    np.testing.assert_allclose(masses.values, exact, atol=1e-3)  # queries are rounded to the type of the keys
+    np.testing.assert_allclose(masses.values, expected(llm, request, masses), atol=0.1 if kv == Q8 else 5e-3)
+    assert spy.looks == 0
+    assert llm._session.scoring.masses.count == 1
+    assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("exact", "")
+
+
+def test_what_is_resident_is_what_real_keys_choose(llama: Callable[..., Any], tokens: Any) -> None:
+    """Some heads alone, in one of the layers two of them that read different keys."""
+    heads = np.array([[0, 0], [2, 1], [2, 3]], np.int32)
+    resident = {}
+    for count in (1, 0):
+        scorer = QKScorer(heads=heads, exact_work=1e18)  # without masses it reads every real key on the host
+        if count == 0:
+            scorer.masses_wanted = lambda n_chunks, rows: (heads[:0], 0)
+        llm = llama("dense", kvflash_policy=scorer, **SIZE)
+        llm.eval(tokens[:1601].tolist())
+        llm.eval([5])
+        resident[count] = llm.kvflash.resident_chunks
+        assert llm._session.scoring.masses.count == count
+    assert resident[1] == resident[0]
+
+
+def test_chunks_out_of_view_keep_the_score_of_the_index(llama: Callable[..., Any], tokens: Any) -> None:
+    spy = Spy(heads=np.array([[0, 0], [2, 1]], np.int32))
+    llm = llama("dense", kvflash_policy=spy, kvflash_stage=1024, **SIZE)
+    llm.eval(tokens[:1701].tolist())
+    masses = spy.asked[-1].masses
+    assert masses is not None
+    assert 0 < len(masses.chunks) < 1701 // 64
+    assert llm.kvflash.last.ranked == "exact"
+    exact = spy._keys.score_keys(range(26), spy.asked[-1], masses.heads)
+    np.testing.assert_allclose(masses.values, exact[:, masses.chunks], atol=5e-3)
+    assert spy.looks > 0
+
+
+def test_where_it_cannot_be_done_the_index_is_asked_and_the_reason_told(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvflash_ggml.errors import UnsupportedError
+    from kvflash_ggml.native.engine import Engine
+
+    def refuse(self: Engine, out: Any) -> int:
+        raise UnsupportedError("CUDA7 has no GET_ROWS for it")
+
+    monkeypatch.setattr(Engine, "read_masses", refuse)
+    spy = Spy()
+    llm = llama("dense", kvflash_policy=spy, **SIZE)
+    llm.eval(tokens[:1601].tolist())
+    assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("index", "CUDA7 has no GET_ROWS for it")
+    assert spy.asked[-1].masses is None
+    assert spy.looks > 0
+
+
+def test_computing_masses_changes_nothing(llama: Callable[..., Any], tokens: Any) -> None:
+    rows = []
+    for policy in ("qk", "lru"):
+        llm = llama("dense", kvflash_policy=policy, **SIZE)
+        llm.eval(tokens[:1601].tolist())
+        rows.append(row(llm))
+    assert same_bits(*rows)
