@@ -151,7 +151,9 @@ class QKScorer:
             return None
         request = newest(request, max(MIN_ROWS, int(MAX_WORK / (n * self._work))), self._keys.shapes)
         ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
-        free = np.array([c for c in range(n) if c not in request.protected], np.intp)
+        able = np.ones(n, np.bool_)
+        able[[c for c in request.protected if c < n]] = False
+        free = np.flatnonzero(able)
         if n * self._work * request.rows <= self._exact_work:
             masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
