@@ -1,4 +1,4 @@
-"""Arrays by what they hold, and what two texts have in common."""
+"""Arrays by what they hold, room for bytes, and what two texts have in common."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.signedinteger[Any]]
+Buffer = bytes | bytearray | memoryview
+
+
+def room_for(size: int) -> memoryview:
+    """So many bytes to be written, with any content.
+
+    Of numpy, which asks for large pages: to touch each small one for the first time can take longer than to read a
+    file into it.
+    """
+    return np.empty(size, np.uint8).data
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -79,8 +79,9 @@ class Columns:
             self._read[chunk] = self._keys.read(chunk)
         return self._read[chunk]
 
-    def read_layer(self, chunk: int, layer: int) -> Floats:
-        return self.read(chunk)[layer]
+    def read_head(self, chunk: int, layer: int, head: int) -> Floats:
+        keys: Floats = self.read(chunk)[layer][:, head]
+        return keys
 
     def index_size(self, units: Heads) -> int:
         return self._keys.index_size(units)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Int32s
+from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
 from ..errors import EngineError, UnsupportedModelError
 from . import logits
@@ -265,17 +265,17 @@ class Engine(HostScoring, Captures):
 
     # --- state that is not pooled
 
-    def get_state(self, *, seq: int = 0) -> bytes | bytearray:
+    def get_state(self, *, seq: int = 0) -> Buffer:
         """Recurrent state and sliding-window rings; empty for a plain cache. SnapshotError if that fails."""
         out = ffi.new("int64_t *")
         size = int(value(lib.kvf_state_size(self._engine, seq, out), out))
         if size == 0:
             return b""
-        data = bytearray(size)
+        data = room_for(size)
         check(lib.kvf_state_get(self._engine, seq, ffi.from_buffer("uint8_t[]", data, require_writable=True), size))
         return data
 
-    def set_state(self, data: bytes | bytearray, length: int, *, seq: int = 0) -> None:
+    def set_state(self, data: Buffer, length: int, *, seq: int = 0) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
 

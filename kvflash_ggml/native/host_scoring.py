@@ -28,14 +28,19 @@ class HostScoring:
 
     def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
         """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
-        return [self.layer_keys(page, i) for i in range(len(self.layers))]
+        return [
+            np.stack([self.head_keys(page, i, head) for head in range(x.n_head_kv)], axis=1)
+            for i, x in enumerate(self.layers)
+        ]
 
-    def layer_keys(self, page: npt.NDArray[np.uint8], layer: int) -> Floats:
-        """The keys of one layer of a page image, dequantised: [CHUNK, n_head_kv, head_k]."""
+    def head_keys(self, page: npt.NDArray[np.uint8], layer: int, head: int) -> Floats:
+        """The keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
         kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
         x = self.layers[layer]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        width = x.head_k // block * size
         rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
-        keys: Floats = gguf.quants.dequantize(rows, kind).reshape(CHUNK, x.n_head_kv, x.head_k)
+        keys: Floats = gguf.quants.dequantize(rows[:, head * width : (head + 1) * width].copy(), kind)
         return keys
 
     def index_size(self, units: Int32s) -> int:

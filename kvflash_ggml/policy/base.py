@@ -44,8 +44,8 @@ class Keys(Protocol):
         """The keys of one chunk, dequantised: per layer [CHUNK, n_head_kv, head]."""
         ...
 
-    def read_layer(self, chunk: int, layer: int) -> Floats:
-        """The keys of one layer of one chunk, dequantised: [CHUNK, n_head_kv, head]."""
+    def read_head(self, chunk: int, layer: int, head: int) -> Floats:
+        """The keys of one KV head of one chunk, dequantised: [CHUNK, head]."""
         ...
 
     def index_size(self, units: Pairs) -> int:

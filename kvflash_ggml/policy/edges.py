@@ -19,7 +19,7 @@ EDGE = 16
 """Tokens at the end of a chunk from which a short fact may run on."""
 
 FOLLOWED = 8
-"""Best chunks that are looked at: each costs reading the keys of a layer."""
+"""Best chunks that are looked at: each costs reading the keys of a head."""
 
 SUCCESSOR_MARGIN = 1e-3
 """By how much a follower ranks below the chunk it follows."""
@@ -55,6 +55,6 @@ def boost_successors(
 def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:
     """Does most of the attention that a query gives a chunk go to its last keys?"""
     shape, queries = keys.shapes[layer], split(request, keys.shapes)[layer]
-    scores = shape.scale * (keys.read_layer(chunk, layer)[:, head // shape.group] @ queries[row, head])
+    scores = shape.scale * (keys.read_head(chunk, layer, head // shape.group) @ queries[row, head])
     weights = np.exp(scores - scores.max())
     return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())

@@ -157,7 +157,9 @@ class QKScorer:
         known = self._known(request)
         request = newest(request, self._rows_for(n) if known is None else known.rows, self._keys.shapes)
         ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
-        free = np.array([c for c in range(n) if c not in request.protected], np.intp)
+        able = np.ones(n, np.bool_)
+        able[[c for c in request.protected if c < n]] = False
+        free = np.flatnonzero(able)
         if known is not None:
             masses, best = self._complete(known, request), free
         elif n * self._work * request.rows <= self._exact_work:

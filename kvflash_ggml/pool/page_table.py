@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..constants import CHUNK
 from ..errors import ConfigError, PoolExhausted
 from . import residency
 from .allocator import BlockAllocator
 from .plan import ABSENT, NO_MOVES, Chunk, Layout, Moves, Plan
-from .residency import Ranking
+from .residency import Chunks, Ranking
 
 ANY = -2
 
@@ -109,13 +111,12 @@ class PageTable:
         """Chunks that may not leave while [first, last] is appended."""
         return residency.protected(first, last, sinks=self.sinks, tail=self.tail, pins=self.pins)
 
-    def unprotected(self) -> tuple[list[int], list[int]]:
+    def unprotected(self) -> tuple[Chunks, Chunks]:
         """Sealed chunks that reselection may move: (resident, evicted)."""
-        head = max(0, self.length - 1) // CHUNK
-        keep = self.protected(head, head)
-        able = [c for c in range(self.length // CHUNK) if c not in keep]
-        resident = [c for c in able if self.chunks[c].block != ABSENT]
-        return resident, [c for c in able if self.chunks[c].block == ABSENT]
+        head, sealed = max(0, self.length - 1) // CHUNK, self.length // CHUNK
+        keep, here = self.protected(head, head), self.resident_chunks
+        inside = np.array([c for c in here if c < sealed and c not in keep], np.intp)
+        return inside, residency.others(sealed, keep.union(here))
 
     def would_recall(self, start: int, ranking: Ranking) -> bool:
         """Would reselection bring anything back, for the tokens from `start` on?"""

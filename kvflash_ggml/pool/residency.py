@@ -13,6 +13,9 @@ from .plan import ABSENT, Chunk
 Ranking = npt.NDArray[np.floating]
 """A score per chunk, of the running request. Chunks that are newer count as best."""
 
+Chunks = npt.NDArray[np.intp]
+"""Their numbers, ascending."""
+
 
 def protected(first: int, last: int, *, sinks: int, tail: int, pins: Iterable[int]) -> set[int]:
     """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
@@ -34,11 +37,24 @@ def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
     return scores
 
 
+def resident(chunks: Sequence[Chunk]) -> list[int]:
+    """Those that have a block: few of a long text, and what follows is about these alone where it can be."""
+    return [c for c, chunk in enumerate(chunks) if chunk.block != ABSENT]
+
+
+def others(count: int, without: Iterable[int]) -> Chunks:
+    """The first `count` chunks without some."""
+    able = np.ones(count, np.bool_)
+    able[[c for c in without if c < count]] = False
+    return np.flatnonzero(able)
+
+
 def best(chunks: Sequence[Chunk], sealed: int, keep: set[int], ranking: Ranking | None, room: int) -> set[int]:
     """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays."""
-    able = np.array([c for c in range(sealed) if c not in keep], np.intp)
-    can_leave = [chunks[c].block == ABSENT or chunks[c].on_host for c in able]
-    order = np.lexsort((-able, -known(ranking, len(chunks))[able], can_leave))
+    able = others(sealed, keep)
+    can_leave = np.ones(len(chunks), np.bool_)
+    can_leave[[c for c in resident(chunks) if not chunks[c].on_host]] = False
+    order = np.lexsort((-able, -known(ranking, len(chunks))[able], can_leave[able]))
     return set(able[order[: max(0, room)]].tolist())
 
 
@@ -51,12 +67,11 @@ def victims(chunks: Sequence[Chunk], keep: set[int], ranking: Ranking | None) ->
     def value(c: int) -> float:
         return float(ranking[c]) if ranking is not None and c < len(ranking) else math.inf
 
-    able = [c for c, chunk in enumerate(chunks) if chunk.block != ABSENT and chunk.on_host and c not in keep]
+    able = [c for c in resident(chunks) if chunks[c].on_host and c not in keep]
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 
-def clearly_better(ranking: Ranking, resident: Sequence[int], evicted: Sequence[int], margin: float) -> bool:
-    """Is an evicted chunk better by `margin` than the worst resident one?"""
-    inside = [c for c in resident if c < len(ranking)]
-    outside = [c for c in evicted if c < len(ranking)]
-    return bool(inside) and bool(outside) and float(ranking[outside].max() - ranking[inside].min()) >= margin
+def clearly_better(ranking: Ranking, inside: Chunks, outside: Chunks, margin: float) -> bool:
+    """Is an evicted chunk (`outside`) better by `margin` than the worst resident one?"""
+    inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
+    return bool(len(inside) and len(outside) and float(ranking[outside].max() - ranking[inside].min()) >= margin)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..arrays import Buffer
 from ..errors import SnapshotError
 from ..state.blob import Blob, Bytes
 
@@ -24,6 +25,9 @@ class Checkpoints:
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
         self._states: dict[int, Blob] = {}
+        self._restored: tuple[int, Blob] | None = (
+            None  # what was put back, and the text has not been gone on with since
+        )
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
         """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""
@@ -33,14 +37,20 @@ class Checkpoints:
         if wanted or pos - newest >= self._step:
             if len(self._states) >= self._most:
                 del self._states[self._densest()]
-            self._states[pos] = Bytes(self._engine.get_state())
+            self._states[pos] = self._state_at(pos)
+
+    def _state_at(self, pos: int) -> Blob:
+        """The state as it is: reading it from the device takes as long as a short step."""
+        restored, self._restored = self._restored, None
+        return restored[1] if restored is not None and restored[0] == pos else Bytes(self._engine.get_state())
 
     def state(self) -> dict[int, Blob]:
         """All states by position, to be loaded later."""
         return dict(self._states)
 
-    def load(self, states: Mapping[int, Blob]) -> None:
-        """Take over the states of a text that has been put back, or the newest of them."""
+    def load(self, states: Mapping[int, Blob], length: int, state: Buffer) -> None:
+        """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
+        self._restored = (length, Bytes(state)) if self._most else None
         newest = sorted(states)[-self._most :] if self._most else []
         self._states = {pos: states[pos] for pos in newest}
 
@@ -53,6 +63,7 @@ class Checkpoints:
     def truncate(self, length: int) -> None:
         """The text has been cut: states of what came later are void."""
         self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= length}
+        self._restored = None
 
     def nearest(self, pos: int) -> int:
         """The newest state at or before `pos`, or the beginning."""

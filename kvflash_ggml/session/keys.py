@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import Floats
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
@@ -19,9 +18,19 @@ if TYPE_CHECKING:
     from ..native.engine import Engine
 
 
+IDLE_THREADS = 16
+"""Of a look at most, where the host has nothing else to do."""
+
+
 def key_shapes(engine: Engine) -> list[KeyShape]:
     """The pooled layers as a policy sees them."""
     return [KeyShape(n_head=x.n_head, n_head_kv=x.n_head_kv, head=x.head_k, scale=x.scale) for x in engine.layers]
+
+
+def most_threads(*, idle: bool) -> int:
+    """How many threads a look has. idle: the host computes nothing meanwhile, and is busy with one of its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
 
 class Images(Protocol):
@@ -42,17 +51,17 @@ class HostKeys:
     def __init__(self, engine: Engine, store: Images, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
-        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
 
     def read(self, chunk: int) -> list[Floats]:
-        return self._engine.keys(self._page(chunk))
+        return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
 
-    def read_layer(self, chunk: int, layer: int) -> Floats:
-        return self._engine.layer_keys(self._page(chunk), layer)
-
-    def _page(self, chunk: int) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._store.bytes_of(chunk), np.uint8)
+    def read_head(self, chunk: int, layer: int, head: int) -> Floats:
+        with self._store.lease([chunk]) as (image,):  # no copy of all layers, for which the decode would wait
+            self._engine.wait(self._store.ticket(chunk))
+            page = np.frombuffer(self._engine.view(image, self._engine.info.page_bytes), np.uint8)
+            return self._engine.head_keys(page, layer, head)
 
     def index_size(self, units: Pairs) -> int:
         return self._engine.index_size(units)

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ..arrays import Buffer
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
@@ -111,7 +112,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)
         text.engine.set_state(state, text.length)
-        text.checkpoints.load(saved.checkpoints)
+        text.checkpoints.load(saved.checkpoints, text.length, state)
         text.queries.load(saved.queries, saved.queries_from, text.length)
         text.load_policy(saved.policy)
         text.rebuild = saved.rebuild
@@ -126,7 +127,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         raise
 
 
-def _read(text: Text, saved: SessionState) -> bytes | bytearray:
+def _read(text: Text, saved: SessionState) -> Buffer:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
     places = text.table.place(saved.length, saved.table)
     if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):
@@ -140,7 +141,7 @@ def _read(text: Text, saved: SessionState) -> bytes | bytearray:
     return state
 
 
-def _try_state(text: Text, state: bytes | bytearray, length: int) -> None:
+def _try_state(text: Text, state: Buffer, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
     if text.length:  # else there is nothing to come back to
         text.unfinished.begin(partial(text.engine.set_state, text.engine.get_state(), text.length))

@@ -20,7 +20,7 @@ from ..errors import HostMemoryError
 from ..native.streamed import NOBODY, Asked
 from ..policy.base import Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..state.session import PolicyState, Statistics, done
-from .keys import HostKeys
+from .keys import HostKeys, most_threads
 from .masses import MassReader
 from .query_ring import QueryCopy, QueryRing
 from .scores import check_scores
@@ -64,7 +64,7 @@ class Scoring:
         beside = info.asynchronous
         free = beside and not info.host_compute
         share = WORKER_SHARE if free else getattr(scorer, "overhead", DECODE_SHARE)
-        threads = None if free or not beside else max(1, info.n_threads // MIXED_THREADS)
+        threads = max(1, info.n_threads // MIXED_THREADS) if beside and not free else most_threads(idle=free)
         # Devices that work on several steps at once must not be waited for: a look is used so many steps later, which
         # the placement alone decides, so that equal ones give equal answers.
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0

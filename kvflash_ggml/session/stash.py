@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..arrays import Buffer
 from ..errors import HostMemoryError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ logger = logging.getLogger("kvflash_ggml")
 class Kept:
     """copy: the state on the host; None if the device keeps it, and until it keeps another one."""
 
-    copy: bytes | bytearray | None
+    copy: Buffer | None
 
 
 class Stash:

@@ -6,6 +6,7 @@ import importlib
 from functools import cache
 from typing import Any
 
+from ..arrays import Buffer
 from ..errors import ConfigError, SnapshotError
 
 RAW = 0
@@ -15,7 +16,7 @@ HEAD = 18
 """Bytes at the beginning of a compressed image that say how large it is."""
 
 
-def encode(image: bytes | bytearray | memoryview) -> tuple[bytes | bytearray | memoryview, int]:
+def encode(image: Buffer) -> tuple[Buffer, int]:
     """The bytes to store and their codec. What does not shrink is stored as it is."""
     packed: bytes = _zstd().ZstdCompressor(level=LEVEL).compress(image)
     return (packed, ZSTD) if len(packed) < len(image) else (image, RAW)

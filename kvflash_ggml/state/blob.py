@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..arrays import Buffer
+
 
 class Blob(Protocol):
     """Some bytes, in memory or in a file."""
@@ -12,7 +14,7 @@ class Blob(Protocol):
     @property
     def size(self) -> int: ...
 
-    def read(self) -> bytes | bytearray:
+    def read(self) -> Buffer:
         """SnapshotError if they are in a file and damaged."""
         ...
 
@@ -21,11 +23,11 @@ class Blob(Protocol):
 class Bytes:
     """A blob in memory."""
 
-    data: bytes | bytearray
+    data: Buffer
 
     @property
     def size(self) -> int:
         return len(self.data)
 
-    def read(self) -> bytes | bytearray:
+    def read(self) -> Buffer:
         return self.data

@@ -28,8 +28,8 @@ class Keys:
             out[layer][row, head, 0] = 10
         return out
 
-    def read_layer(self, chunk, layer):
-        return self.read(chunk)[layer]
+    def read_head(self, chunk, layer, head):
+        return self.read(chunk)[layer][:, head]
 
 
 def look(n_chunks=20, rows=3, kept=()):

@@ -29,8 +29,8 @@ class Keys:
     def read(self, chunk):
         return self.chunks[chunk]
 
-    def read_layer(self, chunk, layer):
-        return self.read(chunk)[layer]
+    def read_head(self, chunk, layer, head):
+        return self.read(chunk)[layer][:, head]
 
     def index_size(self, units):
         return 8 * len(units)
