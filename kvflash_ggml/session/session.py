@@ -132,7 +132,7 @@ class Session(Text):
                 self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
-            output = Output(every=output_all, last=done + count == batch_end)
+            output = Output(every=output_all, last=done + count == total)
             self.evaluate(tokens[done : done + count], output, after, stream=exact)
             self.loss.add_read(count, self._share_seen(start, count))
             done += count
