@@ -94,10 +94,10 @@ kvf_lane make_lane(const kvf_engine & engine, const kvf_share & share) {
         if (!lane.copy) {
             throw std::runtime_error(std::string("no queue for transfers could be made on ") + ggml_backend_dev_name(lane.dev));
         }
+        kvf_staging_init(lane, engine.info.n_slots/KVF_BLOCK);
     }
     if (lane.mode == KVF_MODE_STREAM) {
         lane.compute_mark.reset(ggml_backend_event_new(lane.dev));
-        lane.stage = kvf_staging_init(lane, engine.info.n_slots/KVF_BLOCK);
     }
     return lane;
 }

@@ -30,12 +30,12 @@ struct kvf_lane {
     std::vector<span> spans;
 
     // Whole images arrive here in one copy each and are spread over the layers on the device: a page is dozens of spans, too
-    // small one by one to fill the bus. Holds the share of each image.
+    // small one by one to fill the bus. On a server they leave from here. Holds the share of each image.
     struct staging {
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         ggml_tensor *           pages = nullptr;  // I8  [share, n_pages]
-        ggml_tensor *           index = nullptr;  // I64 [n_pages], the block of each page
+        ggml_tensor *           index = nullptr;  // I64, on a server I32 [n_pages], the block of each page
         std::vector<ggml_tensor *> blocks;        // per span: its tensor seen as F32 [span, n_blocks]
     };
     std::unique_ptr<staging> stage;  // null: spans are copied one by one
@@ -53,8 +53,9 @@ void kvf_lane_get(const kvf_lane & lane, const ggml_tensor * tensor, void * data
 void kvf_lane_set(const kvf_lane & lane, ggml_tensor * tensor, const void * data, size_t offset, size_t size);
 
 // kvf_staging.cpp. rows: room for n indices, which is read until the transfer is done.
-std::unique_ptr<kvf_lane::staging> kvf_staging_init(const kvf_lane & lane, int32_t n_blocks);
+void kvf_staging_init(kvf_lane & lane, int32_t n_blocks);  // `stage`, if the device can have one
 void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image, int64_t * rows);
+void kvf_staging_page_out(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image);
 
 // kvf_transfer.cpp
 void kvf_copies_wait(kvf_engine & engine);  // what all lanes move next comes after the compute submitted so far

@@ -1,4 +1,5 @@
-// Page-in at the speed of the bus: one copy per image into a staging area, one scatter per span for all of them.
+// Pages through a staging area on the device. In at the speed of the bus: one copy per image, one scatter per span for all of
+// them. Out of a server, where every read is a round trip: one gather per span, and then whole images.
 #include "kvf_engine.h"
 
 #include <algorithm>
@@ -14,58 +15,72 @@ ggml_tensor * as_blocks(ggml_context * ctx, const kvf_lane::span & s, int32_t n_
     return res;
 }
 
-// The same span of the first n staged pages.
-ggml_tensor * staged_span(ggml_context * ctx, const kvf_lane::staging & stage, const kvf_lane::span & s, size_t first, int64_t n) {
-    auto * res = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.size/sizeof(float), n);
-    res->nb[1] = stage.pages->nb[1];
-    ggml_backend_tensor_alloc(stage.buffer.get(), res, (char *) stage.pages->data + s.offset - first);
-    return res;
+// Lay a tensor of n rows over the same span of the first n staged pages.
+void place(const kvf_lane & lane, ggml_tensor * rows, const kvf_lane::span & s) {
+    const auto * pages = lane.stage->pages;
+    rows->nb[1] = pages->nb[1];
+    rows->nb[2] = rows->nb[3] = rows->ne[1]*rows->nb[1];
+    ggml_backend_tensor_alloc(lane.stage->buffer.get(), rows, (char *) pages->data + s.offset - lane.share_offset);
 }
 
-void scatter(const kvf_lane & lane, int64_t n) {
-    const auto & stage = *lane.stage;
+ggml_tensor * scatter(ggml_context * ctx, const kvf_lane & lane, size_t i, ggml_tensor * index) {
+    auto * rows = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, lane.spans[i].size/sizeof(float), index->ne[0]);
+    place(lane, rows, lane.spans[i]);
+    auto * op = ggml_set_rows(ctx, lane.stage->blocks[i], rows, index);
+    ggml_backend_view_init(op);
+    return op;
+}
+
+ggml_tensor * gather(ggml_context * ctx, const kvf_lane & lane, size_t i, ggml_tensor * index) {
+    auto * op = ggml_get_rows(ctx, lane.stage->blocks[i], index);
+    place(lane, op, lane.spans[i]);
+    return op;
+}
+
+using spreading = ggml_tensor * (ggml_context * ctx, const kvf_lane & lane, size_t span, ggml_tensor * index);
+
+// All spans of the first n staged pages, and of the blocks that the index names.
+void compute(const kvf_lane & lane, int64_t n, spreading * spread) {
     const size_t n_ops = lane.spans.size();
     ggml_context_ptr ctx { ggml_init({ 4*n_ops*ggml_tensor_overhead() + ggml_graph_overhead_custom(4*n_ops, false),
                                        nullptr, /*.no_alloc =*/ true }) };
     auto * graph = ggml_new_graph_custom(ctx.get(), 4*n_ops, false);
-    auto * index = ggml_view_1d(ctx.get(), stage.index, n, 0);
+    auto * index = ggml_view_1d(ctx.get(), lane.stage->index, n, 0);
     ggml_backend_view_init(index);
     for (size_t i = 0; i < n_ops; ++i) {
-        auto * rows = staged_span(ctx.get(), stage, lane.spans[i], lane.share_offset, n);
-        auto * op   = ggml_set_rows(ctx.get(), stage.blocks[i], rows, index);
-        ggml_backend_view_init(op);
-        ggml_build_forward_expand(graph, op);
+        ggml_build_forward_expand(graph, spread(ctx.get(), lane, i, index));
     }
     ggml_backend_graph_compute_async(lane.copy.get(), graph);
 }
 
-bool can_scatter(const kvf_lane & lane, const kvf_lane::staging & stage) {
+bool can_scatter(const kvf_lane & lane) {
     ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
-    auto * rows = staged_span(ctx.get(), stage, lane.spans[0], lane.share_offset, 1);
-    auto * op   = ggml_set_rows(ctx.get(), stage.blocks[0], rows, ggml_view_1d(ctx.get(), stage.index, 1, 0));
-    return ggml_backend_supports_op(lane.copy.get(), op);
+    return ggml_backend_supports_op(lane.copy.get(), scatter(ctx.get(), lane, 0, ggml_view_1d(ctx.get(), lane.stage->index, 1, 0)));
 }
 
 }  // namespace
 
-std::unique_ptr<kvf_lane::staging> kvf_staging_init(const kvf_lane & lane, int32_t n_blocks) {
+void kvf_staging_init(kvf_lane & lane, int32_t n_blocks) {
     if (std::any_of(lane.spans.begin(), lane.spans.end(), [](const auto & s) { return s.size % sizeof(float) != 0; })) {
-        return nullptr;
+        return;
     }
-    auto res = std::make_unique<kvf_lane::staging>();
-    res->ctx.reset(ggml_init({ (lane.spans.size() + 2)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
-    auto * ctx = res->ctx.get();
-    res->pages = ggml_new_tensor_2d(ctx, GGML_TYPE_I8, lane.share_bytes, STAGED_PAGES);
-    res->index = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, STAGED_PAGES);
+    auto stage = std::make_unique<kvf_lane::staging>();
+    stage->ctx.reset(ggml_init({ (lane.spans.size() + 2)*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
+    auto * ctx = stage->ctx.get();
+    stage->pages = ggml_new_tensor_2d(ctx, GGML_TYPE_I8, lane.share_bytes, STAGED_PAGES);
+    stage->index = ggml_new_tensor_1d(ctx, lane.mode == KVF_MODE_REMOTE ? GGML_TYPE_I32 : GGML_TYPE_I64, STAGED_PAGES);
     auto * buft = ggml_backend_buffer_get_type(lane.spans[0].tensor->buffer);
-    res->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
-    if (!res->buffer) {
-        return nullptr;  // paging still works without it, only slower
+    stage->buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
+    if (!stage->buffer) {
+        return;  // paging still works without it, only slower
     }
     for (const auto & s : lane.spans) {
-        res->blocks.push_back(as_blocks(ctx, s, n_blocks));
+        stage->blocks.push_back(as_blocks(ctx, s, n_blocks));
     }
-    return can_scatter(lane, *res) ? std::move(res) : nullptr;
+    lane.stage = std::move(stage);
+    if (lane.mode == KVF_MODE_STREAM && !can_scatter(lane)) {
+        lane.stage.reset();
+    }
 }
 
 void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image, int64_t * rows) {
@@ -79,6 +94,23 @@ void kvf_staging_page_in(const kvf_lane & lane, int32_t n, const int32_t * block
             ggml_backend_tensor_set_async(lane.copy.get(), stage.pages, page, j*size, size);
         }
         ggml_backend_tensor_set_async(lane.copy.get(), stage.index, rows + i, 0, m*sizeof(rows[0]));
-        scatter(lane, m);
+        compute(lane, m, scatter);
+    }
+}
+
+void kvf_staging_page_out(const kvf_lane & lane, int32_t n, const int32_t * block, const uint64_t * image) {
+    const auto & stage = *lane.stage;
+    const size_t size  = stage.pages->nb[1];
+    for (int32_t i = 0; i < n; i += STAGED_PAGES) {
+        const int64_t m = std::min<int64_t>(STAGED_PAGES, n - i);
+        ggml_backend_tensor_set_async(lane.copy.get(), stage.index, block + i, 0, m*sizeof(block[0]));
+        compute(lane, m, gather);
+        for (int64_t j = 0, k = 1; j < m; j += k, k = 1) {
+            while (j + k < m && image[i + j + k] == image[i + j] + k*size) {
+                ++k;  // side by side, where the share is all of an image
+            }
+            auto * page = (uint8_t *) (uintptr_t) image[i + j] + lane.share_offset;
+            ggml_backend_tensor_get_async(lane.copy.get(), stage.pages, page, j*size, k*size);
+        }
     }
 }

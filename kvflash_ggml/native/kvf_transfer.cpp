@@ -62,8 +62,13 @@ uint64_t transfer(kvf_engine & engine, int32_t n, const int32_t * block, const u
     const auto ticket = engine.tickets.begin(engine.lanes);
     for (const auto * lane : engine.by_mode) {
         kvf_lane_follow(engine, *lane);
-        if (dir == direction::in && lane->stage && n > 1) {  // one page is not worth the scatter
+        const bool remote = lane->mode == KVF_MODE_REMOTE;
+        if (dir == direction::in && lane->stage && !remote && n > 1) {  // one page is not worth the scatter
             kvf_staging_page_in(*lane, n, block, image, engine.tickets.keep<int64_t>(n));
+            continue;
+        }
+        if (dir == direction::out && lane->stage && remote) {
+            kvf_staging_page_out(*lane, n, block, image);
             continue;
         }
         for (const auto & r : runs) {

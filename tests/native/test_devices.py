@@ -1,7 +1,7 @@
-"""A pool on several devices: half of the layers in host memory, two servers of this machine, and two GPUs.
+"""A pool on several devices: half of the layers in host memory, two servers of this machine, and all GPUs (`two`).
 
-On a machine with a GPU: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_devices.py. One GPU shows as two
-in a process of its own, which runs the same tests.
+On a machine with a GPU: KVFLASH_TEST_GPU_LAYERS=99 python -m pytest tests/native/test_devices.py. One GPU shows as
+two and as three in processes of their own, which run the same tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from kvflash_ggml.native.devices import finds
 
 HALF = {"dense": 4, "hybrid": 5, "iswa": 4}
 """n_gpu_layers by kind: the output, and the layers of the second half, one of those with a pool at least."""
+
+POOLED = {"dense": 6, "hybrid": 2, "iswa": 2}
+"""Layers with a pool: where there are fewer of them than devices, some devices have none."""
 
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
@@ -65,9 +68,9 @@ def place(gpus: list[Any], request: pytest.FixtureRequest) -> Any:
             return Placed({"n_gpu_layers": HALF[kind], "split_mode": 0}, ("host", _mode(gpus[0])))
         if len(gpus) < 2:
             pytest.skip("needs two devices: the test of virtual ones makes them")
-        names = [gpu.name for gpu in gpus[:2]]
-        settings = {"n_gpu_layers": 99, "device": names, "tensor_split": [1.0, 1.0]}
-        return Placed(settings, (_mode(gpus[0]), _mode(gpus[1])))
+        names = [gpu.name for gpu in gpus]
+        settings = {"n_gpu_layers": 99, "device": names, "tensor_split": [1.0] * len(gpus)}
+        return Placed(settings, tuple(map(_mode, gpus[: POOLED[kind]])))
 
     return find
 
@@ -130,11 +133,12 @@ def test_steps_of_a_prompt_overlap(where: str, place: Any, llama: Any, tokens: A
     assert in_answer >= 6
 
 
-def test_two_virtual_gpus(gpus: list[Any]) -> None:
-    """One CUDA device as two: `two` of everything above, in a process that sees them so."""
+@pytest.mark.parametrize("count", [2, 3])
+def test_two_virtual_gpus(count: int, gpus: list[Any]) -> None:
+    """One CUDA device as several: `two` of everything above, in a process that sees them so."""
     if len(gpus) != 1 or gpus[0].backend != "CUDA":
-        pytest.skip("needs one CUDA device that can show as two")
-    environment = os.environ | {"GGML_CUDA_DEVICES": "2"}
+        pytest.skip("needs one CUDA device that can show as several")
+    environment = os.environ | {"GGML_CUDA_DEVICES": str(count)}
     line = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", __file__]
     line += ["-k", "two and not virtual"]
     ran = subprocess.run(line, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
@@ -188,7 +192,9 @@ def test_more_layers_than_there_are_can_be_asked_for(llama: Any) -> None:
     assert llama("small", n_cpu_moe=99_999).n_tokens == 0
 
 
-def test_overrides_reach_the_loader(llama: Any, tokens: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_overrides_reach_the_loader(
+    llama: Any, gpus: list[Any], tokens: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Tensors go where the patterns say, all of them are read, and the model computes as ever."""
     plain = llama("dense", kvflash=1024)
     placed = llama(
@@ -198,7 +204,7 @@ def test_overrides_reach_the_loader(llama: Any, tokens: Any, capfd: pytest.Captu
     assert "blk.0.ffn_down.weight" in told
     assert "overridden to CPU" in told or "buffer type overridden" in told
     assert placed._model_params.tensor_buft_overrides
-    assert not placed._model_params.devices
+    assert bool(placed._model_params.devices) == (len(gpus) > 1)  # several are named, since experts are shared out
     state = placed.__getstate__()
     assert state["override_tensor"] == (("ffn_down", "CPU"), ("ffn_up", "CPU"))
     assert (state["device"], state["n_cpu_moe"]) == (None, 2)

@@ -96,7 +96,7 @@ def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) 
 
 
 def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, tokens: Any) -> None:
-    """A token costs what it costs without a pool; what is recalled is sent without waiting."""
+    """A token costs what it costs without a pool; what is recalled is sent without waiting; eight pages leave as one."""
     wire = Wire(servers[0])
     counted = {}
     for pool in (None, 768):
@@ -120,11 +120,21 @@ def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, token
             recall = wire.sent - before
             assert recall["get"] == counted[pool]["get"] // 8
             assert recall["set"] > 2 * len(session.engine.layers)
+            before = wire.sent.copy()
+            page_out_eight(session.engine)
+            assert (wire.sent - before)["get"] == 1
         llm.close()
     wire.close()
     assert counted[768]["get"] == counted[None]["get"] > 0
     assert counted[768]["graph"] == counted[None]["graph"]
     assert counted[768]["again"] == counted[None]["again"]
+
+
+def page_out_eight(engine: Any) -> None:
+    page = engine.info.page_bytes
+    slab = engine.alloc(8 * page)
+    engine.wait(engine.page_out([5, 3, 7, 1, 0, 2, 6, 4], [slab + i * page for i in range(8)]))
+    engine.free(slab)
 
 
 def test_a_busy_server_is_told(servers: list[Server], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
