@@ -67,7 +67,7 @@ class Server:
             reply = connection.getresponse()
             body = reply.read()
             kind = reply.headers.get_content_type()
-            after = float(reply.headers.get("Retry-After", 0))
+            after = float(reply.headers.get("Retry-After-Ms", 0)) / 1e3
             return Reply(reply.status, json.loads(body) if kind == "application/json" else None, after)
         finally:
             connection.close()
