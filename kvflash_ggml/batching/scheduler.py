@@ -31,7 +31,7 @@ from .messages import (
 from .model import Model
 from .seat import Seat
 from .shelf import Conversation, Shelf
-from .waiting import Job, Waiting
+from .waiting import Job, Places, Waiting
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -97,6 +97,7 @@ class Scheduler(Keeping):
         self._answer: Answer | None = None
         self._swept = 0.0
         self._pace = 1.0  # seconds a request, a moving mean
+        self._places = Places()
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
 
     def start(self) -> None:
@@ -122,7 +123,7 @@ class Scheduler(Keeping):
 
     @property
     def retry_after_s(self) -> float:
-        """When a queue that is full now should have room."""
+        """How long one request has the seat."""
         return max(1.0, self._pace)
 
     def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
@@ -132,7 +133,7 @@ class Scheduler(Keeping):
         job = Job(request=request, sink=sink, submitted=self._clock())
         self._jobs[request.id] = job
         try:
-            self.waiting.put(job, retry_after_s=self.retry_after_s)
+            self.waiting.put(job, room_in=lambda: self._places.book(self._clock(), self._pace))
         except KVFlashError:
             del self._jobs[request.id]
             raise

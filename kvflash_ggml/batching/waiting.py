@@ -29,6 +29,21 @@ class Job:
     cancelled: bool = False
 
 
+LONGEST_S = 3600.0
+
+
+class Places:
+    """When those who are refused find room: each is told a time of its own, so that they do not all come at once."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def book(self, now: float, pace: float) -> float:
+        """In how many seconds to come again, where one request is taken every `pace` seconds."""
+        self._last = min(max(now, self._last) + pace, now + LONGEST_S)
+        return self._last - now
+
+
 class Waiting:
     """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order."""
 
@@ -48,22 +63,23 @@ class Waiting:
         """Prompt tokens that wait."""
         return self._tokens
 
-    def put(self, job: Job, *, retry_after_s: float) -> None:
-        """QueueFull, and nothing has changed, if there is no room. A request never waits behind an empty queue's bound:
-        one that is alone is taken, however long it is."""
+    def put(self, job: Job, *, room_in: Callable[[], float]) -> None:
+        """QueueFull, and nothing has changed, if there is no room; `room_in` says when there is. A request never waits
+        behind an empty queue's bound: one that is alone is taken, however long it is.
+        """
         size = len(job.request.tokens)
         with self._lock:
             if self._count >= self._most:
                 raise QueueFull(
                     f"{self._count} requests wait, and {self._most} may: try again later, or start the server with a "
                     f"larger --max-queue",
-                    retry_after_s,
+                    room_in(),
                 )
             if self._count and self._tokens + size > self._most_tokens:
                 raise QueueFull(
                     f"{self._tokens} tokens of prompts wait, with {size} more they would pass {self._most_tokens}: try "
                     f"again later, or start the server with a larger --max-queued-tokens",
-                    retry_after_s,
+                    room_in(),
                 )
             lane = (job.request.priority, job.request.key)
             self._lanes.setdefault(lane, deque()).append(job)

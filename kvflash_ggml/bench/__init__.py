@@ -6,6 +6,7 @@ import click
 
 from .conversing import agent, conversations
 from .relevance import loss, reading, recall, scores
+from .servers import overload, server, soak
 from .speed import depth, paging, random_model, restore, scoring, streaming
 from .verifying import drafters, spec
 
@@ -17,5 +18,5 @@ def main() -> None:
 
 _SPEED = (depth, paging, scoring, random_model, restore, streaming, spec, drafters)
 _RELEVANCE = (recall, scores, reading, loss)
-for verb in (*_SPEED, *_RELEVANCE, conversations, agent):
+for verb in (*_SPEED, *_RELEVANCE, conversations, agent, server, soak, overload):
     main.add_command(verb)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _pool = click.option("--pool", type=Numbers(), default="1K", show_default=True, help="Slots of the pool.")
 _tau = click.option("--tau", default=16, show_default=True, help="Fixed, so that nothing depends on the clock.")
+_reading = click.option(
+    "--reading", type=click.Choice(("auto", "exact", "pool")), default="auto", show_default=True,
+    help="What tokens of a prompt see: all of the text, or what the pool holds.",
+)  # fmt: skip
 
 
 @click.command()
@@ -37,10 +41,12 @@ _tau = click.option("--tau", default=16, show_default=True, help="Fixed, so that
 @click.option("--seed", default=1, show_default=True)
 @_pool
 @_tau
+@_reading
 @model_options
 def conversations(
     model: str, text: Sequence[Path], count: int, length: tuple[int, ...], turns: int, question: int, most: int,
-    check: int | None, park_memory: int, seed: int, pool: tuple[int, ...], tau: int, options: dict[str, Any],
+    check: int | None, park_memory: int, seed: int, pool: tuple[int, ...], tau: int, reading: str,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Many conversations take turns at random on one pool; is each answer that of a lone run?"""
     from . import serving
@@ -51,7 +57,7 @@ def conversations(
         "options": options,
         "pool": pool[0],
         "policy": "qk",
-        "fields": {"tau": tau},
+        "fields": {"tau": tau, "reading": reading},
     }
     folder = Path(tempfile.mkdtemp(prefix="kvflash-bench-"))
     try:
@@ -87,17 +93,20 @@ def conversations(
 )
 @_pool
 @_tau
+@_reading
 @model_options
 def agent(
     model: str, text: Sequence[Path], system: tuple[int, ...], turns: int, result: int, most: int, side_every: int,
-    reread_every: int, pool: tuple[int, ...], tau: int, options: dict[str, Any],
+    reread_every: int, pool: tuple[int, ...], tau: int, reading: str,
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """An agent's transcript, turn by turn: time to the first token, beside reading all of it again."""
     from . import serving
 
     need = system[0] + turns * (result + most) + 64
     with user_errors():
-        with opened(model, n_ctx=need, options=options, pool=pool[0], policy="qk", fields={"tau": tau}) as llm:
+        fields = {"tau": tau, "reading": reading}
+        with opened(model, n_ctx=need, options=options, pool=pool[0], policy="qk", fields=fields) as llm:
             tokens = _tokens(llm, text, need)
             device = llm.kvflash.banner() if llm.kvflash else ""
             with serving.served(llm, park_bytes=1 << 30, folder=None) as scheduler:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
+from collections import Counter
+
 import pytest
 from support.served import request
 
-from kvflash_ggml.batching.waiting import Job, QueueFull, Waiting
+from kvflash_ggml.batching.waiting import Job, Places, QueueFull, Waiting
 
 
 def job(size: int = 4, **more: object) -> Job:
@@ -14,7 +19,7 @@ def job(size: int = 4, **more: object) -> Job:
 
 def put(waiting: Waiting, *jobs: Job) -> None:
     for one in jobs:
-        waiting.put(one, retry_after_s=3.0)
+        waiting.put(one, room_in=lambda: 3.0)
 
 
 def test_in_order_of_arrival() -> None:
@@ -69,3 +74,28 @@ def test_who_leaves_makes_room() -> None:
     put(waiting, job())
     assert waiting.tokens == 8
     assert waiting.take() is stays
+
+
+def test_who_comes_again_when_told_finds_room() -> None:
+    """Two minutes of three times what can be answered, on a clock of numbers: nine of ten are refused twice at most."""
+    dice, pace, places = random.Random(1), 0.5, Places()
+    waiting, refused, answered, came = Waiting(most=16, most_tokens=999), Counter[int](), 0, 0.0
+    events: list[tuple[float, int]] = []  # when, and who comes; -1: the seat is free
+    while (came := came + dice.expovariate(3 / pace)) < 120:
+        events.append((came, len(events)))
+    count = len(events)
+    heapq.heapify(events)
+    heapq.heappush(events, (0.0, -1))
+    while answered < count:
+        now, who = heapq.heappop(events)
+        if who < 0:
+            answered += waiting.take() is not None
+            heapq.heappush(events, (now + dice.expovariate(1 / pace), -1))
+            continue
+        try:
+            waiting.put(job(1), room_in=lambda now=now: places.book(now, pace))
+        except QueueFull as err:
+            refused[who] += 1
+            heapq.heappush(events, (now + math.ceil(err.retry_after_s), who))
+    assert max(refused.values()) > 2
+    assert sum(refused[who] <= 2 for who in range(count)) >= 0.9 * count
