@@ -340,7 +340,7 @@ class Llama(GeneratingLlama):
         self._draft_model = model
         if self._session is not None and self._config is not None:
             if self._speculator is not None:
-                self._drafting = self._drafting.among(self._speculator.drafters)
+                self._drafting = self._drafting.after(self._speculator)
             self._speculator = self._session.follower = make_speculator(self, self._config, self._drafting)
 
     def _replace_batch(self) -> None:

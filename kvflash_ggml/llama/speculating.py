@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from ..spec.loop import Speculator
 from ..spec.mtp import Mtp
 from ..spec.ngram import NGram
 from ..spec.small import Small
+from ..spec.tally import Tally
 from ..spec.target import Target
 from .sizing import address
 from .sketch import PoolDrafter
@@ -97,17 +98,20 @@ def likely(config: KVFlashConfig, draft_model: object) -> Room:
 class Drafting:
     """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
 
-    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary.
+    ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary. total: what came
+    of all drafts, also of a `draft_model` that was set.
     """
 
     drafters: Sequence[Drafter] = ()
     features: FeatureRows | None = None
     rows: int = ROWS
     ends: frozenset[int] = frozenset()
+    total: Tally = field(default_factory=Tally)
 
-    def among(self, asked: Collection[Drafter]) -> Drafting:
-        """Without drafters that are not asked any more: these may be closed."""
-        return replace(self, drafters=[drafter for drafter in self.drafters if drafter in asked])
+    def after(self, speculator: Speculator) -> Drafting:
+        """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
+        drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
+        return replace(self, drafters=drafters, total=speculator.total)
 
 
 def search(model: Path, spec: SpecConfig | None) -> tuple[Found, ...]:
@@ -181,7 +185,9 @@ def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Draft
         return None
     controls = _controls(config.spec or SpecConfig(), drafting)
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
-    return Speculator(drafters, controls, n_vocab=llm.n_vocab(), ends=ends, features=drafting.features)
+    return Speculator(
+        drafters, controls, n_vocab=llm.n_vocab(), ends=ends, features=drafting.features, total=drafting.total
+    )
 
 
 def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:

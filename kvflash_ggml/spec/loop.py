@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from ..arrays import Floats, Int32s
 from ..errors import DraftError
 from ..state.draft import SavedDraft
 from . import remember, tree
+from .asked import MOST_BAD, Asked
 from .base import Drafter
 from .control import Controls
 from .draft import Draft, checked
@@ -20,9 +21,6 @@ from .features import FeatureRows
 from .tally import Tally
 
 logger = logging.getLogger("kvflash_ggml")
-
-MOST_BAD = 3
-"""Drafts in a row that cannot be verified, after which a drafter is not asked any more; the same of failed steps."""
 
 
 class Text(Protocol):
@@ -39,29 +37,14 @@ class Text(Protocol):
     def branch_room(self) -> int: ...
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A drafter. known: how much of the text it was told. bad: drafts in a row that could not be verified.
-
-    deciding: seconds that it took last to find out what its draft is worth.
-    """
-
-    drafter: Drafter
-    known: int = 0
-    bad: int = 0
-    deciding: float = 0.0
-
-    @property
-    def failed(self) -> bool:
-        return self.bad >= MOST_BAD
-
-
 class Speculator:
     """Asks the drafters of one text in turn, and learns from what becomes of their drafts. It follows the text.
 
     controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
-    of the target's compute; None if they want nothing. off: why nothing is drafted any more, None while something may
-    be. Steps for which it is known before that nobody will be asked are neither timed nor told of one by one.
+    of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
+    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more, None while
+    something may be. Steps for which it is known before that nobody will be asked are neither timed nor told of one by
+    one.
     """
 
     def __init__(
@@ -72,12 +55,13 @@ class Speculator:
         n_vocab: int,
         ends: Collection[int],
         features: FeatureRows | None = None,
+        total: Tally | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controls = controls
-        self._total, self._last = Tally(), Tally()
+        self._total, self._last = total or Tally(), Tally()
         self.off: str | None = None
-        self._asked = [_Asked(drafter) for drafter in drafters]
+        self._asked = [Asked(drafter) for drafter in drafters]
         self._any_failed = False
         self._refused = 0  # steps in a row that failed with a draft
         self._n_vocab = n_vocab
@@ -208,9 +192,11 @@ class Speculator:
             self.off = f"{type(why).__name__}: {why}"
             logger.warning("nothing is drafted any more: drafts cannot be verified: %s", why)
 
-    def _draft(self, at: int, one: _Asked, text: Text, root: int, wanted: int) -> Draft | None:
+    def _draft(self, at: int, one: Asked, text: Text, root: int, wanted: int) -> Draft | None:
         """What is to be verified of what one drafter proposes."""
         tokens = text.tokens
+        if not one.is_ready():
+            return None
         most = min(wanted, text.room_ahead - 1)
         if self._end is not None:
             most = min(most, self._end - len(tokens) - 2)  # the root is told already, and one is chosen after a draft
@@ -233,7 +219,7 @@ class Speculator:
         self._drafted = draft
         return draft.padded(rows - 1, root)
 
-    def _ask(self, one: _Asked, text: Int32s, root: int, most: int) -> Draft | None:
+    def _ask(self, one: Asked, text: Int32s, root: int, most: int) -> Draft | None:
         """A draft that can be verified; None if there is none, whatever the drafter does."""
         drafter = one.drafter
         try:
@@ -258,12 +244,12 @@ class Speculator:
         one.bad = 0
         return draft
 
-    def _count_bad(self, one: _Asked) -> None:
+    def _count_bad(self, one: Asked) -> None:
         one.bad += 1
         self._total.bad_drafts += 1
         self._last.bad_drafts += 1
 
-    def _disable(self, one: _Asked, why: str) -> None:
+    def _disable(self, one: Asked, why: str) -> None:
         one.bad = MOST_BAD
         self._any_failed = True
         logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
@@ -291,6 +277,8 @@ class Speculator:
         if newest is not None and end <= self._prompt - newest:
             return  # nobody looks so far back from where drafts begin, and to read waits for the compute
         self._prompt = 0 if end >= self._prompt else self._prompt
+        if not sum([one.reads(len(tokens), ahead=ahead) for one in self._asked]):
+            return
         rows = self._features.read(len(tokens))
         if ahead:
             self._ahead = (start, tokens, rows)
@@ -314,23 +302,23 @@ class Speculator:
 
     def freeze(self) -> list[SavedDraft]:
         """See `session.step.Follower`."""
-        return remember.freeze(one.drafter for one in self._asked if one.known and not one.failed)
+        return remember.freeze(one.drafter for one in self._asked if one.known and one.follows)
 
     def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """See `session.step.Follower`."""
         for one in self._asked:
             one.known = len(tokens)  # an interrupt is followed by a cut to nothing
-            one.known = remember.adopt(one.drafter, saved, tokens)
+            one.known, one.missing = remember.adopt(one.drafter, saved, tokens), 0
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None
         for one in self._asked:
             wants = one.drafter.wants
-            if wants and len(tokens):
-                one.known = start + len(tokens)
+            if wants and one.follows and len(tokens):
+                one.told(start, len(tokens))
                 self._tell(one, partial(one.drafter.observe, start, tokens, self._features.of(wants, rows)))
 
-    def _tell(self, one: _Asked, what: Callable[[], None]) -> None:
+    def _tell(self, one: Asked, what: Callable[[], None]) -> None:
         """The text goes on, whatever a drafter makes of it."""
         if one.failed:
             return

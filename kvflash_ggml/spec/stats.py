@@ -47,7 +47,7 @@ class SpecStats:
 
     @property
     def total(self) -> Tally:
-        """Since the model was loaded, or its `draft_model` was set."""
+        """Since the model was loaded."""
         return deepcopy(self._speculator.total)
 
     @property

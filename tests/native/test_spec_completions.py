@@ -243,8 +243,11 @@ def test_what_has_failed_is_not_asked_again_with_another_draft_model(
         patch.setattr(eagle3, "propose", fail)
         list(islice(llm.generate(prompt, temp=0.9), 20))
     assert llm.kvflash.spec.types == ("ngram",)
+    total = llm.kvflash.spec.total
+    assert total.plain_steps + total.steps > 5
     llm.draft_model = Knowing([])
     assert llm.kvflash.spec.types == ("draft_model", "ngram")
+    assert llm.kvflash.spec.total == total, "which goes on"
     list(islice(llm.generate(prompt, temp=0.9), 20))
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
+from kvflash_ggml.spec.asked import AGAIN, MOST_BAD, UNASKED, WARM
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.control import Controls, Fixed
 from kvflash_ggml.spec.cost import Controller
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import MOST_BAD, Speculator
+from kvflash_ggml.spec.loop import Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5
@@ -415,6 +416,58 @@ def test_the_old_part_of_a_prompt_is_not_read_for_those_who_look_at_the_newest()
     one.truncated(4)
     one.evaluated(4, ids(1, 2), ahead=False)
     assert seen == [12, 16, 4], "what comes after the prompt is no prompt"
+
+
+def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
+    class Chosen(Fixed):
+        wanted = False
+
+        def ask(self, source: str) -> int:
+            return 3 if self.wanted else 0
+
+    drafter, controls, text = Drafts(tokens(1)), Chosen(4), Text()
+    seen: list[int] = []
+    drafter.wants = Features((1,))  # type: ignore[misc]
+    drafter.observe = lambda start, told, rows: seen.append(start)  # type: ignore[method-assign]
+    features = Rows()
+    one = make(drafter, controls=controls, features=features)
+    features.rows = np.zeros((40, 2), np.float32)
+
+    def step() -> None:
+        at = len(text.tokens)
+        drafted(one, text)
+        one.evaluated(at, ids(3), ahead=False)
+        text.tokens = np.append(text.tokens, ids(3))
+
+    one.evaluated(0, text.tokens, ahead=False)
+    for _ in range(200):
+        step()
+    assert seen == [0, *range(10, 10 + UNASKED)]
+    seen.clear()
+    controls.wanted = True
+    for _ in range(WARM):
+        step()
+        assert not drafter.asked, "it knows nothing that is new"
+    assert seen == [*range(210, 210 + WARM)]
+    assert drafted(one, text) == [1, ROOT, ROOT]
+    one.verified([0], 4)
+    controls.wanted = False
+    for _ in range(UNASKED + 40):
+        step()
+    assert len(seen) == WARM + UNASKED
+    seen.clear()
+    at = len(text.tokens)
+    one.evaluated(at, np.full(40, 3, np.int32), ahead=False)
+    text.tokens = np.append(text.tokens, np.full(40, 3, np.int32))
+    for _ in range(AGAIN):
+        step()
+    assert seen == [at, *range(at + 40, at + 40 + AGAIN)], "a prompt is read for all"
+    controls.wanted = True
+    assert drafted(one, text) is not None, "and might be what it drafts well for"
+    controls.wanted = False
+    step()
+    one.evaluated(len(text.tokens), ids(1, 2), ahead=True)
+    assert len(seen) == AGAIN + 2, "rows ahead are no steps that go by without a draft"
 
 
 def test_steps_that_nobody_is_asked_for_are_told_of_together() -> None:
