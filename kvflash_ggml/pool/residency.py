@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .plan import ABSENT, Chunk
+from .plan import ABSENT, Chunk, Images
 
 Ranking = npt.NDArray[np.floating]
 """A score per chunk, of the running request. Chunks that are newer count as best."""
@@ -34,24 +34,27 @@ def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-def best(chunks: Sequence[Chunk], sealed: int, keep: set[int], ranking: Ranking | None, room: int) -> set[int]:
-    """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays."""
+def best(sealed: int, images: Images, keep: set[int], ranking: Ranking | None, room: int) -> set[int]:
+    """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays.
+
+    images: the chunks that the host has. The others cannot leave, and come first.
+    """
     able = np.array([c for c in range(sealed) if c not in keep], np.intp)
-    can_leave = [chunks[c].block == ABSENT or chunks[c].on_host for c in able]
-    order = np.lexsort((-able, -known(ranking, len(chunks))[able], can_leave))
+    can_leave = np.array([c in images for c in able.tolist()], np.bool_)
+    order = np.lexsort((-able, -known(ranking, sealed)[able], can_leave))
     return set(able[order[: max(0, room)]].tolist())
 
 
-def victims(chunks: Sequence[Chunk], keep: set[int], ranking: Ranking | None) -> list[int]:
+def victims(chunks: Sequence[Chunk], images: Images, keep: set[int], ranking: Ranking | None) -> list[int]:
     """The chunks that could leave, the first to go first: lowest score, or least recently used without a ranking.
 
-    Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
+    Only `images`, the chunks that the host has, can leave: eviction itself moves nothing and cannot fail.
     """
 
     def value(c: int) -> float:
         return float(ranking[c]) if ranking is not None and c < len(ranking) else math.inf
 
-    able = [c for c, chunk in enumerate(chunks) if chunk.block != ABSENT and chunk.on_host and c not in keep]
+    able = [c for c, chunk in enumerate(chunks) if chunk.block != ABSENT and c not in keep and c in images]
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 
