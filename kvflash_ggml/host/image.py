@@ -12,6 +12,9 @@ READERS = min(8, os.cpu_count() or 1)
 NOWHERE = -1
 """The place of an image that is not in the spill file."""
 
+UNFILLED = -1
+"""In place of the transfer that fills an image, while there is none."""
+
 
 class PageSource(Protocol):
     """An image in a file. Raises SnapshotError if it cannot be read or is damaged."""
@@ -23,7 +26,7 @@ class PageImage:
     """One image: in memory at `address`, or in the spill file at `place`, or only in its `source`.
 
     fresh: it has no bytes yet. ticket: of the last transfer that fills or reads it, to be set during a lease. filled:
-    of the one that fills it, 0 if it came from elsewhere.
+    of the one that fills it, 0 if it came from elsewhere, UNFILLED before that is known.
     """
 
     __slots__ = ("address", "filled", "fresh", "holders", "place", "source", "ticket")

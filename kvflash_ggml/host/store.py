@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .heap import PageHeap
-from .image import PageImage
+from .image import UNFILLED, PageImage
 from .lease import Lease
 
 
 class HostStore:
     """Maps a chunk to its page image, and retains it. The images themselves belong to the heap.
+
+    It is the one record of which chunks the host has: those whose image is filled, or will be behind the compute. An
+    image that waits for `filled` does not count.
 
     One thread changes it. Others may read: a chunk that is dropped meanwhile is a LookupError for them.
     """
@@ -20,9 +23,11 @@ class HostStore:
         self._pages: dict[int, PageImage] = {}
 
     def __contains__(self, chunk: int) -> bool:
-        return chunk in self._pages
+        page = self._pages.get(chunk)
+        return page is not None and page.filled != UNFILLED
 
     def __iter__(self) -> Iterator[int]:
+        """Chunks that have an image, filled or not."""
         return iter(self._pages)
 
     def page(self, chunk: int) -> PageImage:
@@ -39,23 +44,25 @@ class HostStore:
 
     def allocate(self, chunks: Sequence[int]) -> Lease:
         """New images of the chunks, to be written during the lease: all of them, or HostMemoryError and none."""
-        assert not any(chunk in self for chunk in chunks), "a chunk has an image"
+        assert self._pages.keys().isdisjoint(chunks), "a chunk has an image"
         pages = self.heap.new(len(chunks))
+        for page in pages:
+            page.filled = UNFILLED
         self._pages.update(zip(chunks, pages, strict=True))
         return self.heap.lease(pages)
 
     def put(self, chunk: int, page: PageImage) -> None:
         """Retain an image that others have too."""
-        assert chunk not in self, "a chunk has an image"
+        assert chunk not in self._pages, "a chunk has an image"
         self._pages[chunk] = self.heap.retain(page)
 
     def filled(self, chunks: Sequence[int], ticket: int) -> None:
-        """The transfer `ticket` fills the images. To be said during their lease."""
+        """The transfer `ticket` fills the images: from here on the host has these chunks."""
         for chunk in chunks:
-            self._pages[chunk].ticket = self._pages[chunk].filled = ticket
+            self._pages[chunk].filled = ticket
 
-    def written(self, chunks: Sequence[int], ticket: int) -> None:
-        """The transfer `ticket` reads the images. To be said during their lease."""
+    def in_use(self, chunks: Sequence[int], ticket: int) -> None:
+        """The transfer `ticket` fills or reads the images. To be said during their lease."""
         for chunk in chunks:
             self._pages[chunk].ticket = ticket
 

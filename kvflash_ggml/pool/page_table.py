@@ -1,7 +1,8 @@
 """The page table of one text: which chunk is in which block, and who has to leave.
 
 Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
-`commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK).
+`commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK). Whether the
+host has it is for its images to say, and noted nowhere else.
 
 Rows can be written ahead of the text, to see whether they will be of it: they lie in the blocks of the layout, beyond
 its length, until `accept` takes the first of them over and drops the rest.
@@ -18,7 +19,7 @@ from ..constants import CHUNK
 from ..errors import ConfigError, PoolExhausted
 from . import residency
 from .allocator import BlockAllocator
-from .plan import ABSENT, NO_MOVES, Chunk, Layout, Moves, Plan
+from .plan import ABSENT, NO_MOVES, Chunk, Images, Layout, Moves, Plan
 from .residency import Chunks, Ranking
 
 ANY = -2
@@ -42,17 +43,18 @@ class PageTableState:
 class PageTable:
     """With sinks, a tail window, pins, and eviction by a ranking or of what was used longest ago.
 
-    blocks: of the pool, which other tables may be on too. bounded: the text can outgrow the blocks; if not, nothing is
-    ever evicted and every setting fits. layout: the table itself, replaced as a whole.
+    blocks: of the pool, which other tables may be on too. images: of this text. bounded: the text can outgrow the
+    blocks; if not, nothing is ever evicted and every setting fits. layout: the table itself, replaced as a whole.
     """
 
-    def __init__(self, blocks: BlockAllocator, *, sinks: int, tail: int, bounded: bool = True) -> None:
+    def __init__(self, blocks: BlockAllocator, images: Images, *, sinks: int, tail: int, bounded: bool = True) -> None:
         if bounded and sinks + tail + 2 > blocks.count:
             raise ConfigError(
                 f"a pool of {blocks.count * CHUNK} tokens leaves nothing to evict beside {sinks} sink chunks and "
                 f"a tail of {tail}: use at least {(sinks + tail + 2) * CHUNK} tokens"
             )
         self.blocks = blocks
+        self.images = images
         self.sinks = sinks
         self.tail = tail
         self.bounded = bounded
@@ -103,7 +105,7 @@ class PageTable:
     def unsaved(self) -> range:
         """Sealed chunks whose bytes are on the device only: the newest."""
         first = end = self.length // CHUNK
-        while first and not self.chunks[first - 1].on_host:
+        while first and first - 1 not in self.images:
             first -= 1
         return range(first, end)
 
@@ -189,10 +191,12 @@ class PageTable:
         free = self._free(chunks)
         assert len(free) >= len(missing), "a text longer than the pool that holds it"
         for c, block in zip(missing, free, strict=False):
-            (moves.recall if chunks[c].on_host else moves.fresh).append((c, block))
-            chunks[c] = Chunk(block, chunks[c].on_host, clock)
+            (moves.recall if c in self.images else moves.fresh).append((c, block))
+            chunks[c] = Chunk(block, clock)
         for c in range(first, last + 1):
-            chunks[c] = Chunk(chunks[c].block, False, clock)  # its bytes are about to change
+            chunks[c] = Chunk(chunks[c].block, clock)
+        if first in self.images:
+            moves.drop.append(first)  # its bytes are about to change
         layout = Layout(chunks=chunks, length=start + count, clock=clock, epoch=old.epoch + bool(moves))
         return Plan(layout, moves)
 
@@ -207,38 +211,37 @@ class PageTable:
             if chunk.block != ABSENT:
                 moves.evict.append((c, chunk.block))
         if length % CHUNK and chunks[-1].block != ABSENT:
-            chunks[-1] = replace(chunks[-1], on_host=False)  # open again: the block is the only true copy
+            moves.drop.append(keep - 1)  # open again: the block is the only true copy
         return Plan(Layout(chunks=chunks, length=length, clock=old.clock, epoch=old.epoch + 1, settled=False), moves)
 
     def commit(self, plan: Plan) -> None:
-        """What was planned has been done."""
-        self.layout = plan.layout
+        """What was planned has been done. To be done again if it is interrupted."""
+        self._commit(plan, plan.layout)
 
     def commit_ahead(self, plan: Plan) -> None:
         """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
-        self.layout = replace(plan.layout, length=self.length)
+        self._commit(plan, replace(plan.layout, length=self.length))
+
+    def _commit(self, plan: Plan, layout: Layout) -> None:
+        for c in plan.moves.drop:
+            self.images.drop(c)
+        self.layout = layout  # last: until then the plan tells what is left to drop
 
     def accept(self, length: int) -> Plan:
         """The text with those of the rows ahead of it that lie before `length`, and without the others."""
         old = self.layout
         chunks, moves = old.chunks[: -(-length // CHUNK)], Moves()
         for c in range(len(chunks), len(old.chunks)):
-            moves.drop.append(c)
             moves.evict.append((c, old.chunks[c].block))
         # the window before the span was that of its last chunk, which may be one of those that are gone
         settled = old.settled and not moves
         return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves), settled=settled), moves)
 
-    def saved(self, c: int) -> None:
-        """The host now holds the bytes of a sealed chunk, so evicting it moves nothing."""
-        assert c < self.length // CHUNK
-        self.chunks[c] = replace(self.chunks[c], on_host=True)
-
     def strand(self, c: int) -> None:
         """The block of a chunk has lost its bytes, and they cannot be brought back: it is on the host only."""
         old = self.layout
         chunks = [*old.chunks]
-        chunks[c] = replace(chunks[c], block=ABSENT, on_host=True)
+        chunks[c] = replace(chunks[c], block=ABSENT)
         self.layout = replace(old, chunks=chunks, epoch=old.epoch + 1, settled=False)
 
     def state(self, ranking: Ranking | None = None) -> PageTableState:
@@ -271,20 +274,16 @@ class PageTable:
             ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(table.blocks)
         ]
 
-    def load(self, length: int, table: PageTableState, *, images: bool = True) -> None:
-        """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells.
-
-        images: sealed chunks that are resident have an image too, so that they can leave again.
-        """
+    def load(self, length: int, table: PageTableState) -> None:
+        """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells."""
         assert not self.chunks
         assert len(table.blocks) == len(table.last_use) == -(-length // CHUNK)
         places = self.place(length, table)
         free = iter(self._free_beside(places))
         assert len(set(places) - {ABSENT, ANY}) == sum(block >= 0 for block in places), "two chunks in one block"
-        chunks = []
-        for c, (block, use) in enumerate(zip(places, table.last_use, strict=True)):
-            place = next(free) if block == ANY else block
-            chunks.append(Chunk(place, on_host=place == ABSENT or (images and c < length // CHUNK), last_use=use))
+        chunks = [
+            Chunk(next(free) if block == ANY else block, use) for block, use in zip(places, table.last_use, strict=True)
+        ]
         self.pins |= table.pins
         head = max(0, length - 1) // CHUNK
         there = all(chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(chunks))
@@ -308,12 +307,12 @@ class PageTable:
 
     def _best(self, keep: set[int], ranking: Ranking) -> set[int]:
         """The chunks that rank best, as many as fit beside those that are kept."""
-        return residency.best(self.chunks, self.length // CHUNK, keep, ranking, self.quota - len(keep))
+        return residency.best(self.chunks, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
 
     def _victims(self, count: int, keep: set[int], ranking: Ranking | None) -> list[int]:
         if count <= 0:
             return []
-        able = residency.victims(self.chunks, keep, ranking)
+        able = residency.victims(self.chunks, self.images, keep, ranking)
         if len(able) < count:
             raise PoolExhausted(
                 f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "
@@ -331,4 +330,4 @@ class PageTable:
         assert self.held == set(taken), "the table says something else than the allocator is told"
         assert len(self.chunks) == -(-self.length // CHUNK), "a committed chunk has no entry"
         for c, chunk in enumerate(self.chunks):
-            assert chunk.block != ABSENT or chunk.on_host, f"chunk {c} is neither resident nor on the host"
+            assert chunk.block != ABSENT or c in self.images, f"chunk {c} is neither resident nor on the host"

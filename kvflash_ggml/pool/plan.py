@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +13,21 @@ from ..constants import CHUNK
 ABSENT = -1
 
 
+class Images(Protocol):
+    """The chunks that the host has. See `host.store.HostStore`."""
+
+    def __contains__(self, chunk: int) -> bool: ...
+
+    def drop(self, chunk: int) -> None:
+        """It has this one no longer; nothing, if it never had."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """block: where it is, or ABSENT. on_host: the host holds its bytes. last_use: clock of last append or recall."""
+    """block: where it is, or ABSENT. last_use: clock of last append or recall."""
 
     block: int = ABSENT
-    on_host: bool = False
     last_use: int = 0
 
 
@@ -25,17 +35,18 @@ class Chunk:
 class Moves:
     """What a change of the table asks of the device, as (chunk, block) pairs, to be done in this order.
 
-    evict: the block is free now. drop: the chunk no longer exists. recall: fill the block from the host. fresh: a block
-    for a chunk that has no bytes yet.
+    evict: the block is free now. recall: fill the block from the host. fresh: a block for a chunk that has no bytes
+    yet. drop: with the change the host has these chunks no longer, as they are gone, or their bytes are others;
+    `PageTable.commit` does that.
     """
 
     evict: list[tuple[int, int]] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
     recall: list[tuple[int, int]] = field(default_factory=list)
     fresh: list[tuple[int, int]] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.evict or self.drop or self.recall or self.fresh)
+        return bool(self.evict or self.recall or self.fresh)
 
     @property
     def blocks(self) -> set[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .plan import ABSENT, Chunk
+from .plan import ABSENT, Chunk, Images
 
 Ranking = npt.NDArray[np.floating]
 """A score per chunk, of the running request. Chunks that are newer count as best."""
@@ -49,25 +49,30 @@ def others(count: int, without: Iterable[int]) -> Chunks:
     return np.flatnonzero(able)
 
 
-def best(chunks: Sequence[Chunk], sealed: int, keep: set[int], ranking: Ranking | None, room: int) -> set[int]:
-    """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays."""
+def best(
+    chunks: Sequence[Chunk], sealed: int, images: Images, keep: set[int], ranking: Ranking | None, room: int
+) -> set[int]:
+    """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays.
+
+    images: the chunks that the host has. The others cannot leave, and come first.
+    """
     able = others(sealed, keep)
     can_leave = np.ones(len(chunks), np.bool_)
-    can_leave[[c for c in resident(chunks) if not chunks[c].on_host]] = False
+    can_leave[[c for c in resident(chunks) if c not in images]] = False
     order = np.lexsort((-able, -known(ranking, len(chunks))[able], can_leave[able]))
     return set(able[order[: max(0, room)]].tolist())
 
 
-def victims(chunks: Sequence[Chunk], keep: set[int], ranking: Ranking | None) -> list[int]:
+def victims(chunks: Sequence[Chunk], images: Images, keep: set[int], ranking: Ranking | None) -> list[int]:
     """The chunks that could leave, the first to go first: lowest score, or least recently used without a ranking.
 
-    Only chunks whose bytes are on the host can leave: eviction itself moves nothing and cannot fail.
+    Only `images`, the chunks that the host has, can leave: eviction itself moves nothing and cannot fail.
     """
 
     def value(c: int) -> float:
         return float(ranking[c]) if ranking is not None and c < len(ranking) else math.inf
 
-    able = [c for c in resident(chunks) if chunks[c].on_host and c not in keep]
+    able = [c for c in resident(chunks) if c in images and c not in keep]
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 

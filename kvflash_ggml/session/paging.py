@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from ..arrays import Int32s
 from ..constants import CHUNK
-from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..host.store import HostStore
 from ..native.streamed import Asked, Streamed
 from ..pool.masks import SlotMask
 from ..pool.page_table import PageTable
-from ..pool.plan import Layout, Moves
+from ..pool.plan import ABSENT, Layout, Moves
 from ..pool.view import StageMask, View
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ logger = logging.getLogger("kvflash_ggml")
 class Paging:
     """Between a page table and the engine.
 
-    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are on the host now, again if that was
-    interrupted.
+    ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are in `store`, before they count as
+    on the host; again if that was interrupted.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class Paging:
         engine: Engine,
         table: PageTable,
         mask: SlotMask,
-        heap: PageHeap,
+        store: HostStore,
         ids: Int32s,
         sealed: Callable[[Sequence[int]], None],
     ) -> None:
         self._image_users: set[int] = set()
-        self.heap = heap
-        self.store = HostStore(heap)
+        self.heap = store.heap
+        self.store = store
         self.page_ins = 0
         self.page_outs = 0
         self._engine = engine
@@ -73,8 +72,6 @@ class Paging:
         for chunk, block in moves.evict:
             self._hide(block)
             wait = max(wait, self.store.ticket(chunk))
-        for chunk in moves.drop:
-            self.store.drop(chunk)
         if moves.recall:
             self._fill(moves.recall, length)
             self.page_ins += len(moves.recall)
@@ -114,14 +111,13 @@ class Paging:
 
     def _save(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self.store.drop(chunk)  # an image from before a truncation
+            self.store.drop(chunk)  # an image that an interrupt has kept from being filled
         with self.store.allocate(chunks) as images, self._known_transfers():
             ticket = self._engine.page_out([self._table.chunks[chunk].block for chunk in chunks], images)
-            self.store.filled(chunks, ticket)
+            self.store.in_use(chunks, ticket)
         self._sealed(chunks)
         self.page_outs += len(chunks)
-        for chunk in chunks:
-            self._table.saved(chunk)
+        self.store.filled(chunks, ticket)
 
     def retain(self, length: int) -> list[PageImage]:
         """One image per chunk of the first `length` tokens, each retained for the caller.
@@ -153,14 +149,14 @@ class Paging:
 
     def _retain(self, chunk: int, rows: int) -> PageImage:
         """The image of the first rows of a chunk."""
-        entry = self._table.chunks[chunk]
-        if rows == CHUNK and entry.on_host:
+        if rows == CHUNK and chunk in self.store:
             return self.heap.retain(self.store.page(chunk))
         (page,) = self.heap.new(1)
+        block = self._table.chunks[chunk].block
         try:
             with self.heap.lease([page]) as images, self._known_transfers():
-                if entry.block >= 0:
-                    page.ticket = page.filled = self._engine.page_out([entry.block], images)
+                if block != ABSENT:
+                    page.ticket = page.filled = self._engine.page_out([block], images)
                 else:
                     self.heap.view(page)[:] = self.store.bytes_of(chunk)
                 if rows < CHUNK:
@@ -172,18 +168,17 @@ class Paging:
         if self.keeps_images and chunk < self._table.length // CHUNK and rows == CHUNK:
             self.store.drop(chunk)
             self.store.put(chunk, page)
-            self._table.saved(chunk)
         return page
 
     # --- in
 
     def load(self, pages: Sequence[PageImage], length: int) -> None:
-        """Fill the blocks of a table that has been loaded from images; keep those that are the only true copy."""
+        """Fill the blocks of a table that has been loaded from images; keep those that evict, or are the only copy."""
         for c, page in enumerate(pages):
             self.store.put(c, page)
         self._fill([(c, chunk.block) for c, chunk in enumerate(self._table.chunks) if chunk.block >= 0], length)
         for c, chunk in enumerate(self._table.chunks):
-            if not chunk.on_host:
+            if chunk.block != ABSENT and not (self.keeps_images and c < length // CHUNK):
                 self.store.drop(c)
 
     def clear(self) -> None:
@@ -199,7 +194,7 @@ class Paging:
             with self.store.lease_some([chunk for chunk, _ in pages]) as images, self._known_transfers():
                 group, pages = pages[: len(images)], pages[len(images) :]
                 ticket = self._engine.page_in([block for _, block in group], images)
-                self.store.written([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
+                self.store.in_use([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
             for chunk, block in group:
                 lo = chunk * CHUNK
                 self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
@@ -214,7 +209,7 @@ class Paging:
         rows, first = mask.fill(start, count, view)
         with self.store.lease(view.chunks) as images, self._known_transfers():
             yield Streamed(images, view.rows, block, rows, first, asked)
-            self.store.written(view.chunks, self._engine.streamed_ticket)
+            self.store.in_use(view.chunks, self._engine.streamed_ticket)
 
     @contextmanager
     def _known_transfers(self) -> Iterator[None]:

@@ -108,7 +108,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.clear()
         text.ids[: saved.length] = saved.tokens
         text.whole[: saved.length] = saved.whole
-        text.table.load(saved.length, saved.table, images=text.paging.keeps_images)
+        text.table.load(saved.length, saved.table)
         text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)
         text.engine.set_state(state, text.length)

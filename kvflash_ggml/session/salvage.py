@@ -31,9 +31,8 @@ class Salvage:
 
         Where not all memory is pooled, those before the newest checkpoint among them.
         """
-        chunks = self._table.chunks[: self._table.length // CHUNK]
-        lost = (c for c, chunk in enumerate(chunks) if not (chunk.on_host and self._is_sound(c)))
-        length = next(lost, len(chunks)) * CHUNK
+        sealed = self._table.length // CHUNK
+        length = next((c for c in range(sealed) if not self._is_sound(c)), sealed) * CHUNK
         info = self._engine.info
         return self._checkpoints.nearest(length) if info.recurrent or info.n_swa else length
 

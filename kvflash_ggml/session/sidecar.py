@@ -69,22 +69,12 @@ class Sidecar:
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
         """Read on, and copy the chunks that this has sealed to the host."""
-        session, before = self.session, self.session.length // CHUNK
-        session.extend(np.asarray(tokens, np.int32), progress=progress)
-        for chunks in session.paging.heap.fitting(range(before, session.length // CHUNK)):
-            with session.store.allocate(chunks) as images:
-                ticket = session.engine.page_out([session.table.chunks[chunk].block for chunk in chunks], images)
-                session.store.written(chunks, ticket)
-            for chunk in chunks:
-                session.table.saved(chunk)
+        self.session.extend(np.asarray(tokens, np.int32), progress=progress)
+        self.session.paging.save()
 
     def truncate(self, length: int) -> int:
         """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
-        before = self.session.length // CHUNK
-        left = self.session.truncate(length)
-        for chunk in range(left // CHUNK, before):
-            self.session.store.drop(chunk)
-        return left
+        return self.session.truncate(length)
 
     def request(self, rows: int) -> ScoreRequest:
         """The sealed chunks, and the queries of at most so many of the newest tokens."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..errors import ConfigError, HostMemoryError, SnapshotError
+from ..host.store import HostStore
 from ..pool.branches import Branches
 from ..pool.page_table import PageTable
 from ..pool.plan import NO_MOVES, Moves, Plan
@@ -60,11 +61,11 @@ class Text:
         self.logits = NO_LOGITS
         self.ranking: Ranking | None = None
         self.rebuild = False
-        self.table = PageTable(pool.blocks, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        self.store = HostStore(pool.heap)
+        self.table = PageTable(pool.blocks, self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.sight = Sight(pool, self.table, bounded=self.bounded)
         self.mask = pool.make_mask()
-        self.paging = Paging(engine, self.table, self.mask, pool.heap, self.ids, self._sealed)
-        self.store = self.paging.store
+        self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self._sealed)
         self.queries = QueryRing(engine, query_rows)
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)

@@ -82,7 +82,7 @@ class _Source:
 
 
 class _Choice(NamedTuple):
-    """rows: of a step. rate: tokens a second. short: of others that win more than a plain one, but cannot be afforded."""
+    """rows: of a step. rate: tokens a second. short: of others that win more than it, but cannot be afforded."""
 
     rows: int
     rate: float
@@ -255,7 +255,7 @@ class Controller:
             self._due = steps
 
     def _left(self) -> float:
-        """Seconds that a step may take longer than a plain one, so that the books are in order if it accepts nothing."""
+        """Seconds that a step may take longer than a plain one and leave the books in order if it accepts nothing."""
         return self._credit * self._times(1) + self._eps * self._plain - self.excess - self._pending
 
     def _beyond(self, rows: int, drafting: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +262,14 @@ def test_a_pool_without_victims(llama: Any, tokens: Any) -> None:
     """Chunks without an image cannot leave: the error says so, and the text stays."""
     llm = make(llama)
     llm.eval(tokens[:512].tolist())
-    chunks = llm._session.table.chunks
-    chunks[:] = [replace(chunk, on_host=False) for chunk in chunks]
-    llm._session.paging.save = lambda: None
+    paging = llm._session.paging
+    paging.store.clear()
+    paging.save = lambda: None
     with pytest.raises(PoolExhausted, match="larger pool"):
         llm.eval(tokens[512:513].tolist())
     assert llm.n_tokens == llm._session.length == 512
     check(llm)
-    llm._session.table.saved(2)
+    paging._save([2])
     llm.eval(tokens[512:513].tolist())
     assert 2 not in llm.kvflash.resident_chunks
     check(llm)

@@ -390,7 +390,7 @@ def page_around(session: Any, *, same_blocks: bool) -> None:
     pager, engine = session.table, session.engine
     sealed = list(range(session.length // CHUNK))
     blocks = [pager.chunks[c].block for c in sealed]
-    assert all(pager.chunks[c].on_host for c in sealed)
+    assert all(c in pager.images for c in sealed)
     session.paging.apply(Moves(evict=list(zip(sealed, blocks, strict=True))), session.length)
     write_blocks(session, blocks, [bytes(engine.info.page_bytes)] * len(blocks))
     targets = blocks if same_blocks else blocks[1:] + blocks[:1]

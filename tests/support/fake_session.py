@@ -113,7 +113,7 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = 
             assert engine.cell_token[base : base + hi - lo].tolist() == tokens[lo:hi]
             cells[base : base + hi - lo] = np.arange(lo, hi)
             places[base : base + CHUNK] = np.arange(lo, lo + CHUNK)
-        if chunk.on_host:
+        if c in session.store:
             assert stored(session, image, c)[: len(rows)] == rows, f"image of chunk {c}"
         elif session.bounded and hi - lo == CHUNK:
             assert c in pager.unsaved, f"chunk {c} can never leave"

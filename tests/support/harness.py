@@ -81,7 +81,7 @@ def read_block(session: Any, block: int) -> bytes:
 def pages(session: Any) -> list[bytes]:
     """One image per chunk, in the order of the text; the last may be partly filled."""
     return [
-        session.store.bytes_of(c) if chunk.on_host else read_block(session, chunk.block)
+        session.store.bytes_of(c) if c in session.store else read_block(session, chunk.block)
         for c, chunk in enumerate(session.table.chunks)
     ]
 

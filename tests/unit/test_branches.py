@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.allocator import BlockAllocator
@@ -50,7 +51,7 @@ class Text:
     """A page table, and a device that remembers which row was written to which slot."""
 
     def __init__(self, blocks: BlockAllocator, length: int) -> None:
-        self.table = PageTable(blocks, sinks=1, tail=2)
+        self.table = PageTable(blocks, OnHost(), sinks=1, tail=2)
         self.device: Device = {}
         self.tokens: list[str] = []
         step = 4 * CHUNK
@@ -76,8 +77,7 @@ class Text:
         self.tokens += labels
         self.table.commit(self.table.accept(len(self.tokens)))
         self.table.check_integrity()
-        for c in self.table.unsaved:
-            self.table.saved(c)
+        save(self.table)
 
 
 @given(trees(), st.integers(1, 20 * CHUNK), st.data())

@@ -88,7 +88,7 @@ def lease(world: World) -> None:
         heap.bytes_of(pages[-1])
     with world.store.allocate([10]) as (address,):
         heap.view(world.store.page(10))[:] = bytes([9]) * PAGE_BYTES
-        world.store.written([10], 0)
+        world.store.in_use([10], 0)
         assert world.store.page(10).address == address
     with world.store.lease_some([3, 10, 1]):
         pass

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
@@ -30,7 +31,7 @@ NOBODY = Holder()
 
 
 def make(blocks: int = 8, *, sinks: int = 1, tail: int = 2, bounded: bool = True) -> PageTable:
-    return PageTable(BlockAllocator(blocks), sinks=sinks, tail=tail, bounded=bounded)
+    return PageTable(BlockAllocator(blocks), OnHost(), sinks=sinks, tail=tail, bounded=bounded)
 
 
 def append(pager: PageTable, count: int) -> None:
@@ -50,11 +51,6 @@ def reserve(pager: PageTable, count: int, ranking: Ranking | None = None) -> Mov
     return plan.moves
 
 
-def save(pager: PageTable) -> None:
-    for c in pager.unsaved:
-        pager.saved(c)
-
-
 def cut(pager: PageTable, length: int) -> Moves:
     plan = pager.truncate(length)
     pager.commit(plan)
@@ -66,7 +62,7 @@ def table(pager: PageTable) -> list[int]:
 
 
 def state(pager: PageTable) -> tuple[object, ...]:
-    return copy.deepcopy((pager.layout, pager.pins))
+    return copy.deepcopy((pager.layout, pager.pins, pager.images))
 
 
 class TestBlocks:
@@ -238,7 +234,7 @@ class TestRecall:
         moves = reserve(pager, 1)
         assert [c for c, _ in moves.recall] == [1]
         assert moves.evict[0][1] == moves.recall[0][1]
-        assert pager.chunks[1].on_host
+        assert 1 in pager.images
 
     def test_a_truncated_tail_comes_back(self) -> None:
         pager = make(6)
@@ -248,7 +244,7 @@ class TestRecall:
         moves = reserve(pager, 1)
         assert {3, 4, 5} <= set(pager.resident_chunks)
         assert {c for c, _ in moves.recall} == {3, 4, 5}
-        assert not pager.chunks[5].on_host
+        assert 5 not in pager.images
 
     def test_a_chunk_whose_block_is_lost_is_on_the_host_and_comes_back(self) -> None:
         pager = make(6)
@@ -257,7 +253,7 @@ class TestRecall:
         pager.strand(11)
         pager.check_integrity()
         assert pager.chunks[11].block == ABSENT
-        assert pager.chunks[11].on_host
+        assert 11 in pager.images
         assert pager.epoch > epoch
         assert reserve(pager, 1).recall == [(11, block)]
 
@@ -275,9 +271,9 @@ class TestTruncate:
         pager = make()
         append(pager, 3 * CHUNK)
         cut(pager, 2 * CHUNK + 1)
-        assert not pager.chunks[2].on_host
+        assert 2 not in pager.images
         cut(pager, 2 * CHUNK)
-        assert pager.chunks[1].on_host
+        assert 1 in pager.images
 
     def test_a_whole_context_pool_stays_in_order(self) -> None:
         """Only the identity layout gives the same bits as an unpooled cache."""
@@ -302,9 +298,9 @@ class TestTruncate:
 class TestAdopt:
     def test_places_are_taken_over(self) -> None:
         pager = make()
+        pager.images.update([0, 1])
         pager.load(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
         pager.check_integrity()
-        assert [chunk.on_host for chunk in pager.chunks] == [True, True, False]
         assert pager.layout.slot_of(CHUNK + 3) == 5 * CHUNK + 3
         assert pager.layout.slot_of(3) == ABSENT
         moves = reserve(pager, 1)
@@ -319,6 +315,7 @@ class TestAdopt:
         pager = make()
         blocks = pager.blocks.count
         count = blocks + 5
+        pager.images.update(range(count))
         scores = np.array([0.0, 5, 1, 9, 2, 8, 3, 7], np.float32)
         pager.load(count * CHUNK, frozen(range(count), scores=scores))
         pager.check_integrity()
@@ -334,6 +331,7 @@ class TestAdopt:
     def test_a_table_that_says_too_much_is_not_believed(self) -> None:
         """Settled, it says, but the chunk that is being written is not resident."""
         pager = make()
+        pager.images.update(range(3))
         pager.load(2 * CHUNK + 1, frozen([0, 1, ABSENT], settled=True))
         assert reserve(pager, 1).recall == [(2, 2)]
 
@@ -353,15 +351,15 @@ def frozen(blocks: Sequence[int], **values: Any) -> PageTable:
 def test_integrity_is_checked() -> None:
     """The check itself can fail."""
     for harm in (
-        lambda chunks: chunks.__setitem__(1, chunks[0]),
-        lambda chunks: chunks.__setitem__(0, Chunk(block=99)),
-        lambda chunks: chunks.__setitem__(0, Chunk()),
-        lambda chunks: chunks.pop(),
-        lambda chunks: chunks.append(Chunk(block=7)),
+        lambda pager: pager.chunks.__setitem__(1, pager.chunks[0]),
+        lambda pager: pager.chunks.__setitem__(0, Chunk(block=99)),
+        lambda pager: pager.chunks.pop(),
+        lambda pager: pager.chunks.append(Chunk(block=7)),
+        lambda pager: pager.strand(1) or pager.images.clear(),
     ):
         pager = make()
         append(pager, 3 * CHUNK)
-        harm(pager.chunks)
+        harm(pager)
         with pytest.raises(AssertionError):
             pager.check_integrity()
 
@@ -391,7 +389,7 @@ class TestAhead:
             reserve(plain, accepted)
         assert [c.block for c in pager.chunks] == [c.block for c in plain.chunks]
         assert pager.unsaved == plain.unsaved
-        assert moves.drop == list(range(len(pager.chunks), 6))
+        assert [c for c, _ in moves.evict] == list(range(len(pager.chunks), 6))
 
     def test_nothing_is_reserved_beside_them(self) -> None:
         pager = make()

@@ -8,6 +8,7 @@ import copy
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
@@ -27,7 +28,7 @@ class PagerMachine(RuleBasedStateMachine):
         order=st.permutations(range(COUNT)),
     )
     def begin(self, sinks: int, tail: int, order: list[int]) -> None:
-        self.table = PageTable(BlockAllocator(COUNT, order), sinks=sinks, tail=tail)
+        self.table = PageTable(BlockAllocator(COUNT, order), OnHost(), sinks=sinks, tail=tail)
         self.order = order
         self.sinks, self.tail = sinks, tail
         self.where: list[int | None] = []
@@ -55,11 +56,12 @@ class PagerMachine(RuleBasedStateMachine):
     def reserve_and_fail(self, count: int) -> None:
         """The step itself fails: its plan is of no use, and nothing has changed."""
         before = self.table.layout
-        saved = copy.deepcopy(before)
+        saved, images = copy.deepcopy(before), copy.copy(self.table.images)
         with contextlib.suppress(PoolExhausted):
             self.table.reserve(self.length, count)
         assert self.table.layout is before
         assert before == saved
+        assert self.table.images == images
 
     @rule(data=st.data())
     def lose_a_block(self, data: st.DataObject) -> None:
@@ -122,6 +124,7 @@ class PagerMachine(RuleBasedStateMachine):
             self.use[c] = uses[c]
             if block == ABSENT or c < length // CHUNK:
                 self.host.add(c)
+        self.table.images.update(self.host)
         self._epoch_moved(True)
 
     # --- what must hold
@@ -131,7 +134,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.table.check_integrity()
         assert self.table.length == self.length
         assert [None if c.block == ABSENT else c.block for c in self.table.chunks] == self.where
-        assert {c for c, chunk in enumerate(self.table.chunks) if chunk.on_host} == self.host
+        assert self.table.images == self.host
         taken = {block for block in self.where if block is not None}
         sealed = range(self.length // CHUNK)
         newest = max((c for c in sealed if c in self.host), default=-1)
@@ -145,8 +148,7 @@ class PagerMachine(RuleBasedStateMachine):
     @invariant()
     def room_is_exact(self) -> None:
         trial = copy.deepcopy(self.table)
-        for c in range(self.length // CHUNK):
-            trial.saved(c)
+        save(trial)
         room = trial.room(self.length)
         assert room > CHUNK
         more = copy.deepcopy(trial)
@@ -179,7 +181,7 @@ class PagerMachine(RuleBasedStateMachine):
 
         assert [c for c, _ in moves.evict] == victims
         assert not kept & set(victims), "a protected chunk was evicted"
-        assert not moves.drop
+        assert set(moves.drop) == self.host & set(range(first, last + 1)), "these are about to change"
         assert sorted(c for c, _ in moves.recall) == [c for c in absent if c in self.host]
         assert sorted(c for c, _ in moves.fresh) == [c for c in absent if c not in self.host]
         for c, block in moves.evict:
@@ -209,7 +211,8 @@ class PagerMachine(RuleBasedStateMachine):
         self.table.commit(plan)
         moves = plan.moves
         gone = range(keep, len(self.where))
-        assert sorted(moves.drop) == list(gone)
+        reopened = [keep - 1] if length % CHUNK and self.where[keep - 1] is not None else []
+        assert sorted(moves.drop) == [*reopened, *gone]
         assert sorted(moves.evict) == [(c, self.where[c]) for c in gone if self.where[c] is not None]
         assert not moves.recall
         assert not moves.fresh
@@ -223,13 +226,12 @@ class PagerMachine(RuleBasedStateMachine):
         self.epoch = self.table.epoch
 
     def _save_all(self) -> None:
-        for c in range(self.length // CHUNK):
-            if c not in self.host:
-                self.table.saved(c)
-                self.host.add(c)
+        save(self.table)
+        self.host.update(range(self.length // CHUNK))
 
     def _forget(self) -> None:
         self.where, self.host, self.use = [], set(), {}
+        self.table.images.clear()
         self.length = 0
 
     def _epoch_moved(self, moved: bool) -> None:

@@ -70,6 +70,10 @@ class Saved:
     frozen: SessionState | None = None
 
 
+PLACES = st.integers(0, 1 << 20)
+"""A place of the text, modulo its length: that depends on threads where memory ends while one of them has a lease."""
+
+
 class SessionMachine(RuleBasedStateMachine):
     KINDS: tuple[dict[str, Any], ...] = ({}, {"alibi": True}, {"mask_f32": True})
     SCORER: Any = None
@@ -179,9 +183,9 @@ class SessionMachine(RuleBasedStateMachine):
                 self.tokens += new.tolist()
         self.check()
 
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        length = data.draw(st.integers(0, len(self.tokens)), "length")
+    @rule(at=PLACES)
+    def truncate(self, at: int) -> None:
+        length = at % (len(self.tokens) + 1)
         sure = self.session.can_truncate(length)
         left = self.session.truncate(length)
         assert left <= length
@@ -189,9 +193,9 @@ class SessionMachine(RuleBasedStateMachine):
         assert left == self.session.length
         self.settle(self.tokens[:left])
 
-    @rule(data=st.data())
-    def rewind(self, data: st.DataObject) -> None:
-        length = data.draw(st.integers(0, len(self.tokens)), "length")
+    @rule(at=PLACES)
+    def rewind(self, at: int) -> None:
+        length = at % (len(self.tokens) + 1)
         self.session.rewind(length)
         assert self.session.length == length
         self.settle(self.tokens[:length])
@@ -218,8 +222,7 @@ class SessionMachine(RuleBasedStateMachine):
         new, before = self.text(count), len(self.tokens)
         session.verify(new)
         assert (session.length, session.ahead) == (before, count)
-        assert max(session.store, default=0) <= before // CHUNK, "what is not accepted is kept"
-        assert all(not chunk.on_host for chunk in session.table.chunks[before // CHUNK :])
+        assert max(session.store, default=-1) < before // CHUNK, "what is not accepted is kept"
         if interrupted:
             accepted = 0
             session.settle()
@@ -314,7 +317,7 @@ class SessionMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: len(self.frozen) < 3)
-    @rule(at=st.integers(0, 1 << 20), kept=st.booleans(), whole=st.booleans())
+    @rule(at=PLACES, kept=st.booleans(), whole=st.booleans())
     def put_aside(self, at: int, kept: bool, whole: bool) -> None:
         """To be written, or restored, when the text has gone on or has been cut."""
         known = [0, *self.session.checkpoints.state(), len(self.tokens)] if kept else range(len(self.tokens) + 1)
@@ -489,11 +492,11 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batc
         assert [chunk.block for chunk in session.table.chunks] == list(range(len(session.table.chunks)))
 
 
-def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
+def test_logits_are_kept_of_the_last_token_of_a_prompt_only(world: Any) -> None:
     session = world()
     session.extend(some(200))
-    assert [sum(flags) for flags in session.engine.outputs] == [0, 1, 0, 1]
-    assert all(flags[-1] for flags in session.engine.outputs[1::2])
+    assert [sum(flags) for flags in session.engine.outputs] == [0, 0, 0, 1]
+    assert session.engine.outputs[-1][-1]
     session.extend(some(3), output_all=True)
     assert session.engine.outputs[-1] == [1, 1, 1]
     session.extend(some(1))

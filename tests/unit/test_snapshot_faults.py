@@ -213,7 +213,7 @@ class Victim:
             if chunk.block >= 0:
                 at = chunk.block * CHUNK
                 assert pool[at : at + len(rows) // ROW_BYTES].tobytes() == rows
-            if chunk.on_host:
+            if c in session.store:
                 with contextlib.suppress(SnapshotError):
                     assert session.store.bytes_of(c)[: len(rows)] == rows
 

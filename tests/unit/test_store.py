@@ -69,8 +69,8 @@ def write(store: HostStore, memory: FakeHost, chunk: int, ticket: int = 0) -> by
     data = bytes([chunk % 256]) * PAGE
     with store.allocate([chunk]) as (address,):
         memory.view(address, PAGE)[:] = data
-        if ticket:
-            store.written([chunk], ticket)
+        store.in_use([chunk], ticket)
+    store.filled([chunk], ticket)
     return data
 
 
@@ -559,7 +559,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.data[page] = self.image()
             self.memory.view(address, PAGE)[:] = self.data[page]
             if transfer:
-                store.written([chunk], self.serial)
+                store.in_use([chunk], self.serial)
                 self.busy[address] = self.serial
 
     @rule(which=st.integers(0, 1), chunk=st.integers(0, 30), keep=st.booleans())

@@ -7,6 +7,8 @@ import contextlib
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.on_host import OnHost
+from support.on_host import save as save_all
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import PoolExhausted
@@ -30,7 +32,7 @@ class TextsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.texts) < MAX_TEXTS)
     @rule(sinks=st.integers(0, 2), tail=st.integers(1, 3))
     def join(self, sinks: int, tail: int) -> None:
-        self.texts.append(PageTable(self.blocks, sinks=sinks, tail=tail))
+        self.texts.append(PageTable(self.blocks, OnHost(), sinks=sinks, tail=tail))
         self.read.append(0)
 
     @precondition(lambda self: self.texts)
@@ -50,8 +52,7 @@ class TextsMachine(RuleBasedStateMachine):
             table.commit(table.reserve(table.length, min(count, max(1, table.room(table.length)))))
             self.read[which] = table.length
         if save:
-            for c in table.unsaved:
-                table.saved(c)
+            save_all(table)
         assert [other.layout for other in self.texts if other is not table] == others
 
     @precondition(lambda self: self.texts)
