@@ -71,7 +71,8 @@ class Llama(GeneratingLlama):
         nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
     override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
-    n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
+    n_cpu_moe: so many layers have their experts in host memory: those that lie there as a whole, then the first of each
+        device, in turn.
     fit: True, or a Fit with settings, to fit the model to the devices before it is loaded: what is not given of
         n_gpu_layers, tensor_split, n_cpu_moe, n_ubatch and n_batch, type_k and type_v, use_mmap, and the size of a pool
         that is "auto". What is given stays as it is. `placement` says what was decided. DoesNotFit if nothing fits.
