@@ -151,7 +151,7 @@ device_options = collected(
         type=click.IntRange(min=0),
         default=0,
         metavar="N",
-        help="The experts of N layers in host memory, from the first layer of each device on.  [default: 0]",
+        help="The experts of N layers in host memory: layers of the CPU, then the first of each device.  [default: 0]",
     ),
     _device(
         "-fit/-no-fit",

@@ -35,7 +35,7 @@ MAX_LAYERS = 512
 class Placement:
     """device: names, in the order of the layers; empty for none, None for llama.cpp's choice. override_tensor: (regular
     expression, device), the first that is found in a tensor's name counts. n_cpu_moe: so many layers have their experts
-    in host memory, from the first layer of each device on, in turn.
+    in host memory: those that are there as a whole, then the first of each device, in turn.
     """
 
     device: tuple[str, ...] | None = None
@@ -201,4 +201,6 @@ def _share_experts(
     splits += [0.0] * (len(chosen) - len(splits))
     parts = slices(n_layers, settings.get("n_gpu_layers", 0), splits)
     settings["tensor_split"] = [float(len(part)) for part in parts]
-    return in_turn([range(part.start, min(part.stop, n_layers)) for part in parts], count)
+    on_host = range(min(count, parts[0].start))  # as a whole
+    offloaded = [range(part.start, min(part.stop, n_layers)) for part in parts]
+    return [*on_host, *in_turn(offloaded, count - len(on_host))]

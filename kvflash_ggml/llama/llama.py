@@ -20,7 +20,7 @@ from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import ConfigError, KVFlashError
+from ..errors import KVFlashError
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
@@ -33,13 +33,13 @@ from ..spec.find import Found
 from . import devices, fitting, images, parameters, sizing
 from .bias import with_bias
 from .context import PagedContext, take_closing
-from .generation import GeneratingLlama
 from .reading import open_session
+from .resizing import ResizableLlama
 from .sizing import PoolSize
 from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
-from .turns import Turns, changing
+from .turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +56,7 @@ NO_CONTEXT = "Failed to create llama_context"
 """What upstream says then."""
 
 
-class Llama(GeneratingLlama):
+class Llama(ResizableLlama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
@@ -71,7 +71,8 @@ class Llama(GeneratingLlama):
         nor in a private network. Whoever reaches a server controls its machine: docs/devices.md.
     device: names of the devices that hold layers, in their order, as "CUDA0"; "none" for none.
     override_tensor: (regular expression, device); the first that is found in a tensor's name says where it goes.
-    n_cpu_moe: so many layers have their experts in host memory, from the first of each device on, in turn.
+    n_cpu_moe: so many layers have their experts in host memory: those that lie there as a whole, then the first of each
+        device, in turn.
     fit: True, or a Fit with settings, to fit the model to the devices before it is loaded: what is not given of
         n_gpu_layers, tensor_split, n_cpu_moe, n_ubatch and n_batch, type_k and type_v, use_mmap, and the size of a pool
         that is "auto". What is given stays as it is. `placement` says what was decided. DoesNotFit if nothing fits.
@@ -262,73 +263,6 @@ class Llama(GeneratingLlama):
             logger.warning(self.kvflash.banner())
         else:
             logger.info(self.kvflash.banner())
-
-    # --- another size
-
-    @changing
-    def resize_pool(self, tokens: int) -> int:
-        """Give the pool another size, in tokens; the text and its memory stay. Returns how many slots there are then.
-
-        Page images stay on the host and nothing is read again: what follows is what a session of that pool answers
-        that has loaded this text. For a moment both pools are there. A prefix cache keeps what is in its folder.
-
-        Raises DoesNotFit where there is no room for both, ConfigError for a size that cannot work or a policy that is
-        an object, which cannot serve two pools: nothing has changed then, as after any other error.
-        """
-        config, old = self._config, self._session
-        if config is None or old is None:
-            raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
-        old.check_open()
-        if not isinstance(config.policy, str):
-            raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")
-        config = replace(config, pool=tokens, pool_bytes=None)
-        size = sizing.fit(config, self._model, self.context_params)
-        if size.slots == old.pool.n_slots:
-            return size.slots
-        cache = None if self._prefixes is None else self._prefixes.cache
-        self._keep_prefix()
-        saved = self._saved(None)
-        before, closing = dict(vars(self)), self._ctx
-        try:
-            self._config, self._size = config, size
-            if self._drafter is None:
-                self._scorer = policy.resolve(config.policy)
-            self._ctx = self._make_context(size)
-            self._prefixes = None
-            self._open_session(size, beside=old.pool)
-            assert self._session is not None
-            self._session.events.observer = old.events.observer
-            self._session.pool.take_images(old.pool)
-            self._go_on_from(saved)
-        except BaseException:
-            made, session = self._ctx, self._session
-            vars(self).update(before)
-            if session is not None and not old.pool.owns_images:
-                old.pool.take_images(session.pool)
-            if made is not closing:
-                made.close()
-            saved.release()
-            raise
-        try:
-            closing.close()
-        finally:
-            if cache is not None:
-                self.set_cache(cache)
-        return size.slots
-
-    def _make_context(self, size: PoolSize) -> internals.LlamaContext:
-        """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
-        with self._pool_request(size):
-            try:
-                context = internals.LlamaContext(model=self._model, params=self.context_params, verbose=self.verbose)
-            except ValueError as err:
-                raise sizing.no_room_beside(self._session, size) from err
-        self._stack.enter_context(contextlib.closing(context))
-        if self._lora_adapter is not None:
-            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._lora_adapter)  # type: ignore[misc]
-            scales = (ctypes.c_float * 1)(self.lora_scale)
-            llama_cpp.llama_set_adapters_lora(context.ctx, adapters, 1, scales)
-        return context
 
     @property
     def draft_model(self) -> Any:

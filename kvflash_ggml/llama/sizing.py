@@ -15,7 +15,6 @@ from ..placement.sizes import HOST
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
-    from ..session.session import Session
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -212,13 +211,23 @@ def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
     return replace(size, slots=slots, why=f"{size.why}, and {size.slots} could not be made")
 
 
-def no_room_beside(session: Session | None, size: PoolSize) -> DoesNotFit:
-    """No second context of that size could be made beside the session's."""
-    assert session is not None
-    info = session.engine.info
-    pool = size.slots * (info.page_bytes // CHUNK)
-    free = sum(device.free_bytes for device in info.devices)
-    return DoesNotFit(info.device, needed=pool, free=free, needs={"KV of a second pool, beside its compute": pool})
+def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size: PoolSize, slots: int) -> DoesNotFit:
+    """No second context could be made beside one of `slots` slots: about what it would take where it is tightest.
+
+    model: a llama_cpp LlamaModel. context: address of the llama_context that is there. devices: of its engine.
+    """
+    from ..native import measure
+    from ..placement import inventory
+
+    shares = {device.name: device.share_bytes // CHUNK for device in devices}
+    found = []
+    for device, taken in zip(inventory.of_model(address(model)), measure.taken(context, address(model)), strict=True):
+        caches = taken.context + (size.slots - slots) * shares.get(device.name, 0)
+        needs = {"caches of a second pool": caches, "compute": taken.compute, "queries": taken.queries}
+        found.append((device, needs))
+    device, needs = min(found, key=lambda pair: pair[0].free - sum(pair[1].values()))
+    why = "Both pools are there for a moment: save_snapshot, close, and load_snapshot in a new Llama do without."
+    return DoesNotFit(device.name, needed=sum(needs.values()), free=device.free, needs=needs, why=why)
 
 
 def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:

@@ -112,7 +112,7 @@ class Layouts:
         weights = _running([part.experts for part in bill.parts[first:]])
         count = self._has_experts[first:]
         alone = base[None, :] - base[:, None] + bill.constant(device)
-        kept = self._first_kept(number, weights, device.free - alone, experts)
+        kept = self._first_kept(number, first, weights, device.free - alone, experts)
         need = alone + weights[None, :] - weights[kept]
         empty = np.eye(len(base), dtype=np.bool_)  # one without layers takes nothing
         fits = empty | (need <= device.free) | (not bounded)
@@ -131,12 +131,12 @@ class Layouts:
             return np.triu(np.ones((n + 1, n + 1), np.bool_))
         return np.eye(n + 1, dtype=np.bool_)
 
-    def _first_kept(self, number: int, weights: Int64s, room: Int64s, experts: Experts) -> Int64s:
+    def _first_kept(self, number: int, first: int, weights: Int64s, room: Int64s, experts: Experts) -> Int64s:
         """[a, b]: the first layer of a range whose experts are on the device, which has `room` [a, b] for them."""
         n = len(weights)
         begins, ends = np.indices((n, n))
         if self.request.n_cpu_moe is not None:
-            kept = begins + self._quota(number)
+            kept = begins + self._quota(number, first)
         elif experts == "fill":
             kept = np.searchsorted(weights, weights[None, :] - room, side="left")
         else:
@@ -144,11 +144,14 @@ class Layouts:
         res: Int64s = np.clip(kept, begins, np.maximum(begins, ends))
         return res
 
-    def _quota(self, number: int) -> int:
-        """Of the layers whose experts the user moves to the host, as many from each device that takes part, in turn."""
+    def _quota(self, number: int, first: int) -> int:
+        """Of the layers whose experts the user moves to the host, as many from each device that takes part, in turn.
+
+        Those before `first`, which are on the host as a whole, count too.
+        """
         if number not in self.taking_part:
             return 0
-        each, rest = divmod(self.request.n_cpu_moe or 0, len(self.taking_part))
+        each, rest = divmod(max(0, (self.request.n_cpu_moe or 0) - first), len(self.taking_part))
         return each + (self.taking_part.index(number) < rest)
 
 

@@ -131,9 +131,9 @@ class Request:
     n_ctx: tokens. pool: slots, or None for a full cache. minimum_pool: slots that the protections need. type_k, type_v:
     names of KV types. n_gpu_layers: the output counts as one, negative for all. tensor_split: layers or shares by
     device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers whose experts stay on the
-    host, from the first one of each device on, in turn. use_mmap: as upstream's. offload_kqv: K and V are where their
-    layer is, else all on the host. query_rows: captured queries a pooled layer keeps. extra: what something else takes,
-    by device, such as a drafter.
+    host: those that are there as a whole, then the first of each device, in turn. use_mmap: as upstream's.
+    offload_kqv: K and V are where their layer is, else all on the host. query_rows: captured queries a pooled layer
+    keeps. extra: what something else takes, by device, such as a drafter.
     """
 
     n_ctx: int

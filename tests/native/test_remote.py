@@ -96,7 +96,7 @@ def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) 
 
 
 def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, tokens: Any) -> None:
-    """A token costs what it costs without a pool; what is recalled is not waited for; eight pages leave as one."""
+    """A token costs what it costs without a pool; recalled pages are sent without waiting; eight pages leave as one."""
     wire = Wire(servers[0])
     counted = {}
     for pool in (None, 768):

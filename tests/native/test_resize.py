@@ -114,6 +114,40 @@ def test_a_failure_leaves_the_session_as_it_was(
     check(llm)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_without_room_for_both_the_smallest_pool_comes_between(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fits: bool
+) -> None:
+    """And if there is no room for the new one then either, the old one comes back."""
+    llm = llama("hybrid", kvflash=1024, **SETTINGS)
+    llm.eval(tokens[:PROMPT].tolist())
+    llm.save_snapshot(tmp_path / "text.kvs")
+    make, made = type(llm)._make_context, []
+
+    def tight(self: Any, size: Any) -> Any:
+        made.append(size.slots)
+        if size.slots + self._session.pool.n_slots > 1536 or (size.slots == 768 and not fits):
+            raise DoesNotFit("CUDA0", needed=2, free=1, needs={})
+        return make(self, size)
+
+    monkeypatch.setattr(type(llm), "_make_context", tight)
+    if fits:
+        assert llm.resize_pool(768) == 768
+        assert made == [768, 512, 768]
+    else:
+        with pytest.raises(DoesNotFit):
+            llm.resize_pool(768)
+        assert made == [768, 512, 768, 1024]
+    size = llm.kvflash.pool
+    assert size == (768 if fits else 1024)
+    assert llm.n_tokens == llm._session.length == PROMPT
+    found = go_on(llm, tokens)
+    check(llm)
+    other = llama("hybrid", kvflash=size, **SETTINGS)
+    other.load_snapshot(tmp_path / "text.kvs")
+    assert same_bits(found, go_on(other, tokens))
+
+
 def test_only_page_images_are_handed_on(llama: Callable[..., Any], tokens: Any) -> None:
     llm = llama("small", kvflash=512, **SETTINGS)
     llm.eval(tokens[:PROMPT].tolist())

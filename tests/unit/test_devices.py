@@ -137,6 +137,9 @@ def test_the_split_that_experts_were_put_aside_by_is_kept() -> None:
     assert settings["tensor_split"] == [8.0, 4.0]
     settings = {"n_gpu_layers": -1, "tensor_split": [1, 3]}
     assert devices._share_experts("x", 4, chosen, settings, read=lambda path: file) == [0, 1, 3, 4]
+    settings = {"n_gpu_layers": 8, "tensor_split": [1, 1]}  # from layer 4 on
+    assert devices._share_experts("x", 7, chosen, settings, read=lambda path: file) == [0, 1, 2, 3, 4, 5, 8]
+    assert devices._share_experts("x", 3, chosen, settings, read=lambda path: file) == [0, 1, 2]
 
 
 # --- the command line

@@ -105,6 +105,16 @@ def test_experts_that_the_user_keeps_on_the_host_are_counted_before_a_pool_is_ca
     assert not placed(fixed, devices, request).redundant
 
 
+def test_layers_on_the_host_count_among_those_that_have_their_experts_there() -> None:
+    """On one device the first ones of the model, as upstream's; on several in turn."""
+    partial = {"n_ctx": 131_072, "n_gpu_layers": 31, "type_k": "f16"}  # of 40 and the output: from layer 10 on
+    one, two = ((*gpus(*[64 * GIB] * n), host(64 * GIB)) for n in (1, 2))
+    for count, want in ((4, ()), (10, ()), (12, (10, 11))):
+        assert placed(moe(), one, Request(**partial, n_cpu_moe=count)).host_experts == want
+    halves = Request(**partial, n_cpu_moe=13, tensor_split=(16.0, 15.0))
+    assert placed(moe(), two, halves).host_experts == (10, 11, 26)
+
+
 def test_a_pool_stays_though_a_full_cache_would_fit_unless_exactness_is_preferred() -> None:
     devices = (*gpus(64 * GIB), host(64 * GIB))
     assert placed(moe(), devices, Request(n_ctx=131_072)).pool == 16_384
