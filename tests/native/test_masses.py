@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -101,22 +103,43 @@ def test_chunks_out_of_view_keep_the_score_of_the_index(llama: Callable[..., Any
     assert spy.looks > 0
 
 
-def test_where_it_cannot_be_done_the_index_is_asked_and_the_reason_told(
-    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def no_small_buffers() -> Iterator[list[int]]:
+    """The memory of the CPU is refused meanwhile, but for page images and the like; yields the sizes asked for."""
+    library = ctypes.CDLL(None)
+    library.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    slot = ctypes.c_void_p.from_address(library.ggml_backend_cpu_buffer_type() + ctypes.sizeof(ctypes.c_void_p))
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    real, asked = slot.value, []
+    assert real is not None
+
+    def refuse(buffer_type: int, size: int) -> int | None:
+        asked.append(size)
+        return kind(real)(buffer_type, size) if size > 2**16 else None  # type: ignore[no-any-return]
+
+    ours = kind(refuse)
+    slot.value = ctypes.cast(ours, ctypes.c_void_p).value
+    try:
+        yield asked
+    finally:
+        slot.value = real
+
+
+def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(
+    llama: Callable[..., Any], tokens: Any, on_gpu: bool
 ) -> None:
-    from kvflash_ggml.errors import UnsupportedError
-    from kvflash_ggml.native.engine import Engine
-
-    def refuse(self: Engine, out: Any) -> int:
-        raise UnsupportedError("CUDA7 has no GET_ROWS for it")
-
-    monkeypatch.setattr(Engine, "read_masses", refuse)
-    spy = Spy()
+    if on_gpu:
+        pytest.skip("it is the CPU's memory that is refused")
+    spy = Spy(heads=np.array([[0, 0], [2, 1]], np.int32))
     llm = llama("dense", kvflash_policy=spy, **SIZE)
-    llm.eval(tokens[:1601].tolist())
-    assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("index", "CUDA7 has no GET_ROWS for it")
+    with no_small_buffers() as asked:
+        llm.eval(tokens[:1601].tolist())
+    assert 2 * 32 * 2048 // 64 * 4 in [size // 64 * 64 - 256 for size in asked]
+    assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("index", "no memory on CPU for it")
     assert spy.asked[-1].masses is None
     assert spy.looks > 0
+    llm.eval(tokens[1601:1700].tolist())
+    assert llm.kvflash.last.ranked == "exact"
 
 
 def test_computing_masses_changes_nothing(llama: Callable[..., Any], tokens: Any) -> None:
