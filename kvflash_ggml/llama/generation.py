@@ -72,8 +72,12 @@ class GeneratingLlama(SavingLlama):
                 logger.warning("%s: the whole text is read again", err)
                 self._discard_lost()
                 text = np.concatenate([self.input_ids[: self.n_tokens if known is None else known], data])
+                lost = self._session.loss
                 self._session.reset()
                 extend(text)
+                if len(data) == 1 and not prompt:  # of the same answer
+                    lost.add_generated(1, whole=bool(self._session.whole[len(text) - 1]))
+                    self._session.loss = lost
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise

@@ -303,8 +303,7 @@ class Session(Text):
     def _generated(self, count: int) -> None:
         """So many tokens are of the text now; fewer than none after a step that failed and took some along."""
         if count > 0:
-            self.loss.generated += count
-            self.loss.generated_whole += count if self.whole[self.length - 1] else 0
+            self.loss.add_generated(count, whole=bool(self.whole[self.length - 1]))
         if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self._request_scores(rows=1)
 

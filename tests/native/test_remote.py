@@ -87,12 +87,14 @@ def test_a_window_on_servers_is_restored(servers: list[Server], llama: Any, toke
 
 
 def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) -> None:
-    """Pages are sent back at once that have just been read: only when they have come."""
+    """Pages are sent back at once that have just been read: only when they have come. The index is asked, and why."""
     where = over(servers) | {"n_ctx": 2048}
     stock = logits_along(llama(flash_attn=True, swa_full=False, **where), tokens[:1500], tokens[1500:1502])
-    llm = llama(kvflash=1024, kvflash_reading="exact", kvflash_answer="exact", **where)
+    llm = llama(kvflash=1024, kvflash_policy="qk", kvflash_reading="exact", kvflash_answer="exact", **where)
     assert same_bits(logits_along(llm, tokens[:1500], tokens[1500:1502]), stock)
     assert llm._session.streamed_steps > 3
+    assert llm.kvflash.last.ranked == "index"
+    assert "is behind a network" in llm.kvflash.last.ranked_why
 
 
 def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, tokens: Any) -> None:

@@ -145,6 +145,55 @@ def test_memory_for_stages_that_is_refused(llama: Any, monkeypatch: pytest.Monke
         llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_reading="exact")
 
 
+def test_memory_that_is_refused_within_a_prompt(llama: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error; the steps before it count, and who asks again gets the bits of an undisturbed reading."""
+    from types import SimpleNamespace
+
+    from kvflash_ggml.errors import HostMemoryError
+    from kvflash_ggml.native import engine
+
+    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128, "kvflash_policy": "qk", "kvflash_reading": "exact"}
+    ours, theirs = (llama("hybrid", kvflash=POOL, **size) for _ in range(2))
+    real, streamed = engine.lib, 0
+
+    def refuse(one: Any, plan: Any) -> int:
+        nonlocal streamed
+        streamed += plan.n_streamed > 0
+        return int(real.KVF_STATUS_MEMORY if streamed == 3 else real.kvf_step(one, plan))
+
+    names = {name: getattr(real, name) for name in dir(real)}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "lib", SimpleNamespace(**(names | {"kvf_step": refuse})))
+        with pytest.raises(HostMemoryError):
+            ours.eval(tokens[:1200].tolist())
+    assert 0 < ours.n_tokens < 1200
+    assert ours.n_tokens % 128 == 0
+    ours.eval(tokens[ours.n_tokens : 1200].tolist())
+    theirs.eval(tokens[:1200].tolist())
+    assert same_bits(row(ours), row(theirs))
+    assert pages(ours._session) == pages(theirs._session)
+
+
+def test_what_an_answer_has_lost_outlives_a_text_that_is_read_again(
+    llama: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvflash_ggml.errors import SnapshotError
+
+    llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, n_batch=128, n_ubatch=128, kvflash_reading="exact")
+    llm.eval(tokens[:700].tolist())
+    llm.eval([5])
+
+    def lose(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.undo()
+        raise SnapshotError("a page was damaged")
+
+    monkeypatch.setattr(type(llm._session), "_generate_step", lose)
+    llm.eval([6])
+    last = llm.kvflash.last
+    assert (last.read, last.generated, last.generated_whole) == (700, 2, 1)
+    assert llm.n_tokens == 702
+
+
 PLANS = {
     "too long": ({"n_streamed": 32}, "a streamed step over 2051 tokens, stages hold 2048"),
     "no image": ({"streamed": [0]}, "streamed chunk 0 has no page image"),

@@ -142,10 +142,12 @@ def exact_reading_sees_all(kind: str, placed: Placed, llama: Make, tokens: Token
     """Steps that stream page images to every device see what a full cache there does."""
     size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, **placed.settings}
     prompt, rest = tokens[:1200], tokens[1200:1204]
-    streamed = llama(kind, kvflash=512, kvflash_reading="exact", kvflash_answer="exact", **size)
+    exact = {"kvflash_reading": "exact", "kvflash_answer": "exact", "kvflash_policy": "qk"}
+    streamed = llama(kind, kvflash=512, **exact, **size)
     check_place(streamed, placed)
     rows = logits_along(streamed, prompt, rest)
     assert streamed.kvflash.streamed_steps > len(rest)
+    assert (streamed.kvflash.last.ranked, streamed.kvflash.last.ranked_why) == ("exact", "")
     want = logits_along(llama(kind, kvflash=2048, **size), prompt, rest)
     assert same_bits(rows, want) if bitwise else np.abs(rows - want).max() < 0.05 * np.abs(want).max()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
-from kvflash_ggml.policy.base import KeyShape, ScoreRequest
+from kvflash_ggml.policy.base import KeyShape, Masses, ScoreRequest
 from kvflash_ggml.policy.combine import BLOCK, deciding, log_shares, softmax_max
 from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
@@ -258,3 +260,53 @@ def test_a_chunk_says_why_it_is_asked_for(rng):
     assert 0 < found.share <= 1
     assert reasons[18].follows
     assert 0 not in reasons, "what stays needs no reason"
+
+
+def with_masses(request, keys, heads, seen, rows=None):
+    rows = request.rows if rows is None else rows
+    short = qk.newest(request, rows, SHAPES)
+    values = keys._columns(seen, short, heads)
+    known = Masses(heads=heads, rows=rows, chunks=np.array(seen, np.int64), values=values)
+    return replace(request, masses=known)
+
+
+def test_masses_that_came_with_a_request_replace_the_look(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    draw(queries, chunks, row=2, chunk=17, at=5)
+    keys = Keys(chunks, noise=9.0)  # the index is of no use
+    scorer = made(keys, 40)
+    heads, rows = scorer.masses_wanted(40, 6)
+    assert (heads.tolist(), rows) == (every_head(SHAPES).tolist(), 6)
+    scores = scorer.score(with_masses(look(queries, 40), keys, heads, range(40)))
+    assert keys.exact == []
+    best = made(Keys(chunks), 40, exact_work=1e18).score(look(queries, 40))
+    np.testing.assert_allclose(scores, best, atol=1e-5)
+
+
+def test_chunks_without_masses_are_scored_from_the_index(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    keys = Keys(chunks)
+    scorer, seen = made(keys, 40), [c for c in range(40) if c % 3]
+    request = with_masses(look(queries, 40), keys, every_head(SHAPES), seen, rows=4)
+    best = made(Keys(chunks), 40, exact_work=1e18).score(qk.newest(request, 4, SHAPES))
+    np.testing.assert_allclose(scorer.score(request), best, atol=1e-5)
+
+
+def test_masses_of_other_heads_are_of_no_use(rng):
+    chunks, queries = text(rng, 40), quiet(rng, 6)
+    keys = Keys(chunks)
+    scorer = made(keys, 40)
+    request = with_masses(look(queries, 40), keys, every_head(SHAPES), range(40))
+    scorer.use(as_heads([(0, 3)]))
+    assert scorer.masses_wanted(40, 6)[0].tolist() == [[0, 3]]
+    scorer.score(request)
+    assert keys.exact != []
+
+
+def test_few_masses_are_asked_of_a_long_text():
+    scorer = made(Keys([]), 0)
+    assert scorer.masses_wanted(1000, 32)[1] == 32
+    assert scorer.masses_wanted(10**6, 32)[1] == qk.MIN_ROWS
+    assert scorer.masses_wanted(10**6, 3)[1] == 3
+    scorer.measures = False
+    assert len(scorer.masses_wanted(1000, 32)[0]) == 0

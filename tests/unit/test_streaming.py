@@ -305,11 +305,39 @@ def test_a_prompt_that_was_left_off_is_not_repaired(world: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_a_repair_that_fails_leaves_a_shorter_text(kind: dict[str, Any], world: Any) -> None:
+@pytest.mark.parametrize("error", [DecodeError, KeyboardInterrupt])
+def test_a_repair_that_fails_leaves_the_text_as_it_was(
+    error: type[BaseException], kind: dict[str, Any], world: Any
+) -> None:
     session = world(scorer=Digest(), config={"repair": 20}, **kind)
     session.extend(some(1000))
     answer = generate(session, 19)
-    session.engine.faults = Faults(1)
+    ranking = session.ranking
+    session.engine.faults = Faults(1, error)
+    with pytest.raises(error):
+        session.extend(ints(7))
+    text = [*some(1000).tolist(), *answer, 7]
+    check(session, text)
+    assert (session.loss.generated, session.loss.repaired) == (20, 0)
+    assert not session.whole[1000:1020].any()
+    assert session.ranking is ranking
+    more = generate(session, 20, 5)
+    check(session, [*text, *more])
+    assert session.loss.repaired == 20
+    assert session.whole[1020:1040].all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+def test_a_repair_that_cannot_be_made_good_leaves_a_shorter_text(kind: dict[str, Any], world: Any) -> None:
+    session = world(scorer=Digest(), config={"repair": 20}, **kind)
+    session.extend(some(1000))
+    answer = generate(session, 19)
+
+    def fail() -> BaseException:
+        session.engine.faults = Faults(0)
+        return DecodeError("llama_decode returned 2")
+
+    session.engine.faults = Faults(1, fail)
     with pytest.raises(DecodeError):
         session.extend(ints(7))
     left = session.length
