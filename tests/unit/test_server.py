@@ -232,7 +232,8 @@ def test_metrics() -> None:
             400,
             "pool or exact here, not 'lossless': start the server with --kvflash-answer lossless",
         ),
-        ({"n": 2}, 400, "one answer a request"),
+        ({"n": 2}, 501, "n: 2 answers in one request"),
+        ({"n": 0}, 400, "n: "),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, 400, "no token"),
@@ -303,6 +304,9 @@ def test_other_kinds_of_bodies() -> None:
 def test_where_nothing_is() -> None:
     assert Server().get("/nowhere").status == 404
     assert Server().get("/v1/chat/completions").status == 405
+    refused = Server().post("/v1/messages", {"messages": HELLO})
+    assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
+    assert "/v1/messages is not served: use /v1/chat/completions" in refused.message
     reply = Server().post("/v1/embeddings", {})
     assert reply.status == 501
     assert "run one beside this" in reply.message
