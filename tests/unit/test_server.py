@@ -306,6 +306,7 @@ def test_where_nothing_is() -> None:
     assert Server().get("/v1/chat/completions").status == 405
     refused = Server().post("/v1/messages", {"messages": HELLO})
     assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
+    assert refused.headers["x-should-retry"] == "false"
     assert "/v1/messages is not served: use /v1/chat/completions" in refused.message
     reply = Server().post("/v1/embeddings", {})
     assert reply.status == 501
