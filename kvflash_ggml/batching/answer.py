@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ContextFull
 from .messages import Finished, Piece, Started, Usage
-from .model import Model
+from .model import Model, Paused
 from .seat import Seat
 from .text import TextStream
 from .waiting import Job
@@ -20,6 +20,10 @@ class Cancelled(Exception):
 
 class DeadlinePassed(Exception):
     """The answer took too long."""
+
+
+class PutAside(Exception):
+    """The reader has enough for now: `make` goes on from here when it is called again."""
 
 
 class Answer:
@@ -38,6 +42,8 @@ class Answer:
         self._to_read = 1
         self._tokens: list[int] = []
         self._before: Mapping[str, Any] = {}
+        self._text = TextStream(job.request.stop)
+        self._paused: Paused | None = None
 
     @property
     def generated(self) -> int:
@@ -60,7 +66,7 @@ class Answer:
         )
 
     def make(self) -> Finished:
-        """Make the answer, its pieces to the job's sink. Returns what ends it."""
+        """Make the answer, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside."""
         request, model, sink = self._job.request, self._model, self._job.sink
         room = model.n_ctx - len(request.tokens)
         if room < 1:
@@ -68,14 +74,15 @@ class Answer:
                 f"Requested tokens ({len(request.tokens) + 1}) exceed context window of {model.n_ctx}: shorten the "
                 f"prompt, or start the server with a larger -c"
             )
-        conversation = self._seat.take(request)
-        self._before = model.counters()
-        sink(Started(conversation=conversation.id))
-        self._seated = self._clock()
-        text = TextStream(request.stop)
+        conversation = self._seat.take(request, drawn=self._tokens)
+        if self._paused is None:
+            self._before = model.counters()
+            sink(Started(conversation=conversation.id))
+            self._seated = self._clock()
+        text, branch = self._text, self._seat.branch(request) if self._paused is None else None
         most, reason = min(request.max_tokens, room), "length"
         endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
-        with closing(model.generate(request, branch=self._seat.branch(request), progress=self._progress)) as stream:
+        with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
             for token in stream:
                 self._last = self._clock()
                 if not self._first:
@@ -96,6 +103,9 @@ class Answer:
                     break
                 if len(self._tokens) >= most:
                     break
+                if self._job.full() and request.reuse:
+                    self._paused = model.pause(self._tokens)
+                    raise PutAside
                 self._check()
         piece, logprobs = text.finish()
         if piece or logprobs:

@@ -15,7 +15,7 @@ from ..llama.bias import with_bias
 from ..llama.manner import answers, manner, readings
 from ..state.session import SessionState
 from .messages import Logprob, Request
-from .model import Parked, usable
+from .model import Parked, Paused, usable
 from .watch import Residency, Watch
 
 if TYPE_CHECKING:
@@ -87,7 +87,14 @@ class LlamaModel:
         places = self._stats.checkpoints if self.stateful else None
         return usable(self.tokens, places, tokens)
 
-    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+    def generate(
+        self,
+        request: Request,
+        *,
+        branch: int | None,
+        progress: Callable[[int, int], None],
+        paused: Paused | None = None,
+    ) -> Generator[int]:
         llm, sampling = self._llm, request.sampling
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
         grammar = None
@@ -99,7 +106,14 @@ class LlamaModel:
         self._watch.begin()
         for lo, hi in request.pins:
             self._stats.pin(lo, hi)
-        llm.kvflash_progress, llm.kvflash_branch, llm.kvflash_most = progress, branch, request.max_tokens
+        tokens, going_on = request.tokens.tolist(), False
+        if paused is not None:
+            tokens += paused.drawn
+            # else it was lost, and its tokens are read again as a prompt's
+            going_on = np.array_equal(self.tokens, tokens[:-1])
+            llm.kvflash_sampler = paused.sampler
+        llm.kvflash_progress, llm.kvflash_branch = progress, branch
+        llm.kvflash_most = request.max_tokens - (0 if paused is None else len(paused.drawn))
         # a folder is shared by all that read it
         shared = nullcontext() if request.reuse and not request.salt else llm.without_cache()
         try:
@@ -108,7 +122,8 @@ class LlamaModel:
                 manner(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
                 closing(
                     llm.generate(
-                        request.tokens.tolist(),
+                        tokens[-1:] if going_on else tokens,
+                        reset=not going_on,
                         temp=sampling.temperature,
                         top_k=sampling.top_k,
                         top_p=sampling.top_p,
@@ -123,7 +138,10 @@ class LlamaModel:
             ):
                 yield from stream
         finally:
-            llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = None
+            llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
+
+    def pause(self, drawn: Sequence[int]) -> Paused:
+        return Paused(tuple(drawn), self._llm._sampler)
 
     def piece(self, token: int) -> bytes:
         return self._known(token)[0]

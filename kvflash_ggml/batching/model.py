@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,14 @@ def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
     return max((place for place in places if place <= shared), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """An answer that is put aside. drawn: its tokens, the last of which has not been read. sampler: the model's."""
+
+    drawn: tuple[int, ...]
+    sampler: Any
+
+
 class Model(Protocol):
     """All calls are made on one thread. `generate` is read to its end, or closed, before the next call."""
 
@@ -67,12 +76,24 @@ class Model(Protocol):
         """Can a text be gone on from only where its state was kept?"""
         ...
 
-    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+    def generate(
+        self,
+        request: Request,
+        *,
+        branch: int | None,
+        progress: Callable[[int, int], None],
+        paused: Paused | None = None,
+    ) -> Generator[int]:
         """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.
 
         branch: where in the prompt to keep the state, because other texts leave it there. progress: called as (done,
-        total) after each step of the prompt; what it raises ends the reading, and what was read is kept.
+        total) after each step of the prompt; what it raises ends the reading, and what was read is kept. paused: an
+        answer that is gone on with; its tokens are not yielded again.
         """
+        ...
+
+    def pause(self, drawn: Sequence[int]) -> Paused:
+        """The answer that `generate` has yielded so far, to go on with later. Before the generator is closed."""
         ...
 
     def piece(self, token: int) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError
-from .answer import Answer, Cancelled, DeadlinePassed
+from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .folder import Folder
 from .keeping import Keeping
 from .messages import (
@@ -89,12 +89,15 @@ class Scheduler(Keeping):
         self._on_end = on_end
         self._clock = clock
         self._jobs: dict[str, Job] = {}
+        self._begun: dict[str, Answer] = {}  # that were put aside
+        self._aside: list[Job] = []  # of these, whose readers have enough for now
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._ending = False  # answers that run end too
         self._running: Job | None = None
         self._answer: Answer | None = None
+        self.stalls = 0  # answers that were put aside for their readers
         self._swept = 0.0
         self._pace = 1.0  # seconds a request, a moving mean
         self._places = Places()
@@ -114,23 +117,33 @@ class Scheduler(Keeping):
     @property
     def generated(self) -> int:
         """Tokens of answers, that of now included."""
-        answer = self._answer
-        return self.totals.generated_tokens + (0 if answer is None else answer.generated)
+        begun = [self._answer, *self._begun.copy().values()]
+        return self.totals.generated_tokens + sum(answer.generated for answer in begun if answer is not None)
+
+    @property
+    def put_aside(self) -> int:
+        """How many answers wait for their readers."""
+        return len(self._aside)
 
     @property
     def idle(self) -> bool:
-        return self._running is None and len(self.waiting) == 0
+        return self._running is None and len(self.waiting) == 0 and not self._aside
 
     @property
     def retry_after_s(self) -> float:
         """How long one request has the seat."""
         return max(1.0, self._pace)
 
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
-        """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close`."""
+    def submit(
+        self, request: Request, sink: Callable[[Event], None], *, full: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close`.
+
+        full: while it is true the answer is put aside, and others have the seat; `wake` when it is not any more.
+        """
         if self._stopping:
             raise KVFlashError("the server is shutting down: try again later")
-        job = Job(request=request, sink=sink, submitted=self._clock())
+        job = Job(request=request, sink=sink, full=full, submitted=self._clock())
         self._jobs[request.id] = job
         try:
             self.waiting.put(job, room_in=lambda: self._places.book(self._clock(), self._pace))
@@ -145,6 +158,10 @@ class Scheduler(Keeping):
         if job is not None:
             job.cancelled = True
             self._wake.set()
+
+    def wake(self) -> None:
+        """Look again at what was put aside."""
+        self._wake.set()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Do something on the engine's thread, between two requests."""
@@ -209,7 +226,7 @@ class Scheduler(Keeping):
         self._end()
 
     def _end(self) -> None:
-        for job in self.waiting.remove_if(lambda job: True):
+        for job in [*self.waiting.remove_if(lambda job: True), *self._aside]:
             self._tell(job, Failed(code=SHUTDOWN, message="the server is shutting down: try again later"))
         while self._calls:
             self._calls.popleft()()
@@ -238,12 +255,17 @@ class Scheduler(Keeping):
     def _serve(self, job: Job) -> None:
         request, self._running = job.request, job
         began = self._clock()
-        answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
+        answer = self._begun.pop(request.id, None)
+        if answer is None:
+            answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
         reason, self._answer = INTERNAL, answer
         try:
             self._check(job)
             event: Event = answer.make()
             reason = event.reason if not isinstance(event, Failed) else event.code  # type: ignore[union-attr]
+        except PutAside:
+            self._put_aside(job, answer)
+            return
         except Cancelled:
             reason, event = CANCELLED, Failed(code=CANCELLED, message="the client has left")
         except DeadlinePassed as err:
@@ -279,6 +301,28 @@ class Scheduler(Keeping):
         self._ended(request, usage, reason)
         self._tell(job, event)
 
+    def _put_aside(self, job: Job, answer: Answer) -> None:
+        """Its conversation is parked like any other; the job waits for its reader."""
+        self._begun[job.request.id], job.begun = answer, True
+        self._running = self._answer = None
+        self.stalls += 1
+        try:
+            self.seat.park()
+        except Exception:
+            logger.exception("the text could not be put aside")
+            self._forget_text()
+        self._aside.append(job)
+
+    def _bring_back(self) -> None:
+        """Into line again with those whose readers take more, and those that are to end."""
+        now = self._clock()
+        for job in list(self._aside):
+            limit = job.request.timeout_s
+            late = limit is not None and now - job.submitted > limit
+            if job.cancelled or late or self._ending or not job.full():
+                self._aside.remove(job)
+                self.waiting.put_first(job)
+
     def _ended(self, request: Request, usage: Usage, reason: str) -> None:
         if self._on_end is None:
             return
@@ -309,12 +353,15 @@ class Scheduler(Keeping):
     def _sweep(self) -> None:
         """Take out who has left the queue, or has waited too long."""
         now = self._swept = self._clock()
+        self._bring_back()
 
         def late(job: Job) -> bool:
+            if job.begun:  # it has had a turn: what ends it is told when it has the next
+                return False
             limits = [x for x in (job.request.timeout_s, job.request.queue_timeout_s) if x is not None]
             return now - job.submitted > min(limits, default=float("inf"))
 
-        for job in self.waiting.remove_if(lambda job: job.cancelled or late(job)):
+        for job in self.waiting.remove_if(lambda job: (job.cancelled and not job.begun) or late(job)):
             code = CANCELLED if job.cancelled else QUEUE_DEADLINE
             said = (
                 "the client has left"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ..arrays import common_prefix
 from ..constants import CHUNK
@@ -41,11 +43,19 @@ class Seat:
         self.conversation: Conversation | None = None
         self.counts = SeatCounts()
 
-    def take(self, request: Request) -> Conversation:
-        """Bring the text to hand that a request goes on from; whoever had the seat is put aside, if it differs."""
-        tokens, mine, now = request.tokens, self.conversation, self._clock()
+    def take(self, request: Request, *, drawn: Sequence[int] = ()) -> Conversation:
+        """Bring the text to hand that a request goes on from; whoever had the seat is put aside, if it differs.
+
+        drawn: what there is of its answer already, if that was put aside.
+        """
+        if drawn:
+            whole = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
+            again = self.take(replace(request, tokens=whole))
+            again.prompt = len(request.tokens)
+            return again
         if not request.reuse:
             return self._begin(request, private=True)
+        tokens, mine, now = request.tokens, self.conversation, self._clock()
         live = shared = 0
         if mine is not None and mine.salt == request.salt and not self._private:
             live, shared = self._model.usable(tokens), common_prefix(self._model.tokens, tokens)

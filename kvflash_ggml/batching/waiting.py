@@ -21,12 +21,16 @@ class QueueFull(KVFlashError):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A request on its way. sink: gets its events, on the engine's thread. submitted: in seconds of the clock."""
+    """A request on its way. sink: gets its events, on the engine's thread. full: has its reader enough for now?
+    submitted: in seconds of the clock. begun: has it had a turn, and was put aside?
+    """
 
     request: Request
     sink: Callable[[Event], None]
+    full: Callable[[], bool] = lambda: False
     submitted: float
     cancelled: bool = False
+    begun: bool = False
 
 
 LONGEST_S = 3600.0
@@ -84,6 +88,14 @@ class Waiting:
             lane = (job.request.priority, job.request.key)
             self._lanes.setdefault(lane, deque()).append(job)
             self._tokens += size
+            self._count += 1
+
+    def put_first(self, job: Job) -> None:
+        """One that had been taken: it comes before all others of its key, and needs no room."""
+        lane = (job.request.priority, job.request.key)
+        with self._lock:
+            self._lanes.setdefault(lane, deque()).appendleft(job)
+            self._tokens += len(job.request.tokens)
             self._count += 1
 
     def take(self) -> Job | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from functools import partial
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -40,6 +41,8 @@ class GeneratingLlama(SavingLlama):
     kvflash_progress: Progress | None = None
     kvflash_most: int | None = None
     """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
+    kvflash_sampler: Any = None
+    """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
 
     # --- evaluation
 
@@ -157,7 +160,8 @@ class GeneratingLlama(SavingLlama):
         grammar: LlamaGrammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
-        self._sampler = self._init_sampler(
+        going_on, self.kvflash_sampler = self.kvflash_sampler, None
+        self._sampler = going_on or self._init_sampler(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
@@ -189,7 +193,7 @@ class GeneratingLlama(SavingLlama):
         if reset:
             prompt = prompt[self._reuse_prefix(prompt) :]
         newest = self.n_tokens + len(prompt) - 1
-        self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=True)
+        self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=going_on is None)
         try:
             self._keep_prefix()
             pending = yield from self._sampled(newest, stopping_criteria)

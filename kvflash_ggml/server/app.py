@@ -25,6 +25,7 @@ Endpoint = Callable[[Front, Request], Awaitable[Response]]
 NOT_HERE = {
     "/v1/embeddings": "a server of embeddings needs a context of its own: run one beside this",
     "/v1/messages": "use /v1/chat/completions",
+    "/v1/messages/count_tokens": "use /apply-template and /tokenize",
     "/v1/responses": "use /v1/chat/completions",
     "/v1/rerank": "this server makes text only",
     "/rerank": "this server makes text only",

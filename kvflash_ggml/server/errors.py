@@ -65,6 +65,8 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["Retry-After-Ms"] = str(math.ceil(self.retry_after_s * 1e3))  # which OpenAI's client prefers
+        if self.status == 501:
+            headers["X-Should-Retry"] = "false"  # OpenAI's client asks again otherwise
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(json.dumps(self.body), self.status, headers, media_type="application/json")

@@ -11,31 +11,44 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ..batching.messages import CANCELLED, Event, Failed, Finished, Request
+from ..batching.messages import CANCELLED, Event, Failed, Finished, Piece, Request
 from ..batching.scheduler import Scheduler
 from ..batching.waiting import QueueFull
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
+
+MOST_HELD = 1 << 20
+"""Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 
 class Inbox:
-    """Events from the engine's thread, for the loop it is made in."""
+    """Events from the engine's thread, for the loop it is made in. on_room: called there when it is full no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_room: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._on_room = on_room
         self._events: deque[Event] = deque()
+        self._put = self._taken = 0  # bytes, each counted on its own thread
+        self._full = False
         self._ready = asyncio.Event()
 
     def put(self, event: Event) -> None:
         """From any thread. An event that comes after the loop has ended is nobody's."""
+        self._put += _size(event)
         self._events.append(event)
         try:
             self._loop.call_soon_threadsafe(self._ready.set)
         except RuntimeError:
             return
+
+    def full(self) -> bool:
+        """Is enough held for now? On the engine's thread."""
+        held = self._put - self._taken
+        self._full = held > (MOST_HELD // 2 if self._full else MOST_HELD)
+        return self._full
 
     async def get(self, timeout_s: float | None = None) -> Event | None:
         """The next event; None if there is none for so long."""
@@ -48,11 +61,23 @@ class Inbox:
                 await self._ready.wait()
         if timer is not None:
             timer.cancel()
-        return self._events.popleft() if self._events else None
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        self._taken += _size(event)
+        if self._full and self._put - self._taken <= MOST_HELD // 2:
+            self._on_room()
+        return event
 
     def _time_is_up(self, late: asyncio.Event) -> None:
         late.set()
         self._ready.set()
+
+
+def _size(event: Event) -> int:
+    """Bytes of its frame, about."""
+    told = sum(1 + len(one.top) for one in event.logprobs) if isinstance(event, Piece) else 0
+    return 256 + 128 * told + (len(event.text) if isinstance(event, Piece) else 0)
 
 
 class Exchange:
@@ -61,9 +86,9 @@ class Exchange:
     def __init__(self, scheduler: Scheduler, request: Request, receive: Receive) -> None:
         self._scheduler = scheduler
         self.request = request
-        self._inbox = Inbox()
+        self._inbox = Inbox(on_room=scheduler.wake)
         try:
-            scheduler.submit(request, self._inbox.put)
+            scheduler.submit(request, self._inbox.put, full=self._inbox.full)
         except QueueFull as err:
             raise ApiError(429, str(err), code="queue_full", retry_after_s=err.retry_after_s) from None
         except KVFlashError as err:

@@ -112,6 +112,9 @@ class Front:
     ) -> Request:
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
+        if asked.n not in (None, 1):
+            message = f"n: {asked.n} answers in one request: ask {asked.n} times, the prompt is not read again"
+            raise ApiError(501, message, code="not_served", param="n")
         if not tokens:
             raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
         if len(tokens) + 1 > n_ctx:

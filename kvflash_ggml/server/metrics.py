@@ -62,6 +62,7 @@ class Metrics:
         gauges = {
             "num_requests_running": ("Answers that are being made.", int(scheduler.running is not None)),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
+            "num_requests_put_aside": ("Answers whose readers have enough for now.", scheduler.put_aside),
             "kv_cache_usage_perc": (
                 "Share of the pool's blocks that the text at hand has.",
                 model["resident"] / blocks,
@@ -83,6 +84,7 @@ class Metrics:
             "generation_tokens": ("Tokens of answers.", totals.generated_tokens),
             "prefix_cache_queries": ("Tokens of prompts that were looked for.", totals.prompt_tokens),
             "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
+            "num_preemptions": ("Answers that were put aside for their readers.", scheduler.stalls),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
             "conversation_parks": ("Texts that were put aside.", seat.parks),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ApiError
 
@@ -51,7 +51,7 @@ class _Sampled(_Strict):
     seed: int | None = None
     stop: str | Stops | None = None
     logit_bias: Bias | None = Field(None, max_length=1024)
-    n: int | None = None
+    n: int | None = Field(None, ge=1)
     cache_prompt: bool | None = None
     id_slot: int | None = None
     ignore_eos: bool = False
@@ -65,13 +65,6 @@ class _Sampled(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     timings_per_token: bool | None = None
-
-    @field_validator("n")
-    @classmethod
-    def _one(cls, n: int | None) -> int | None:
-        if n not in (None, 1):
-            raise ValueError("one answer a request: ask again, the prompt is not read twice")
-        return n
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from support.served import answer, ask
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel
-from kvflash_ggml.batching.messages import Failed, Finished
+from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 
 Turns = list[list[int]]
@@ -256,3 +257,28 @@ def test_what_is_all_resident_is_seen_whole(llama: Callable[..., Any], tokens: n
         asked = answer(scheduler, tokens[:300].tolist(), 8, reuse=False, reading="exact", answer="exact")
     assert asked.tokens == plain.tokens
     assert asked.report["read_exactly"] == 300
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
+    kind: str, llama: Callable[..., Any], tokens: npt.NDArray[Any]
+) -> None:
+    """Its reader has enough after every ninth token; others are read and answered meanwhile."""
+    prompt, sampling = tokens[:900].tolist(), Sampling(temperature=1.5, seed=7, repeat_penalty=1.1)
+    with served(llama(kind, **{**POOL, "kvflash": 512, "kvflash_reading": "exact"})) as scheduler:
+
+        def made(full: Callable[[], bool]) -> list[tuple[int, float]]:
+            asked = ask(scheduler, prompt, 40, sampling=sampling, ignore_eos=True, logprobs=0, full=full)
+            for i in range(2):
+                answer(scheduler, tokens[2000 + 600 * i : 2300 + 600 * i].tolist())
+            assert isinstance(asked.wait(), Finished)
+            pieces = (event for event in asked.events if isinstance(event, Piece))
+            return [(told.token, told.logprob) for piece in pieces for told in piece.logprobs]
+
+        alone = made(lambda: False)
+        assert scheduler.stalls == 0
+        for known in scheduler.call(scheduler.conversations).result():
+            scheduler.call(lambda known=known: scheduler.erase(known["id"])).result()
+        count = itertools.count(1)
+        assert made(lambda: next(count) % 9 == 0) == alone
+        assert scheduler.stalls >= 4

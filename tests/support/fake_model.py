@@ -11,7 +11,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
-from kvflash_ggml.batching.model import Parked, usable
+from kvflash_ggml.batching.model import Parked, Paused, usable
 from kvflash_ggml.batching.watch import Residency
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
@@ -63,22 +63,34 @@ class FakeModel:
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
 
-    def generate(self, request: Request, *, branch: int | None, progress: Callable[[int, int], None]) -> Generator[int]:
+    def generate(
+        self,
+        request: Request,
+        *,
+        branch: int | None,
+        progress: Callable[[int, int], None],
+        paused: Paused | None = None,
+    ) -> Generator[int]:
         assert not self.closed
-        known = self.usable(request.tokens)
+        drawn = () if paused is None else paused.drawn
+        tokens = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
+        known = self.usable(tokens)
         self._cut(known)
-        total = len(request.tokens) - known
-        for start in range(known, len(request.tokens), STEP):
+        total = len(tokens) - known
+        for start in range(known, len(tokens), STEP):
             self._step()
-            self.tokens = request.tokens[: start + STEP].copy()
+            self.tokens = tokens[: start + STEP].copy()
             if branch is not None and start < branch <= len(self.tokens):
                 self.places.add(branch)
             self.read_tokens += len(self.tokens) - start
             progress(len(self.tokens) - known, total)
-        for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END]:
+        for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
             self._step()
             yield token
             self.tokens = np.append(self.tokens, np.int32(token))
+
+    def pause(self, drawn: Sequence[int]) -> Paused:
+        return Paused(tuple(drawn), None)
 
     def _step(self) -> None:
         self.on_step()

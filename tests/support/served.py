@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -47,9 +47,11 @@ def request(tokens: Sequence[int], most: int = 8, **more: Any) -> Request:
     return Request(id=f"r{next(_numbers)}", tokens=np.asarray(tokens, np.int32), max_tokens=most, **given)
 
 
-def ask(scheduler: Scheduler, tokens: Sequence[int], most: int = 8, **more: Any) -> Asked:
+def ask(
+    scheduler: Scheduler, tokens: Sequence[int], most: int = 8, *, full: Callable[[], bool] = lambda: False, **more: Any
+) -> Asked:
     asked = Asked(request(tokens, most, **more))
-    scheduler.submit(asked.request, asked.inbox.put)
+    scheduler.submit(asked.request, asked.inbox.put, full=full)
     return asked
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fake_model import STEP, FakeModel
-from support.served import answer, ask, request
+from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.messages import Failed, Finished, Started
@@ -374,3 +374,62 @@ def test_overload_loses_nobody(make: Make) -> None:
     assert refused > 0
     assert all(isinstance(one.wait(), Finished) for one in asked)
     assert len(asked) + refused == 120
+
+
+class Shut:
+    """A reader that has enough after so many tokens, until it is opened."""
+
+    def __init__(self, after: int) -> None:
+        self._left, self._open = after, False
+
+    def __call__(self) -> bool:
+        self._left -= 1
+        return self._left < 0 and not self._open
+
+    def open(self, scheduler: Scheduler) -> None:
+        self._open = True
+        scheduler.wake()
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_reader_that_has_enough_gives_up_the_seat(make: Make, stateful: bool) -> None:
+    model = FakeModel(reply=lambda prompt: bytes(range(97, 117)), stateful=stateful)
+    scheduler, shut = make(model), Shut(5)
+    slow = ask(scheduler, text(300), 40, full=shut, stop=("pq",))
+    assert answer(scheduler, text(300, 1)).usage.generated == 8, "others are answered meanwhile"
+    assert slow.inbox.qsize() == 7, "its start, and six tokens"
+    assert not scheduler.idle
+    shut.open(scheduler)
+    end = slow.wait()
+    assert isinstance(end, Finished)
+    assert (slow.text, end.stop, end.usage.generated, end.usage.cached) == ("abcdefghijklmno", "pq", 17, 0)
+    assert scheduler.stalls == 1
+    assert model.read_tokens == 601, "and one drawn token"
+    later = answer(scheduler, [*text(300), *end.tokens, *text(9, 3)])
+    assert later.usage.cached == 316, "the same conversation"
+    assert len(scheduler.shelf) == 1
+
+
+def test_how_an_answer_ends_that_was_put_aside(make: Make) -> None:
+    def one(**more: Any) -> tuple[Scheduler, Asked]:
+        scheduler = make(FakeModel(reply=lambda prompt: b"x" * 50), **more)
+        asked = ask(scheduler, text(70), 40, full=Shut(3), timeout_s=60)
+        while not scheduler.stalls:
+            time.sleep(0.001)
+        return scheduler, asked
+
+    scheduler, asked = one()
+    scheduler.cancel(asked.request.id)
+    assert asked.wait() == Failed(code="cancelled", message="the client has left")
+    assert sum(scheduler.totals.finished.values()) == 1
+    scheduler, asked = one()
+    scheduler.end_answers()
+    assert getattr(asked.wait(), "code", None) == "shutdown"
+    scheduler, asked = one()
+    scheduler.close()
+    assert getattr(asked.wait(), "code", None) == "shutdown"
+    now = [0.0]
+    scheduler, asked = one(clock=lambda: now[0])
+    now[0] = 61.0
+    scheduler.wake()
+    assert getattr(asked.wait(), "code", None) == "timeout"

@@ -18,6 +18,7 @@ from support.fake_model import TEMPLATE, FakeModel, FakePrompts
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.server import exchange
 from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
@@ -231,7 +232,8 @@ def test_metrics() -> None:
             400,
             "pool or exact here, not 'lossless': start the server with --kvflash-answer lossless",
         ),
-        ({"n": 2}, 400, "one answer a request"),
+        ({"n": 2}, 501, "n: 2 answers in one request"),
+        ({"n": 0}, 400, "n: "),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"logit_bias": {"x": 1}}, 400, "no token"),
@@ -302,6 +304,10 @@ def test_other_kinds_of_bodies() -> None:
 def test_where_nothing_is() -> None:
     assert Server().get("/nowhere").status == 404
     assert Server().get("/v1/chat/completions").status == 405
+    refused = Server().post("/v1/messages", {"messages": HELLO})
+    assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "/v1/messages is not served: use /v1/chat/completions" in refused.message
     reply = Server().post("/v1/embeddings", {})
     assert reply.status == 501
     assert "run one beside this" in reply.message
@@ -451,6 +457,28 @@ def test_a_client_that_does_not_read() -> None:
 
     model = FakeModel(on_step=lambda: time.sleep(0.005))
     assert Server(model, stall_timeout_s=0.1).run(work).status == 200
+
+
+def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not hold the seat, what is held for it is bounded, and it gets its whole answer in the end."""
+
+    async def work(client: Client) -> Reply:
+        late = client.call("POST", "/v1/completions", {"prompt": "late", "stream": True, "max_tokens": 400})
+        await late.until(lambda reply: len(reply.frames) > 0)
+        late.reads.clear()
+        assert (await client.post("/v1/completions", {"prompt": "other", "max_tokens": 3})).status == 200
+        assert server.scheduler.stalls == 1
+        assert server.scheduler.running is None
+        assert server.scheduler.generated < 100
+        late.reads.set()
+        return await late.done()
+
+    monkeypatch.setattr(exchange, "MOST_HELD", 1 << 14)
+    model = FakeModel(reply=lambda prompt: bytes(97 + i % 26 for i in range(500)), on_step=lambda: time.sleep(0.0002))
+    server = Server(model)
+    frames = server.run(work).frames[:-1]
+    made = "".join(frame["choices"][0]["text"] for frame in frames)
+    assert made.encode() == model.reply(b"")[:400]
 
 
 def test_a_client_that_leaves_while_it_does_not_read() -> None:

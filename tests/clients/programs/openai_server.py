@@ -65,7 +65,7 @@ def errors(client: openai.OpenAI) -> list[str]:
     for more in ({"temperature": -1}, {"n": 3}, {"messages": [{"role": "user", "content": "x " * 20000}]}):
         try:
             client.chat.completions.create(**{"model": "m", "messages": HELLO, **more})
-        except openai.BadRequestError as err:
+        except openai.APIStatusError as err:
             found.append(str(err.code))
     try:
         client.embeddings.create(model="m", input="x")
