@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,9 @@ MARGIN = 1.05
 HOLD = 8
 """Steps between two changes of the rows that are verified."""
 
+CLIMB = 2
+"""Steps in a row whose drafts were right as a whole, after which more rows can follow at once."""
+
 STAY = 16.0
 """Steps that the same rows are expected to stay, before it is known."""
 
@@ -41,6 +45,8 @@ FRESH = 128
 
 LOOK = 16
 """A source that is not worth asking is thought about again after so many steps: thinking takes time too."""
+
+SPENT = "the budget for drafts is spent"
 
 CHEAP = 0.1
 """A proposal that takes less than this share of a plain step is asked for on the chance."""
@@ -75,6 +81,14 @@ class _Source:
         return self._each * (count if self.serial else 1)
 
 
+class _Choice(NamedTuple):
+    """rows: of a step. rate: tokens a second. short: others win more than a plain step, but cannot be afforded."""
+
+    rows: int
+    rate: float
+    short: bool
+
+
 class Controller:
     """Chooses what wins most tokens a second, as steps and drafts have been lately.
 
@@ -94,6 +108,7 @@ class Controller:
         self._times = Times()
         self._sources: dict[str, _Source] = {}
         self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
+        self._full = 0  # steps in a row that accepted all that they verified
         self._stay, self._run = STAY, 0  # steps that rows stay the same: on average, and now
         self._timed_at = 0  # length of the text when a plain step was last timed
         self._since_timed = 0.0  # seconds since
@@ -111,7 +126,7 @@ class Controller:
         self._due = 0  # plain steps to take, to time them
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
-        self._want_times(3)
+        self._want_times(2 if self._times.known else 3)
 
     @property
     def speedup(self) -> float | None:
@@ -127,13 +142,14 @@ class Controller:
         elif known.resting:
             self.off = known.why
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
-            return most if self._affordable(self._widths[0], known.drafting(most)) else 0
+            if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
+                return most
+            self.off = SPENT
         else:
-            rows, _ = self._best(self._average(known), self._widths, known.drafting)
-            if rows == 1:
-                self.off = f"{source} costs more than it wins"
-            elif self._affordable(rows, known.drafting(rows - 1)):
-                return rows - 1 if known.serial else most
+            best = self._best(self._average(known), self._widths, known.drafting)
+            if best.rows > 1:
+                return best.rows - 1 if known.serial else most
+            self.off = SPENT if best.short else f"{source} costs more than it wins"
             known.resting, known.why = LOOK, str(self.off)
         return 0
 
@@ -154,14 +170,14 @@ class Controller:
         tokens = expected(draft, self._source(draft.source).survival.of(draft))
         enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
         fit = [width for width in self._widths if width <= enough or width == self._rows]
-        rows, rate = self._best(tokens, fit)
-        if rows > 1 and any(self._promise(source) > rate for source in instead):
+        best = self._best(tokens, fit)
+        if best.rows > 1 and any(self._promise(source) > best.rate for source in instead):
             self.off = f"{draft.source}'s draft promises less than another source"
             return 1
-        if rows == 1:
-            self.off = f"{draft.source}'s draft is not worth its rows"
+        if best.rows == 1:
+            self.off = SPENT if best.short else f"{draft.source}'s draft is not worth its rows"
             self._fail(draft.source)
-        return rows if rows > 1 and self._affordable(rows) else 1
+        return best.rows
 
     def told(
         self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
@@ -173,6 +189,7 @@ class Controller:
         if self._times.known:
             self._reckon(won, seconds, plain=rows == 1 and not changed)
         self._pending = 0.0
+        self._full = self._full + 1 if draft is not None and len(path) == len(draft) else 0
         self._follow(rows, first, won)
         if rows > 1:
             self.off = None
@@ -237,37 +254,45 @@ class Controller:
         if not self._times.known or self._since_timed >= FRESH * self._times(1):
             self._due = steps
 
-    def _affordable(self, rows: int, drafting: float = 0.0) -> bool:
-        """Would the books be in order after a step of so many rows that accepts nothing?"""
-        step = self._times(1)
-        cost = self._pending + drafting + self._times(rows) - step
-        if rows != self._rows:
-            cost += 2 * self._times.switch  # there, and back
-        within = self.excess + cost <= self._credit * step + self._eps * self._plain
-        if not within:
-            self.off = "the budget for drafts is spent"
-        return within
+    def _left(self) -> float:
+        """Seconds that a step may take longer than a plain one, with the books in order if it accepts nothing."""
+        return self._credit * self._times(1) + self._eps * self._plain - self.excess - self._pending
+
+    def _beyond(self, rows: int, drafting: float) -> float:
+        """Seconds that a step of so many rows takes longer than a plain one, with what it takes to draft them."""
+        back = 2 * self._times.switch if rows != self._rows else 0.0  # there, and back
+        return drafting + self._times(rows) - self._times(1) + back
 
     def _best(
         self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
-    ) -> tuple[int, float]:
-        """The rows that win most tokens a second, 1 for a plain step, and how many.
+    ) -> _Choice:
+        """The rows that win most tokens a second, among those that the budget allows; 1 for a plain step.
 
         tokens: what a step of 1, 2 ... rows wins. drafting: what it takes to have so many tokens drafted.
         """
         change = self._times.switch / max(1.0, self._stay)
         tried = max(self._widths[0], 4 * self._times.most)  # what is unknown is come near to by and by
         rates = {1: 1 / (self._times(1) + (change if self._rows > 1 else 0.0))}
+        left, dear = self._left(), 0.0
         for rows in widths:
-            held = self._held and self._since < HOLD and rows != self._held
-            if rows <= tried and not held:
+            if rows <= tried and not self._holds(rows):
                 took = self._times(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
-                rates[rows] = tokens[min(rows, len(tokens)) - 1] / took
+                rate = tokens[min(rows, len(tokens)) - 1] / took
+                if self._beyond(rows, drafting(rows - 1)) <= left:
+                    rates[rows] = rate
+                else:
+                    dear = max(dear, rate)
         best = max(rates, key=rates.__getitem__)
         now = self._rows if self._rows in rates else 1
         if rates[best] < MARGIN * rates[now]:
             best = now
-        return best, float(rates[best])
+        return _Choice(best, float(rates[best]), bool(dear > MARGIN * rates[1]))
+
+    def _holds(self, rows: int) -> bool:
+        """Is it too early to verify so many rows, after others?"""
+        if not self._held or rows == self._held or self._since >= HOLD:
+            return False
+        return rows < self._held or self._full < CLIMB
 
     def _average(self, source: _Source) -> Shares:
         """Tokens that steps of 1, 2 ... rows win with drafts as this source makes them."""
@@ -279,8 +304,8 @@ class Controller:
         source = self._source(name)
         if source.resting:
             return 0.0
-        rows, rate = self._best(self._average(source), self._widths, source.drafting)
-        return rate if rows > 1 else 0.0
+        best = self._best(self._average(source), self._widths, source.drafting)
+        return best.rate if best.rows > 1 else 0.0
 
     def _fail(self, name: str) -> None:
         """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""
