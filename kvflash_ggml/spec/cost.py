@@ -53,7 +53,11 @@ CHEAP = 0.1
 
 
 class _Source:
-    """What is known of a drafter. serial: its tokens cost one after the other."""
+    """What is known of a drafter. serial: its tokens cost one after the other.
+
+    behind: before it proposes next it reads a prompt. reading: seconds that it took last with that, 0 before it is
+    known.
+    """
 
     def __init__(self, serial: bool) -> None:
         self.survival = Survival()
@@ -61,6 +65,7 @@ class _Source:
         self.resting = 0  # steps until it is thought of again
         self.why = ""  # it rests
         self.serial = serial
+        self.behind, self.reading = True, 0.0
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
         self._each = 0.0  # seconds, of a token or of a proposal
@@ -68,7 +73,9 @@ class _Source:
     def proposed(self, count: int, seconds: float) -> None:
         if count:
             self._counts.append(count)
-        if count or not self.serial:
+        if self.behind:
+            self.behind, self.reading = False, seconds
+        elif count or not self.serial:
             self._times.append(seconds / count if self.serial else seconds)
             self._each = median(self._times)
 
@@ -124,6 +131,8 @@ class Controller:
         self._pending = 0.0  # seconds of proposals of this step
         self._rows = 0  # of the last step
         self._due = 0  # plain steps to take, to time them
+        for source in self._sources.values():
+            source.behind = True
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
         self._want_times(2 if self._times.known else 3)
@@ -141,6 +150,8 @@ class Controller:
             self.off = "plain steps are being timed"
         elif known.resting:
             self.off = known.why
+        elif known.behind and self._beyond(self._widths[0], known.reading) > self._left():
+            self.off = SPENT
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
             if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
                 return most
