@@ -46,6 +46,9 @@ FRESH = 128
 LOOK = 16
 """A source that is not worth asking is thought about again after so many steps: thinking takes time too."""
 
+PROMPT = 64
+"""A drafter that has so many tokens to read before it drafts does not take for a draft what it takes for both."""
+
 SPENT = "the budget for drafts is spent"
 
 CHEAP = 0.1
@@ -55,8 +58,7 @@ CHEAP = 0.1
 class _Source:
     """What is known of a drafter. serial: its tokens cost one after the other.
 
-    behind: before it proposes next it reads a prompt. reading: seconds that it took last with that, 0 before it is
-    known.
+    behind: tokens of a prompt that it reads before it proposes. pace: seconds that it took last for each of such.
     """
 
     def __init__(self, serial: bool) -> None:
@@ -65,7 +67,7 @@ class _Source:
         self.resting = 0  # steps until it is thought of again
         self.why = ""  # it rests
         self.serial = serial
-        self.behind, self.reading = True, 0.0
+        self.behind, self.pace = 0, 0.0
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
         self._each = 0.0  # seconds, of a token or of a proposal
@@ -74,7 +76,7 @@ class _Source:
         if count:
             self._counts.append(count)
         if self.behind:
-            self.behind, self.reading = False, seconds
+            self.pace = seconds / self.behind
         elif count or not self.serial:
             self._times.append(seconds / count if self.serial else seconds)
             self._each = median(self._times)
@@ -131,8 +133,6 @@ class Controller:
         self._pending = 0.0  # seconds of proposals of this step
         self._rows = 0  # of the last step
         self._due = 0  # plain steps to take, to time them
-        for source in self._sources.values():
-            source.behind = True
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
         self._want_times(2 if self._times.known else 3)
@@ -142,15 +142,16 @@ class Controller:
         """See `control.Controls`."""
         return self._plain / self._took if self._took else None
 
-    def ask(self, source: str) -> int:
+    def ask(self, source: str, behind: int = 0) -> int:
         """See `control.Controls`."""
         known = self._source(source)
+        known.behind = behind if behind >= PROMPT else 0
         most = self._widths[-1] - 1
         if self._due or not self._times.known:
             self.off = "plain steps are being timed"
         elif known.resting:
             self.off = known.why
-        elif known.behind and self._beyond(self._widths[0], known.reading) > self._left():
+        elif known.behind and self._beyond(self._widths[0], known.behind * known.pace) > self._left():
             self.off = SPENT
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
             if self._beyond(self._widths[0], known.drafting(most)) <= self._left():

@@ -266,10 +266,11 @@ def test_to_read_a_prompt_is_not_what_a_draft_takes() -> None:
         controller.begin(0)
         controller.told(1, 1.0)
         controller.told(1, 1.0)
-        assert controller.ask("head") > 0
+        assert controller.ask("head", 1000) > 0
         controller.proposed("head", draft, reading)
         rows = controller.choose(draft)
         controller.told(rows, 1.2, draft.first(rows - 1), range(rows - 1))
+        assert controller.ask("head", rows) > 0
         controller.proposed("head", draft, 0.01)
         assert controller.choose(draft) > 1
 
@@ -277,20 +278,21 @@ def test_to_read_a_prompt_is_not_what_a_draft_takes() -> None:
 def test_a_prompt_that_is_too_dear_to_read_is_paid_before_it_is_read_again() -> None:
     controller, draft = warm(), chain(list(range(7)), "head")
 
-    def steps_until_asked() -> int:
+    def steps_until_asked(behind: int) -> int:
         controller.begin(0)
         for step in range(3000):
-            if controller.ask("head"):
+            if controller.ask("head", behind):
                 return step
             controller.told(1, 1.0)
         return 3000
 
-    assert steps_until_asked() < 5
+    assert steps_until_asked(1000) < 5
     controller.proposed("head", draft, 20.0)
     assert controller.choose(draft) == 1
     controller.told(1, 1.0)
     assert controller.excess == pytest.approx(20, rel=0.01)
-    assert steps_until_asked() == pytest.approx((20 - CREDIT) / EPS, rel=0.1)
+    assert steps_until_asked(1000) == pytest.approx((20 - CREDIT) / EPS, rel=0.1)
+    assert steps_until_asked(100) < 5, "that is less"
 
 
 def settle(controller: Controller, draft: Draft, accepted: int, steps: int = 30) -> None:
