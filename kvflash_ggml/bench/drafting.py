@@ -15,8 +15,9 @@ import numpy as np
 
 from ..arrays import Int32s, common_prefix
 from ..config import SpecConfig
+from ..errors import ConfigError
 from .opening import opened
-from .spec import generate
+from .spec import generate, random_prompt
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -92,7 +93,10 @@ def _nothing(text: Int32s) -> Int32s:
 
 
 def _prompt(llm: Llama, text: str, plan: Plan) -> list[int]:
-    ids = llm.tokenize(text.encode(), special=False)
+    try:
+        ids = llm.tokenize(text.encode(), special=False)
+    except ConfigError:  # a model of random weights has no vocabulary
+        ids = random_prompt(llm, plan.depth, 0)
     piece = ids[: plan.passage] if plan.passage else ids
     return (piece * -(-plan.depth // len(piece)))[: plan.depth]
 

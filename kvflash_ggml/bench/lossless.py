@@ -75,8 +75,8 @@ class Sketching(Oracle):
 
     name = "pool"
 
-    def __init__(self, llm: Llama, text: Int32s, right: float, seed: int) -> None:
-        super().__init__(text, [right], n_vocab=llm.n_vocab(), seed=seed)
+    def __init__(self, llm: Llama, text: Int32s, right: float, seed: int, origin: int) -> None:
+        super().__init__(text, [right], n_vocab=llm.n_vocab(), seed=seed, origin=origin)
         self._llm = llm
 
     def propose(self, root: int, most: int) -> Draft | None:
@@ -168,7 +168,8 @@ def _streamed(llm: Llama, text: Int32s, rows: int, repeats: int) -> float:
 def _run_arm(llm: Llama, arm: _Arm, controls: Controls, prompt: list[int], text: Int32s, seed: int) -> None:
     drafters: list[Drafter] = []
     if arm.right is not None:
-        drafters = [Sketching(llm, np.concatenate([np.array(prompt, np.int32), text]), arm.right, seed)]
+        whole = np.concatenate([np.array(prompt, np.int32), text])
+        drafters = [Sketching(llm, whole, arm.right, seed, len(prompt))]
     speculator = llm._speculator = Speculator(drafters, controls, n_vocab=llm.n_vocab(), ends=())
     got, tps = generate(llm, prompt, len(text))
     tally = speculator.last

@@ -22,14 +22,15 @@ WARM = 32
 
 @dataclass(slots=True)
 class Asked:
-    """A drafter. known: how much of the text it was told. bad: drafts in a row that could not be verified.
+    """A drafter. known: how much of the text it was told. read: how long the text was when it was asked last.
 
-    deciding: seconds that it took last to find out what its draft is worth. unasked: steps without a draft since it was
-    asked. missing: tokens that it has to be given before it is asked.
+    bad: drafts in a row that could not be verified. deciding: seconds that it took last to find out what its draft is
+    worth. unasked: steps without a draft since it was asked. missing: tokens that it has to be given before it is asked.
     """
 
     drafter: Drafter
     known: int = 0
+    read: int = 0
     bad: int = 0
     deciding: float = 0.0
     unasked: int = 0
@@ -53,6 +54,15 @@ class Asked:
         if not self.follows:
             self.missing = WARM
         return self.follows and bool(self.drafter.wants)
+
+    def behind(self, length: int) -> int:
+        """How much of a text of so many tokens it reads before it drafts."""
+        newest = self.drafter.wants.newest
+        return length - self.read if newest is None else min(newest, length - self.read)
+
+    def cut(self, length: int) -> None:
+        """The text has `length` tokens left."""
+        self.known, self.read = min(self.known, length), min(self.read, length)
 
     def told(self, start: int, count: int) -> None:
         """It is given what it wants of these."""

@@ -26,8 +26,8 @@ class Controls(Protocol):
         """An answer begins, after a text of so many tokens."""
         ...
 
-    def ask(self, source: str) -> int:
-        """How many tokens this source should be asked for now; 0 for none."""
+    def ask(self, source: str, behind: int = 0) -> int:
+        """How many tokens this source should be asked for now; 0 for none. behind: it has so many to read before."""
         ...
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Fixed:
     def begin(self, length: int) -> None:
         """See `Controls`."""
 
-    def ask(self, source: str) -> int:
+    def ask(self, source: str, behind: int = 0) -> int:
         """See `Controls`."""
         return self._rows - 1
 

@@ -46,6 +46,9 @@ FRESH = 128
 LOOK = 16
 """A source that is not worth asking is thought about again after so many steps: thinking takes time too."""
 
+PROMPT = 64
+"""A drafter that has so many tokens to read before it drafts does not take for a draft what it takes for both."""
+
 SPENT = "the budget for drafts is spent"
 
 CHEAP = 0.1
@@ -53,7 +56,10 @@ CHEAP = 0.1
 
 
 class _Source:
-    """What is known of a drafter. serial: its tokens cost one after the other."""
+    """What is known of a drafter. serial: its tokens cost one after the other.
+
+    behind: tokens of a prompt that it reads before it proposes. pace: seconds that it took last for each of such.
+    """
 
     def __init__(self, serial: bool) -> None:
         self.survival = Survival()
@@ -61,6 +67,7 @@ class _Source:
         self.resting = 0  # steps until it is thought of again
         self.why = ""  # it rests
         self.serial = serial
+        self.behind, self.pace = 0, 0.0
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._counts: deque[int] = deque(maxlen=SAMPLES)
         self._each = 0.0  # seconds, of a token or of a proposal
@@ -68,7 +75,9 @@ class _Source:
     def proposed(self, count: int, seconds: float) -> None:
         if count:
             self._counts.append(count)
-        if count or not self.serial:
+        if self.behind:
+            self.pace = seconds / self.behind
+        elif count or not self.serial:
             self._times.append(seconds / count if self.serial else seconds)
             self._each = median(self._times)
 
@@ -82,7 +91,7 @@ class _Source:
 
 
 class _Choice(NamedTuple):
-    """rows: of a step. rate: tokens a second. short: of others that win more than it, but cannot be afforded."""
+    """rows: of a step. rate: tokens a second. short: others win more than a plain step, but cannot be afforded."""
 
     rows: int
     rate: float
@@ -133,14 +142,17 @@ class Controller:
         """See `control.Controls`."""
         return self._plain / self._took if self._took else None
 
-    def ask(self, source: str) -> int:
+    def ask(self, source: str, behind: int = 0) -> int:
         """See `control.Controls`."""
         known = self._source(source)
+        known.behind = behind if behind >= PROMPT else 0
         most = self._widths[-1] - 1
         if self._due or not self._times.known:
             self.off = "plain steps are being timed"
         elif known.resting:
             self.off = known.why
+        elif known.behind and self._beyond(self._widths[0], known.behind * known.pace) > self._left():
+            self.off = SPENT
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
             if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
                 return most
@@ -255,7 +267,7 @@ class Controller:
             self._due = steps
 
     def _left(self) -> float:
-        """Seconds that a step may take longer than a plain one and leave the books in order if it accepts nothing."""
+        """Seconds that a step may take longer than a plain one, with the books in order if it accepts nothing."""
         return self._credit * self._times(1) + self._eps * self._plain - self.excess - self._pending
 
     def _beyond(self, rows: int, drafting: float) -> float:

@@ -126,9 +126,9 @@ class Speculator:
             self._remove_failed()
         self._spent = self._draft_seconds = 0.0
         self._running = began = self._clock()
-        draft = None
+        draft, length = None, len(text.tokens)
         for at, one in enumerate(self._asked):
-            wanted = self.controls.ask(one.drafter.name)
+            wanted = self.controls.ask(one.drafter.name, one.behind(length))
             if wanted:
                 draft = self._draft(at, one, text, root, wanted)
                 self._draft_seconds = self._clock() - began
@@ -202,8 +202,14 @@ class Speculator:
             most = min(most, self._end - len(tokens) - 2)  # the root is told already, and one is chosen after a draft
         if most < 1:
             return None
+        if not one.drafter.wants and one.known < len(tokens):  # which takes little, but for a long prompt
+            start, one.known = one.known, len(tokens)
+            self._tell(one, partial(one.drafter.observe, start, _locked(tokens[start:]), None))
+            if one.failed:
+                return None
+        one.read = len(tokens)
         name, began = one.drafter.name, self._clock()
-        draft = self._ask(one, tokens, root, most)
+        draft = self._ask(one, root, most)
         asked = self._clock()
         self.controls.proposed(name, draft, asked - began + one.deciding)
         if draft is None or len(draft) == 0:
@@ -219,13 +225,10 @@ class Speculator:
         self._drafted = draft
         return draft.padded(rows - 1, root)
 
-    def _ask(self, one: Asked, text: Int32s, root: int, most: int) -> Draft | None:
+    def _ask(self, one: Asked, root: int, most: int) -> Draft | None:
         """A draft that can be verified; None if there is none, whatever the drafter does."""
         drafter = one.drafter
         try:
-            if not drafter.wants and one.known < len(text):
-                drafter.observe(one.known, _locked(text[one.known :]), None)
-                one.known = len(text)
             proposed = drafter.propose(root, most)
             if proposed is None:
                 return None
@@ -297,7 +300,7 @@ class Speculator:
         self._ahead = None
         for one in self._asked:
             if one.known > length:
-                one.known = length
+                one.cut(length)
                 self._tell(one, partial(one.drafter.cut, length))
 
     def freeze(self) -> list[SavedDraft]:
@@ -308,7 +311,8 @@ class Speculator:
         """See `session.step.Follower`."""
         for one in self._asked:
             one.known = len(tokens)  # an interrupt is followed by a cut to nothing
-            one.known, one.missing = remember.adopt(one.drafter, saved, tokens), 0
+            one.known = one.read = remember.adopt(one.drafter, saved, tokens)
+            one.missing = 0
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
         assert self._features is not None

@@ -17,8 +17,9 @@ class Oracle:
 
     text: the whole text, prompt included. rates: the probability that a token is right where those before it were, for
     each position of a draft; the last one counts for all that follow. n_vocab: wrong tokens are other ids below it.
-    Which ones are wrong depends on seed and place alone, so the same place is drafted the same way again. seconds: a
-    proposal takes so long. serial: so long for each token of it. sleep: how that time is spent.
+    Which ones are wrong depends on seed and place alone, counted from `origin` on, so the same place is drafted the
+    same way again. seconds: a proposal takes so long. serial: so long for each token of it. sleep: how that time is
+    spent.
     """
 
     name = "oracle"
@@ -31,6 +32,7 @@ class Oracle:
         *,
         n_vocab: int,
         seed: int = 0,
+        origin: int = 0,
         seconds: float = 0.0,
         serial: bool = False,
         sleep: Callable[[float], None] = time.sleep,
@@ -38,7 +40,7 @@ class Oracle:
         self._text = np.asarray(text, np.int32)
         self._rates = np.asarray(rates, np.float64)
         self._n_vocab = n_vocab
-        self._seed = seed
+        self._seed, self._origin = seed, origin
         self._seconds = seconds
         self._serial = serial
         self._sleep = sleep
@@ -58,7 +60,7 @@ class Oracle:
             return None
         if self._seconds:
             self._sleep(self._seconds * (len(tokens) if self._serial else 1))
-        draws = np.random.default_rng((self._seed, at)).random((2, len(tokens)))
+        draws = np.random.default_rng((self._seed, max(0, at - self._origin))).random((2, len(tokens)))
         rates = self._rates[np.minimum(np.arange(len(tokens)), len(self._rates) - 1)]
         wrong = draws[0] >= rates
         other = 1 + (draws[1] * (self._n_vocab - 1)).astype(np.int32)

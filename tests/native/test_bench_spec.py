@@ -40,12 +40,14 @@ def test_wins_as_much_as_it_is_told_to(kind: str, models: dict[str, Path], loade
 
 def test_a_slow_drafter_has_more_to_win(models: dict[str, Path], loaded: None) -> None:
     document = bench(
-        models["dense"], "--depth", 100, "--tokens", 40, "--widths", "4", "--accept", "4", "--draft-ms", 50,
-        "--repeats", 1,
+        models["dense"], "--depth", "100,200", "--tokens", 40, "--widths", "4", "--accept", "3", "--draft-ms", 50,
+        "--repeats", 1, "--no-bare",
     )  # fmt: skip
-    plain, drafted = document["points"]
+    plain, drafted, longer, again = document["points"]
     assert drafted["tps"] < 4 / 0.05
     assert drafted["break_even"] == pytest.approx((drafted["step_ms"] + 50) / plain["step_ms"], rel=0.01)
+    assert (plain["depth"], longer["depth"]) == (100, 200)
+    assert drafted["won"] == again["won"], "so that depths can be compared"
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -98,7 +100,7 @@ def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize(("option", "value"), [("--accept", "many"), ("--depth", "1K,2K")])
+@pytest.mark.parametrize(("option", "value"), [("--accept", "many"), ("--pool", "1K,2K")])
 def test_says_what_it_cannot_read(option: str, value: str, models: dict[str, Path]) -> None:
     result = CliRunner().invoke(main, ["spec", str(models["dense"]), option, value])
     assert result.exit_code == 2

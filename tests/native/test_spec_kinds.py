@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.drafter_models import with_own_vocabulary
 from support.harness import MODELS
 
 from kvflash_ggml.config import SpecConfig
@@ -59,6 +61,34 @@ def test_the_text_is_that_of_plain_decoding(kind: str, llama: Any, tokens: Any) 
         if one != other:
             assert abs(mine[one] - mine[other]) <= 2 * near
             break
+
+
+def test_a_drafter_with_a_smaller_vocabulary(llama: Any, tokens: Any, tmp_path: Path) -> None:
+    """It drafts tokens of its own alone, and as well as with all of them if it has those that come."""
+    prompt = np.tile(tokens[:220], 3)[:620].tolist()
+    size = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
+
+    def answer(draft: Path) -> tuple[list[int], Any, set[int]]:
+        llm = llama("dense", **size, kvflash_spec=SpecConfig(types=("draft-eagle3",), draft=draft, width=5))
+        drafter, drafted = llm._drafting.drafters[0], set[int]()
+        propose = drafter.propose
+
+        def proposed(root: int, most: int) -> Any:
+            draft = propose(root, most)
+            drafted.update(draft.tokens.tolist())
+            return draft
+
+        drafter.propose = proposed
+        return told(llm, prompt)[0], llm.kvflash.spec.last, drafted
+
+    everything = MODELS / "recall-eagle3-q8_0.gguf"
+    text, full, drafted = answer(everything)
+    own = sorted({*text, *range(0, 4096, 3)} - {next(iter(drafted - set(text)))})
+    file = with_own_vocabulary(everything, MODELS / "recall-qwen3-q8_0.gguf", tmp_path / "eagle3.gguf", own)
+    again, some, drafted = answer(file)
+    assert again == text
+    assert drafted <= set(own)
+    assert some.accepted >= full.accepted > 0
 
 
 @pytest.mark.parametrize("width", [8, 16])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
 from support.harness import _copy_fields, _finish
 
@@ -47,6 +48,20 @@ def with_head(source: Path, head: Path, target: Path) -> Path:
     own = {tensor.name for tensor in model.tensors}
     for tensor in [*model.tensors, *(t for t in last.tensors if t.name not in own)]:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    _finish(writer)
+    return target
+
+
+def with_own_vocabulary(drafter: Path, model: Path, target: Path, tokens: list[int]) -> Path:
+    """The drafter with a head for these tokens alone, out of the model's own: it drafts no others."""
+    reader, full = gguf.GGUFReader(drafter), gguf.GGUFReader(model)
+    head = next(tensor for tensor in full.tensors if tensor.name == "output.weight")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    _copy_fields(reader, writer, lambda key: True)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("output.weight", head.data[tokens], raw_dtype=head.tensor_type)
+    writer.add_tensor("d2t", np.array(tokens, np.int64), raw_dtype=gguf.GGMLQuantizationType.I64)
     _finish(writer)
     return target
 

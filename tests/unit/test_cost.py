@@ -260,6 +260,41 @@ def test_where_a_lookup_finds_nothing_it_is_asked_less_often() -> None:
     assert "nothing" in str(controller.off)
 
 
+def test_to_read_a_prompt_is_not_what_a_draft_takes() -> None:
+    controller, draft = warm(), chain(list(range(7)), "head")
+    for reading in (3.0, 0.1):
+        controller.begin(0)
+        controller.told(1, 1.0)
+        controller.told(1, 1.0)
+        assert controller.ask("head", 1000) > 0
+        controller.proposed("head", draft, reading)
+        rows = controller.choose(draft)
+        controller.told(rows, 1.2, draft.first(rows - 1), range(rows - 1))
+        assert controller.ask("head", rows) > 0
+        controller.proposed("head", draft, 0.01)
+        assert controller.choose(draft) > 1
+
+
+def test_a_prompt_that_is_too_dear_to_read_is_paid_before_it_is_read_again() -> None:
+    controller, draft = warm(), chain(list(range(7)), "head")
+
+    def steps_until_asked(behind: int) -> int:
+        controller.begin(0)
+        for step in range(3000):
+            if controller.ask("head", behind):
+                return step
+            controller.told(1, 1.0)
+        return 3000
+
+    assert steps_until_asked(1000) < 5
+    controller.proposed("head", draft, 20.0)
+    assert controller.choose(draft) == 1
+    controller.told(1, 1.0)
+    assert controller.excess == pytest.approx(20, rel=0.01)
+    assert steps_until_asked(1000) == pytest.approx((20 - CREDIT) / EPS, rel=0.1)
+    assert steps_until_asked(100) < 5, "that is less"
+
+
 def settle(controller: Controller, draft: Draft, accepted: int, steps: int = 30) -> None:
     for _ in range(steps):
         if controller.ask(draft.source):

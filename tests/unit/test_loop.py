@@ -422,7 +422,7 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     class Chosen(Fixed):
         wanted = False
 
-        def ask(self, source: str) -> int:
+        def ask(self, source: str, behind: int = 0) -> int:
             return 3 if self.wanted else 0
 
     drafter, controls, text = Drafts(tokens(1)), Chosen(4), Text()

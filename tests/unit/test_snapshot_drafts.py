@@ -205,7 +205,7 @@ def test_sections_that_are_missing_or_damaged(world: Any, saved: bytes) -> None:
 class Knows:
     """A drafter that can be put aside."""
 
-    wants: Any = ()
+    wants: Features = Features()
 
     def __init__(self, name: str, error: Exception | None = None) -> None:
         self.name, self.error = name, error
@@ -242,7 +242,8 @@ class Written:
 
 
 def speculator(*drafters: Any) -> Any:
-    from kvflash_ggml.spec.control import Fixed
+    from kvflash_ggml.spec.base import Features
+from kvflash_ggml.spec.control import Fixed
     from kvflash_ggml.spec.loop import Speculator
 
     return Speculator(drafters, Fixed(4), n_vocab=1000, ends=())
