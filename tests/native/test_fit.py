@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import running
+from support.servers import device_names, running
 
 from kvflash_ggml import Fit, KVFlashConfig
 from kvflash_ggml.bench.shapes import SHAPES, write
@@ -41,16 +41,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def servers(loaded: None) -> Iterator[list[str]]:
     with running(2) as found:
         yield [server.endpoint for server in found]
-
-
-def names(endpoints: list[str]) -> list[str]:
-    """Of their devices: numbers depend on how many servers this process has met before."""
-    from kvflash_ggml import remote
-    from kvflash_ggml.native import remote as connections
-
-    found = remote.find_all(endpoints)
-    with connections.connected(found):
-        return [device.name for endpoint in found for device in connections.served(endpoint)]
 
 
 def make(path: str, **keywords: Any) -> Any:
@@ -80,7 +70,7 @@ def check_taken(llm: Any, placement: Placement) -> None:
 
 
 def on_server(servers: list[str], free_mib: float) -> Fit:
-    return Fit(free={names(servers[:1])[0]: int(free_mib * MIB)}, margin=0)
+    return Fit(free={device_names(servers[:1])[0]: int(free_mib * MIB)}, margin=0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +89,7 @@ def test_what_is_planned_is_what_is_taken(
 
 
 def test_layers_are_shared_out_by_what_servers_have(mixture: str, servers: list[str]) -> None:
-    known = names(servers)
+    known = device_names(servers)
     fit = Fit(free=dict(zip(known, (8 * MIB, 10 * MIB), strict=True)), margin=0)
     llm = make(mixture, rpc=servers, fit=fit)
     found = llm.placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ SHAPES = {
     "tied": "dense",
 }
 POOL = 512
+
+
+@pytest.fixture
+def llama(llama: Callable[..., Any]) -> Callable[..., Any]:
+    """Models on the host alone, whose memory these tests count, also on a machine with GPUs."""
+    return partial(llama, device="none")
 
 
 def address(pointer: Any) -> int:
@@ -59,14 +66,14 @@ def test_what_is_measured_is_what_is_taken(
 def test_each_of_several_devices_is_measured(llama: Callable[..., Any], model: Callable[[str], Path]) -> None:
     from dataclasses import replace
 
-    from support.servers import running
+    from support.servers import device_names, running
 
     from kvflash_ggml.native import measure
 
     with running(2) as servers:
         endpoints = [server.endpoint for server in servers]
         settings = {"n_gpu_layers": -1, "tensor_split": [1, 1], "rpc": endpoints, "use_mmap": False}
-        llm = llama("small", kvflash=POOL, kvflash_policy="qk", **settings)
+        llm = llama("small", device=device_names(endpoints), kvflash=POOL, kvflash_policy="qk", **settings)
         rows = llm._session.engine.info.query_rows
         taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
         with measure.sketch(model("small"), llm.model_params) as found:
@@ -340,7 +347,18 @@ def test_a_dry_run_reads_no_weights(tmp_path: Path) -> None:
 
     path = tmp_path / "hollow.gguf"
     write_hollow(path, 150_000)
-    command = [sys.executable, "-m", "kvflash_ggml", str(path), "-ngl", "0", "--kvflash", "4096", "--dry-run", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvflash_ggml",
+        str(path),
+        "--device",
+        "none",
+        "--kvflash",
+        "4096",
+        "--dry-run",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 3), done.stderr
     fits = done.returncode == 0

@@ -126,3 +126,13 @@ def running(count: int) -> Iterator[list[Server]]:
     finally:
         for server in servers:
             server.end()
+
+
+def device_names(endpoints: list[str]) -> list[str]:
+    """Of their devices: numbers depend on how many servers this process has met before."""
+    from kvflash_ggml import remote
+    from kvflash_ggml.native import remote as connections
+
+    found = remote.find_all(endpoints)
+    with connections.connected(found):
+        return [device.name for endpoint in found for device in connections.served(endpoint)]
