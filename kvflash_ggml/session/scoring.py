@@ -17,7 +17,8 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
-from ..policy.base import Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..policy.base import Lasting, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..pool.residency import clearly_better
 from ..state.session import PolicyState, Statistics, done
 from .keys import HostKeys
 from .query_ring import QueryCopy, QueryRing
@@ -175,6 +176,25 @@ class Scoring:
         if len(self._pending) <= self._lag:
             return None
         return self._pending.popleft().result()
+
+    def lasting(self, scores: Floats, before: Floats | None) -> Floats:
+        """The scores of a look at an answer, and what is left of those `before` it where that is more.
+
+        So what a prompt's end has found stays for a while: a look at an answer sees its newest token only.
+        """
+        if before is None or not isinstance(self.scorer, Lasting):
+            return scores
+        lasting: Floats = scores.copy()
+        known = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
+        lasting[: len(known)] = np.maximum(scores[: len(known)], known - self.scorer.fade * self.selection.interval)
+        return lasting
+
+    def moves(self, scores: Floats, resident: Sequence[int], evicted: Sequence[int]) -> bool:
+        """Should pages move for the scores of an answer: has it been tau tokens, or does it clearly pay?"""
+        now: bool = self.selection.must_move or clearly_better(scores, resident, evicted, MARGIN)
+        if now:
+            self.selection.moved()
+        return now
 
     # --- save and restore
 

@@ -11,14 +11,13 @@ from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
 from ..pool.branches import Branches
-from ..pool.residency import clearly_better
 from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
 from .reading import POOL, Loss, Reading
 from .repair import Repair
-from .scoring import MARGIN, Scoring
+from .scoring import Scoring
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
 from .text import Text
@@ -347,16 +346,13 @@ class Session(Text):
         self.scoring.request(self.tokens, self.length // CHUNK, protected, rows=rows, known=known)
 
     def _take(self, ranking: Floats | None, *, sparingly: bool = False) -> None:
-        """Go by new scores, if there are any. sparingly: pages only move for it at tau, or when it clearly pays."""
+        """Go by new scores, if there are any. sparingly: beside those before, and pages move only where that pays."""
         if ranking is None or self.scoring is None:
             return
-        clock = self.scoring.selection
-        self.ranking, self.rebuild = ranking, True
-        if sparingly:
-            self.rebuild = clock.must_move or clearly_better(ranking, *self.table.unprotected(), MARGIN)
-            if self.rebuild:
-                clock.moved()
         self.events.score(ranking)
+        if sparingly:
+            ranking = self.scoring.lasting(ranking, self.ranking)
+        self.ranking, self.rebuild = ranking, not sparingly or self.scoring.moves(ranking, *self.table.unprotected())
 
     def _forget_scores(self) -> None:
         """A new request: nothing that was scored for the last one may steer it."""
