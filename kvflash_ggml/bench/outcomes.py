@@ -64,7 +64,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """depths: 0..1. trials: of each task; a trial asks once at every depth. fact_set: of the task `forms`."""
+    """depths: 0..1. trials: of each task; a trial asks once at every depth. fact_set: of `forms` and `late`."""
 
     tasks: tuple[str, ...]
     depths: tuple[float, ...]

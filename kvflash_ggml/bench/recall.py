@@ -109,6 +109,8 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
             llm.load_state(state)
             before = _counters(llm)
             llm.eval(tail_tokens(llm, case, ask))
+        for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
+            llm.eval([token])
         gold = gold_chunks(ask, shift)
         resident = set(gold) <= set(llm.kvflash.resident_chunks) if llm.kvflash is not None and gold else None
         reply, count, seconds = _answer(llm, ask)

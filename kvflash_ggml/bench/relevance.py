@@ -31,7 +31,8 @@ RESIDENCY = (6.25, 3.0)
     default="single,multikey4",
     show_default=True,
     help="Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat; for models that were not trained "
-    "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template).",
+    "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template) and late "
+    "(the same, after some eighty other tokens of the answer).",
 )
 @set_option
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")

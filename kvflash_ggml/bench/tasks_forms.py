@@ -1,4 +1,4 @@
-"""The recall task for models from outside: twelve facts of twelve forms in a real text, asked in the model's own chat.
+"""The recall tasks for models from outside: twelve facts of twelve forms in a real text, asked in the model's own chat.
 
 Every fact is asked for twice: in the words of its sentence, and reworded.
 """
@@ -21,8 +21,26 @@ STRETCHES = 8
 BEFORE_QUESTION = "\n\nQuestion: "
 
 
+PREAMBLE = (
+    "I have read the whole document that you gave me, from its first page to its last, and I looked for the sentence "
+    "that says it. Some of the pages are about programs and some are about the terms under which they may be used, so "
+    "it took me a while to find the right place. I am glad to help you with it. Here is the answer, in the words of "
+    "the text. "
+)
+"""What an answer can begin with that has nothing to do with what was asked."""
+
+
 def forms(setting: Setting, rng: random.Random) -> list[Case]:
     """One document with a fact of each form, in an order of its own. Ignores `depths`."""
+    return [_document(setting, rng)]
+
+
+def late(setting: Setting, rng: random.Random) -> list[Case]:
+    """The same, where each answer has said something else before it comes to the fact."""
+    return [_document(setting, rng, preamble=PREAMBLE)]
+
+
+def _document(setting: Setting, rng: random.Random, preamble: str = "") -> Case:
     if setting.fact_set not in SETS:
         raise ConfigError(f"there is no set {setting.fact_set!r} of facts: use one of {', '.join(SETS)}")
     frame = setting.frame
@@ -39,7 +57,8 @@ def forms(setting: Setting, rng: random.Random) -> list[Case]:
     )
     asks = tuple(
         FreeAsk(
-            tail=f"{BEFORE_QUESTION}{question}{frame.before_answer}{lead}",
+            tail=f"{BEFORE_QUESTION}{question}{frame.before_answer}{'' if preamble else lead}",
+            said=f"{preamble}{lead}" if preamble else "",
             answer=value,
             label=label,
             gold=(setting.span(document, line, value, shift=frame.size),),
@@ -51,7 +70,7 @@ def forms(setting: Setting, rng: random.Random) -> list[Case]:
             ("reworded", form.reworded, form.reworded_lead),
         )
     )
-    return [Case(document=frame.before_document + document, asks=asks, special=frame.special)]
+    return Case(document=frame.before_document + document, asks=asks, special=frame.special)
 
 
 def text_of(text: str, fact_set: str) -> str:

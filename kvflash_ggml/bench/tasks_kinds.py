@@ -14,7 +14,7 @@ from dataclasses import replace
 from ..errors import ConfigError
 from .asks import Ask, Case, Setting
 from .tasks import NOUNS, WORDS, Needle, unused_value
-from .tasks_forms import forms
+from .tasks_forms import forms, late
 
 MULTIKEY = 4
 """Facts of the same form in a multikey4 document."""
@@ -172,9 +172,10 @@ KINDS: dict[str, Maker] = {
     "reworded": reworded,
     "chat": chat,
     "forms": forms,
+    "late": late,
 }
 
-FREE = frozenset({"forms"})
+FREE = frozenset({"forms", "late"})
 """Kinds that are asked in the model's own chat, and answered in its own words."""
 
 

@@ -168,6 +168,16 @@ class Exact(Protocol):
 
 
 @runtime_checkable
+class Lasting(Protocol):
+    """A scorer whose looks at an answer do not replace what was found before, but stand beside it.
+
+    fade: by how much a score counts less for each token since its look, in the units of the scores.
+    """
+
+    fade: float
+
+
+@runtime_checkable
 class Reading(Protocol):
     """A scorer with a model of its own that reads along, and goes on reading where it was after a restore."""
 

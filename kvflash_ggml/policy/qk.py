@@ -55,10 +55,11 @@ class QKScorer:
     """heads: the retrieval heads, which `use` leaves alone then; None for all until `use` names them.
 
     query_rows: enough for a question and the marks of a chat template after it. age: by how much a query counts less
-    for each token after it, in the units of the scores: the end of a question says best what is looked for. share,
-    least: of the chunks, how many are scored again by their real keys. successors: recall the chunk after one whose end
-    is attended to as well. `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`.
-    `measures`, on unless unset, goes by exact masses where a streamed step has them.
+    for each token after it, in the units of the scores: the end of a question says best what is looked for. fade: by
+    how much what an earlier look has found does, while an answer is written. share, least: of the chunks, how many are
+    scored again by their real keys. successors: recall the chunk after one whose end is attended to as well.
+    `explains`, off unless set, keeps what decided about each chunk, for `reasons_of`. `measures`, on unless unset, goes
+    by exact masses where a streamed step has them.
     """
 
     name = "qk"
@@ -69,6 +70,7 @@ class QKScorer:
         heads: Heads | None = None,
         query_rows: int = 32,
         age: float = 0.02,
+        fade: float = 0.02,
         share: float = 0.04,
         least: int = 16,
         exact_work: float = EXACT_WORK,
@@ -78,6 +80,7 @@ class QKScorer:
         self._given = heads
         self._fixed = heads is not None
         self._age = age
+        self.fade = fade
         self._share = share
         self._least = least
         self._exact_work = exact_work

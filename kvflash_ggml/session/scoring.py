@@ -18,7 +18,8 @@ from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import HostMemoryError
 from ..native.streamed import NOBODY, Asked
-from ..policy.base import Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
+from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Statistics, done
 from .keys import HostKeys, most_threads
 from .masses import MassReader
@@ -201,6 +202,26 @@ class Scoring:
         if len(self._pending) <= self._lag:
             return None
         return self._pending.popleft().result()
+
+    def lasting(self, scores: Floats, before: Floats | None) -> Floats:
+        """The scores of a look at an answer, and what is left of those `before` it where that is more.
+
+        So what a prompt's end has found stays for a while: a look at an answer sees its newest token only.
+        """
+        if before is None or not isinstance(self.scorer, Lasting):
+            return scores
+        lasting: Floats = scores.copy()
+        known = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
+        lasting[: len(known)] = np.maximum(scores[: len(known)], known - self.scorer.fade * self.selection.interval)
+        return lasting
+
+    def sparing(self, scores: Floats, resident: Chunks, evicted: Chunks, blocks: int) -> tuple[Floats, bool]:
+        """What to go by for scores of an answer, and do pages move: at tau all, before it a few that clearly pay."""
+        if self.selection.must_move:
+            self.selection.moved()
+            return scores, True
+        few = few_moves(scores, resident, evicted, margin=MARGIN, most=most_moves(blocks))
+        return (scores, False) if few is None else (few, True)
 
     # --- save and restore
 

@@ -42,11 +42,16 @@ class Selection:
         if waiting:
             self._due -= count
             return False
-        if self._since_score < max(1, self.tau // SCORES_PER_TAU):
+        if self._since_score < self.interval:
             return False
         self._since_score = 0
         self._due = self._delay
         return True
+
+    @property
+    def interval(self) -> int:
+        """Tokens between two looks."""
+        return max(1, self.tau // SCORES_PER_TAU)
 
     @property
     def is_due(self) -> bool:

@@ -25,7 +25,7 @@ class Asked:
     """A drafter. known: how much of the text it was told. read: how long the text was when it was asked last.
 
     bad: drafts in a row that could not be verified. deciding: seconds that it took last to find out what its draft is
-    worth. unasked: steps without a draft since it was asked. missing: tokens that it has to be given before it is asked.
+    worth. unasked: steps without a draft since it was asked. missing: tokens it has to be given before it is asked.
     """
 
     drafter: Drafter

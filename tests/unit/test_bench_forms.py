@@ -11,7 +11,7 @@ from kvflash_ggml.bench.answers import finished, judge
 from kvflash_ggml.bench.asks import Frame, Setting
 from kvflash_ggml.bench.filler import read_text
 from kvflash_ggml.bench.forms import SETS
-from kvflash_ggml.bench.tasks_forms import text_of
+from kvflash_ggml.bench.tasks_forms import PREAMBLE, text_of
 from kvflash_ggml.bench.tasks_kinds import make
 from kvflash_ggml.errors import ConfigError
 
@@ -86,6 +86,20 @@ def test_a_document_holds_twelve_facts_each_asked_twice(name, tokenize, frame):
         assert ask.is_correct(f" {ask.answer}.")
         assert not any(ask.is_correct(f" {rival}.") for rival in ask.anchors)
     assert case.document.startswith(frame.before_document)
+
+
+def test_a_late_answer_begins_with_something_else():
+    ((late,), (plain,)) = (
+        make(kind, setting(frame=Frame(before_answer="<model>\n")), seed=3) for kind in ("late", "forms")
+    )
+    leads = [lead for form in SETS["choose"] for lead in (form.lead, form.reworded_lead)]
+    assert len(late.asks) == 24
+    for ask in late.asks:
+        assert ask.tail.endswith("<model>\n")
+        assert ask.said.removeprefix(PREAMBLE) in leads
+    for ask in plain.asks:
+        assert ask.tail.rpartition("<model>\n")[2] in leads
+        assert not ask.said
 
 
 def test_a_seed_is_a_document_of_its_own():

@@ -38,6 +38,24 @@ class Counted:
         return np.zeros(request.n_chunks, np.float32)
 
 
+class Finding(Counted):
+    """A prompt's end has found one chunk, and the answer asks for another one from its 100th token on."""
+
+    ASKED, LATER = 5, 9
+
+    def __init__(self, fade: float) -> None:
+        super().__init__()
+        self.fade = fade
+
+    def score(self, request: Any) -> Any:
+        scores = np.full(request.n_chunks, -5, np.float32)
+        if len(request.tokens) == PROMPT:
+            scores[self.ASKED] = 0
+        if len(request.tokens) >= PROMPT + 100:
+            scores[self.LATER] = 0
+        return scores
+
+
 def session(scorer: Counted, **info: Any) -> Session:
     engine = FakeEngine(1024, 128, **info)
     config = KVFlashConfig(pool=1024, tau=64)
@@ -57,6 +75,19 @@ def test_looks_go_on_while_drafts_are_rejected(wrong: int, recurrent: bool) -> N
         one.verify(np.full(4 + wrong, 7, np.int32))
         accept(one, 4)
     assert len(scorer.seen) == 400 // 16
+    one.close()
+
+
+@pytest.mark.parametrize(("fade", "stays"), [(0.02, True), (0.1, False)])
+def test_what_a_question_has_found_stays_while_it_is_answered(fade: float, stays: bool) -> None:
+    """Until it has faded below what else there is; and what is asked for later comes all the same."""
+    one = session(Finding(fade))
+    assert Finding.ASKED in one.table.resident_chunks
+    assert Finding.LATER not in one.table.resident_chunks
+    for token in range(200):
+        one.extend(np.array([token], np.int32))
+    assert (Finding.ASKED in one.table.resident_chunks) == stays
+    assert Finding.LATER in one.table.resident_chunks
     one.close()
 
 

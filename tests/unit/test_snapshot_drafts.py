@@ -18,6 +18,7 @@ from support.snapshot_files import EXTREMES, NONSENSE
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.session.session import Session
+from kvflash_ggml.spec.base import Features
 from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.state.draft import Origin, SavedDraft
 from kvflash_ggml.state.session import SessionState
@@ -242,8 +243,7 @@ class Written:
 
 
 def speculator(*drafters: Any) -> Any:
-    from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
+    from kvflash_ggml.spec.control import Fixed
     from kvflash_ggml.spec.loop import Speculator
 
     return Speculator(drafters, Fixed(4), n_vocab=1000, ends=())
