@@ -66,3 +66,7 @@ std::vector<kvf_layer> kvf_layers(const kvf_engine & engine);  // with the scale
 
 // Is there such a sequence?
 kvf_status kvf_check_seq(const kvf_engine & engine, int32_t seq);
+
+// Are these heads of their layers, at least one, in order, none twice? n_head says which kind.
+kvf_status kvf_check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
+                           int32_t kvf_layer::*n_head);

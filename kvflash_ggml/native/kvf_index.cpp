@@ -1,7 +1,6 @@
 // Attention mass of chunks: from the index, which holds the keys of some KV heads at 4 bits, or from page images.
 #include "kvf_engine.h"
 #include "kvf_error.h"
-#include "kvf_masses.h"
 #include "kvf_products.h"
 
 #include <cmath>

@@ -34,8 +34,10 @@ std::vector<column_group> groups_of(const kvf_engine & engine, const kvf_plan & 
     return res;
 }
 
+// Texts grow: memory is made in steps, or each longer one would ask for a little more.
 bool make_memory(const kvf_engine & engine, const kvf_lane & lane, kvf_masses::part & part, int64_t n_chunks) {
-    if (part.out && part.index->ne[0] >= part.count && part.out->ne[0] >= part.count*n_chunks) {
+    const auto size = GGML_PAD(part.count*n_chunks, AT_ONCE);
+    if (part.out && part.index->ne[0] >= part.count && part.out->ne[0] >= size) {
         return true;
     }
     part.out = nullptr;
@@ -43,7 +45,7 @@ bool make_memory(const kvf_engine & engine, const kvf_lane & lane, kvf_masses::p
     part.ctx.reset(ggml_init({ 2*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }));
     auto * buft  = ggml_backend_buffer_get_type(kvf_access::layers(engine.kv)[lane.first_layer].k->buffer);
     auto * index = ggml_new_tensor_1d(part.ctx.get(), GGML_TYPE_I32, part.count);
-    auto * out   = ggml_new_tensor_1d(part.ctx.get(), GGML_TYPE_F32, part.count*n_chunks);
+    auto * out   = ggml_new_tensor_1d(part.ctx.get(), GGML_TYPE_F32, size);
     part.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(part.ctx.get(), buft));
     if (!part.buffer) {
         return false;
@@ -142,8 +144,7 @@ kvf_status kvf_masses_check(const kvf_engine & engine, const kvf_plan & plan) {
 }
 
 void kvf_masses_begin(kvf_engine & engine, const kvf_plan & plan) {
-    auto & stages = *engine.pool.stages;
-    auto & masses = stages.masses;
+    auto & masses = engine.pool.stages->masses;
     const auto n_rows = (int64_t) plan.n_streamed*KVF_BLOCK + plan.open_rows + plan.n_tokens;
     masses.n_heads  = plan.n_mass_heads;
     masses.n_rows   = plan.n_mass_rows;
@@ -171,7 +172,7 @@ void kvf_masses_begin(kvf_engine & engine, const kvf_plan & plan) {
             continue;
         }
         masses.why = refuses(lane);
-        if (masses.why.empty() && !make_memory(engine, lane, part, stages.n_slots/KVF_BLOCK)) {
+        if (masses.why.empty() && !make_memory(engine, lane, part, masses.n_chunks)) {
             masses.why = std::string("no memory on ") + ggml_backend_dev_name(lane.dev) + " for it";
         }
         if (masses.why.empty()) {

@@ -37,7 +37,3 @@ void kvf_masses_begin(kvf_engine & engine, const kvf_plan & plan);
 
 // The stage of a layer is complete, and its queries are captured: what follows on its device may overwrite both.
 void kvf_masses_submit(kvf_engine & engine, const kvf_plan & plan, size_t layer);
-
-// kvf_index.cpp: heads of their layers, at least one, in order, none twice; n_head says which kind.
-kvf_status kvf_check_heads(const std::vector<kvf_layer> & layers, int32_t n, const kvf_head * heads,
-                           int32_t kvf_layer::*n_head);

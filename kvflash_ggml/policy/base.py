@@ -163,7 +163,10 @@ class Exact(Protocol):
     """A scorer that can go by masses which a streamed step has computed, instead of a look at its statistics."""
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
-        """Of which heads, and of how many of the newest `rows` queries. Called from any thread."""
+        """Of which heads, and of how many of the newest `rows` queries; of none, where they would be too many.
+
+        Called from any thread.
+        """
         ...
 
 

@@ -34,6 +34,9 @@ MIN_ROWS = 8
 MAX_MASSES = 2**20
 """Values of one look, heads x rows x chunks, that are fetched from a streamed step, but for MIN_ROWS."""
 
+MOST_MASSES = 2**24
+"""The same without an exception: 64 MiB. More of them would take longer than a look at the index."""
+
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
 
@@ -187,8 +190,10 @@ class QKScorer:
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
-        heads = self._heads if self.measures else self._heads[:0]
-        return heads, min(rows, max(MIN_ROWS, MAX_MASSES // max(1, n_chunks * len(self._heads))))
+        heads = self._heads
+        values = max(1, n_chunks * len(heads))
+        rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MOST_MASSES // values)
+        return (heads, rows) if self.measures and rows > 0 else (heads[:0], 0)
 
     def _known(self, request: ScoreRequest) -> Masses | None:
         """The masses that came with a request, unless other heads have begun to count since."""

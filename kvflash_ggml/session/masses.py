@@ -33,16 +33,17 @@ class MassReader:
     @property
     def told(self) -> tuple[str, str]:
         """By what the end of the newest prompt was scored, and why not exactly: see `reading.Loss`."""
+        if not isinstance(self._scorer, Exact):
+            return "", ""
         return ("index", self._why) if self._why else ("exact", "")
 
     def ask(self, end: int, n_chunks: int, rows: int) -> Asked:
         """What the step is asked for that ends with the newest of `rows` queries, of a text of `end` tokens."""
         if not isinstance(self._scorer, Exact):
-            self._why = f"policy '{self._scorer.name}' does not go by attention"
             return NOBODY
         heads, rows = self._scorer.masses_wanted(n_chunks, rows)
         if rows <= 0 or len(heads) == 0:
-            self._why = "the policy asks for none" if rows > 0 else "no query of the prompt's end is known"
+            self._why = "the policy asks for none"
             return NOBODY
         return Asked(np.ascontiguousarray(heads), self._ring.rows_of(end, rows))
 

@@ -89,8 +89,11 @@ class QueryRing:
         if not self.ring:
             return np.empty(0, np.float32)
         rows = order[np.arange(end - count, end) % self.ring]
-        parts = [layer[rows].reshape(-1) for layer in _layers(flat, self._rings)]
-        return np.concatenate(parts) if parts else np.empty(0, np.float32)
+        shapes = [(count, *shape[1:]) for shape in self._rings]
+        newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
+        for to, source in zip(_layers(newest, shapes), _layers(flat, self._rings), strict=True):
+            np.take(source, rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
+        return newest
 
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""

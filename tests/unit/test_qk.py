@@ -306,7 +306,9 @@ def test_masses_of_other_heads_are_of_no_use(rng):
 def test_few_masses_are_asked_of_a_long_text():
     scorer = made(Keys([]), 0)
     assert scorer.masses_wanted(1000, 32)[1] == 32
-    assert scorer.masses_wanted(10**6, 32)[1] == qk.MIN_ROWS
-    assert scorer.masses_wanted(10**6, 3)[1] == 3
+    assert scorer.masses_wanted(10**5, 32)[1] == qk.MIN_ROWS
+    assert scorer.masses_wanted(10**5, 3)[1] == 3
+    assert scorer.masses_wanted(10**6, 32)[1] == 2
+    assert len(scorer.masses_wanted(10**7, 32)[0]) == 0
     scorer.measures = False
     assert len(scorer.masses_wanted(1000, 32)[0]) == 0
