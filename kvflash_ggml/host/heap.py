@@ -31,6 +31,9 @@ from .spill import SpillFile
 
 T = TypeVar("T")
 
+FEW = 2
+"""New pages at once: an answer makes one after the other, and a prompt many."""
+
 POLL_SECONDS = 0.001
 """Between two looks whether a lease has ended: one that ends with its object tells nobody."""
 
@@ -279,7 +282,7 @@ class PageHeap:
                 self._pages[page] = None  # which an interrupt may have kept from the books
                 self._pages.move_to_end(page)
                 return None
-        address = self._room(page, lease.thread)
+        address = self._room(page, lease)
         if not address:
             return None
         image = self._memory.view(address, self.page_bytes)
@@ -342,14 +345,15 @@ class PageHeap:
             self._orphans.remove(page)
             self._discard(page)
 
-    def _room(self, page: PageImage, thread: int) -> int:
+    def _room(self, page: PageImage, lease: Lease) -> int:
         """An address that is free now; 0 if another thread has brought the page to memory."""
+        few = not page.fresh or len(lease.wanted) <= FEW
         while not page.address:
             try:
                 with self._lock:
                     self._end_reads()
                     self._discard_orphans()
-                    address = self._slabs.take()
+                    address = self._slabs.take(few=few)
             except HostMemoryError:
                 if not self._reclaim():
                     raise
@@ -357,7 +361,7 @@ class PageHeap:
             if not address and not self._reclaim():
                 with self._lock:
                     if not page.address:  # else nothing else may be left that could leave
-                        address = self._slabs.take() or self._evict(thread)
+                        address = self._slabs.take(few=few) or self._evict(lease.thread)
             if address:
                 return address
         return 0

@@ -15,6 +15,10 @@ SLAB_BYTES = 64 << 20
 
 MOST_SLAB_BYTES = 512 << 20
 
+FEW_SHARE = 1 / 4
+"""Of SLAB_BYTES, what is made where a few pages are needed: a device does nothing else while memory is page-locked, and
+that takes as long as many tokens of an answer for a large slab."""
+
 
 HandOver = Callable[[Sequence[int]], None]
 """Makes the slabs at these addresses another memory's."""
@@ -42,13 +46,17 @@ class Slabs:
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
+        self._next_pages = 0
 
-    def take(self) -> int:
-        """A free address; 0 if the ceiling allows no more. HostMemoryError if memory is refused."""
+    def take(self, *, few: bool = False) -> int:
+        """A free address; 0 if the ceiling allows no more. HostMemoryError if memory is refused.
+
+        few: not many more will be needed soon, and they need not lie side by side.
+        """
         if not self._free:
             if self._slab_pages() == 0:
                 return 0
-            self._add_slab()
+            self._add_slab(few=few)
         return heapq.heappop(self._free)
 
     def give_back(self, address: int) -> None:
@@ -74,24 +82,26 @@ class Slabs:
         self._slabs.clear()
         self._free.clear()
 
-    def _slab_pages(self) -> int:
+    def _slab_pages(self, *, few: bool = False) -> int:
         """Pages of the next slab; 0 if the ceiling allows none."""
         size = min(max(SLAB_BYTES, self._made * self._page_bytes), MOST_SLAB_BYTES)
-        pages = max(1, size // self._page_bytes)
+        pages = max(1, (int(FEW_SHARE * SLAB_BYTES) if few else size) // self._page_bytes)
         return pages if self._most is None else min(pages, self._most - self._made)
 
-    def _add_slab(self) -> None:
-        count = self._slab_pages()
+    def _add_slab(self, *, few: bool) -> None:
         ahead, self._next = self._next, None
-        # what was refused ahead of need may be had now
-        refused = ahead is None or ahead.exception() is not None
-        address = self._new_slab(count) if refused or ahead is None else ahead.result()
+        if ahead is None or ahead.exception() is not None:  # what was refused ahead of need may be had now
+            count = self._slab_pages(few=few and self._made > 0)
+            address = self._new_slab(count)
+        else:
+            count, address = self._next_pages, ahead.result()
         self._slabs.append(address)
         self._made += count
         for page in range(address, address + count * self._page_bytes, self._page_bytes):
             heapq.heappush(self._free, page)
         if self._slab_pages() > 0:
-            self._next = self._ahead.submit(self._new_slab, self._slab_pages())
+            self._next_pages = self._slab_pages(few=few)
+            self._next = self._ahead.submit(self._new_slab, self._next_pages)
 
     def _new_slab(self, pages: int) -> int:
         size = pages * self._page_bytes

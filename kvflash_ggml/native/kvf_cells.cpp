@@ -22,8 +22,11 @@ kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n) {
     }
     auto & cells = kvf_access::cells(engine->kv);
     for (int32_t i = slot; i < slot + n; ++i) {
-        if (!cells.is_empty(i)) {
-            cells.rm(i);
+        // `rm` would ask for every sequence that llama.cpp could have
+        for (int32_t seq = 0; seq < engine->info.n_seq && !cells.is_empty(i); ++seq) {
+            if (cells.seq_has(i, seq)) {
+                cells.seq_rm(i, seq);
+            }
         }
     }
     return KVF_STATUS_SUCCESS;

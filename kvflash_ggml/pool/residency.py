@@ -76,7 +76,20 @@ def victims(chunks: Sequence[Chunk], images: Images, keep: set[int], ranking: Ra
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 
-def clearly_better(ranking: Ranking, inside: Chunks, outside: Chunks, margin: float) -> bool:
-    """Is an evicted chunk (`outside`) better by `margin` than the worst resident one?"""
+def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: float, most: int) -> Ranking | None:
+    """A ranking by which at most `most` of the evicted chunks (`outside`) come back, the best ones, each in place of a
+    resident one (`inside`) that it beats by `margin`. None if none does.
+
+    What goes or is gone counts as the worst; the others have the scores that they had.
+    """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
-    return bool(len(inside) and len(outside) and float(ranking[outside].max() - ranking[inside].min()) >= margin)
+    leave = inside[np.lexsort((inside, ranking[inside]))]
+    come = outside[np.lexsort((-outside, -ranking[outside]))][: min(most, len(leave))]
+    new, old = ranking[come], ranking[leave[: len(come)]]
+    count = int(((new >= old + margin) & (new > old)).sum())  # the first: the gain only falls
+    if count == 0:
+        return None
+    few: Ranking = ranking.copy()
+    few[outside] = few[leave[:count]] = -np.inf
+    few[come[:count]] = ranking[come[:count]]
+    return few

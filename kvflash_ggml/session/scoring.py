@@ -36,6 +36,12 @@ MARGIN = 1.0
 """By how much an evicted chunk must be better than a resident one for pages to move before tau, in the units of the
 scores (natural logarithms of attention for the default policy)."""
 
+MOVED_SHARE = 1 / 8
+"""Of the blocks, how many change their chunk before tau. What is asked for is among the best few, and the others have
+to be moved again when the next token asks for something else."""
+
+LEAST_MOVES = 4
+
 DELAY = 16
 """Tokens between asking for scores and their use, on devices that compute beside the host."""
 
@@ -49,6 +55,11 @@ WORKER_SHARE = 0.5
 
 MIXED_THREADS = 4
 """Where the CPU computes a part of each step, scoring beside it has one of so many of its threads."""
+
+
+def most_moves(blocks: int) -> int:
+    """How many chunks of so many may move before tau."""
+    return max(LEAST_MOVES, int(MOVED_SHARE * blocks))
 
 
 class Scoring:

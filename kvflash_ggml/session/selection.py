@@ -55,11 +55,11 @@ class Selection:
 
     @property
     def must_move(self) -> bool:
-        """Has it been tau tokens since pages moved?"""
+        """Has it been tau tokens since the resident set was what ranks best?"""
         return self._since_move >= self.tau
 
     def moved(self) -> None:
-        """Pages move with the next step."""
+        """The resident set is brought to what ranks best with the next step."""
         self._since_move = 0
 
     def restart(self) -> None:

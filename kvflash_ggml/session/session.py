@@ -12,14 +12,14 @@ from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
 from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
-from ..pool.residency import clearly_better
+from ..pool.residency import few_moves
 from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
 from .reading import POOL, Loss, Reading
 from .repair import Repair, mend
-from .scoring import MARGIN, Scoring
+from .scoring import MARGIN, Scoring, most_moves
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
 from .text import Text
@@ -345,15 +345,15 @@ class Session(Text):
         self.scoring.request(*what, rows=rows, known=known, asked=asked, seen=seen)
 
     def _take(self, ranking: Floats | None, *, sparingly: bool = False) -> None:
-        """Go by new scores, if there are any. sparingly: pages only move for it at tau, or when it clearly pays."""
+        """Go by new scores, if there are any. sparingly: before tau only a few pages move, where it clearly pays."""
         if ranking is None or self.scoring is None:
             return
-        clock = self.scoring.selection
         self.ranking, self.rebuild = ranking, True
-        if sparingly:
-            self.rebuild = clock.must_move or clearly_better(ranking, *self.table.unprotected(), MARGIN)
-            if self.rebuild:
-                clock.moved()
+        if sparingly and self.scoring.selection.must_move:
+            self.scoring.selection.moved()
+        elif sparingly:
+            few = few_moves(ranking, *self.table.unprotected(), margin=MARGIN, most=most_moves(self.table.quota))
+            self.ranking, self.rebuild = (ranking, False) if few is None else (few, True)
         self.events.score(ranking)
 
     def _forget_scores(self) -> None:

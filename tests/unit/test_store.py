@@ -201,10 +201,11 @@ def test_refused_memory_is_an_error_and_may_be_had_later(build: Any, memory: Fak
         with pytest.raises(HostMemoryError, match="could not get"):
             store.allocate([0])
     memory.refuse_alloc = False
-    write(store, memory, 0)
+    store.allocate(range(10, 13))
     settle(store)
     memory.refuse_alloc = True
-    store.allocate(range(1, 6))  # this slab was made ahead
+    write(store, memory, 0)
+    store.allocate([1, 2])  # this slab was made ahead
     settle(store)
     with pytest.raises(HostMemoryError):
         store.allocate([6])
@@ -229,7 +230,7 @@ def test_closing_after_refused_memory(memory: FakeHost) -> None:
     write(store, memory, 0)
     settle(store)
     memory.refuse_alloc = True
-    store.allocate(range(1, 6))
+    store.allocate([1, 2, 3])
     settle(store)
     close(store)
     assert not memory.slabs

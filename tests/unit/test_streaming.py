@@ -394,3 +394,15 @@ def test_slabs_grow_up_to_a_ceiling(most: int | None, want: list[int], monkeypat
         assert slabs.take() == 0
     slabs.close()
     assert [size // 10 for size in memory.asked][: len(want)] == want
+
+
+def test_where_few_pages_are_needed_slabs_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device does nothing else while memory is page-locked: an answer would wait for it."""
+    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 80)
+    memory = Counting()
+    slabs = Slabs(memory, 10, None)
+    taken = [slabs.take(few=True) for _ in range(8 + 3 * 2)]
+    taken += [slabs.take() for _ in range(2 + 16)]
+    slabs.close()
+    assert len(set(taken)) == len(taken)
+    assert [size // 10 for size in memory.asked][:6] == [8, 2, 2, 2, 2, 16]
