@@ -116,3 +116,16 @@ def test_pages_are_read_by_other_threads() -> None:
     heap.load([PageImage(source=Here(n)) for n in range(4)])
     assert threading.get_ident() not in seen
     heap.close()
+
+
+def test_pages_of_a_file_and_of_an_answer_take_small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a prompt are many, side by side."""
+    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 8 * PAGE)
+    heap, pages, _ = make(8 + 4)
+    heap.load(pages)
+    for _ in range(2):
+        heap.new(1)
+    heap.new(12)
+    sizes = [len(slab) // PAGE for slab in heap._memory.slabs.values()]  # type: ignore[attr-defined]
+    heap.close()
+    assert sizes[:6] == [8, 2, 2, 2, 2, 16]
