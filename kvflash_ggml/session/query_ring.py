@@ -92,6 +92,10 @@ class QueryRing:
         parts = [layer[rows].reshape(-1) for layer in _layers(flat, self._rings)]
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
+    def places(self, end: int, count: int) -> Int32s:
+        """The rows of positions [end - count, end), ascending."""
+        return np.sort(self.order[np.arange(end - count, end) % self.ring]).astype(np.int32)
+
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""
         return self.newest(self._read(), self.order, end, count)
