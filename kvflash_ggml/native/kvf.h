@@ -291,7 +291,7 @@ void            kvf_host_move (kvf_engine * from, kvf_engine * to, int32_t n, co
 // that of a rejected one is given away again, and nothing has been overwritten or need be copied.
 //
 // Read behind the compute submitted so far; the next step does not overwrite the rows before they are read. Of `out`, which has
-// room for all of them, only these n rows of each layer are written.
+// room for all of them, these n rows of each layer are written at least.
 enum kvf_status kvf_query_read (kvf_engine * engine, int32_t n, const int32_t * row, float * out, uint64_t * ticket);
 enum kvf_status kvf_query_write(kvf_engine * engine, const float * rows);  // put them back, all layers
 

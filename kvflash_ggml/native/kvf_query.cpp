@@ -126,11 +126,11 @@ void make_rings(kvf_pool & pool) {
     }
 }
 
-// Rows side by side move together, and all of them in one copy.
+// Those side by side move together; where most are wanted, one copy of all layers takes the others along.
 void read_rows(const kvf_engine & engine, const kvf_ring & ring, const kvf_lane & lane, int32_t n, const int32_t * row,
                char * out) {
     auto * const end = out + ggml_nbytes(ring.all);
-    if (n > engine.info.query_rows) {
+    if (2*n > engine.info.query_rows) {
         kvf_lane_get(lane, ring.all, out, 0, end - out);
         return;
     }
