@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   7
+#define KVF_ABI   8
 #define KVF_BLOCK 64
 
 enum kvf_status {
