@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Floats
+from ..arrays import Floats, Int32s
 from ..errors import EngineError
 from ._kvf import ffi, lib
 from .info import EngineInfo, Layer
@@ -31,14 +31,16 @@ class Captures:
         rows = self.info.query_rows + 1 if self.info.query_rows else 0
         return [(rows, layer.n_head, layer.head_k) for layer in self.layers]
 
-    def read_queries(self, out: Floats) -> int:
-        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far.
+    def read_queries(self, out: Floats, rows: Int32s | None = None) -> int:
+        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far; or `rows` at least.
 
         Returns the ticket. The query of a token is in the row that `query_row` named when it was evaluated.
         """
         ticket = ffi.new("uint64_t *")
         data = ffi.from_buffer("float[]", self._queries(out), require_writable=True)
-        return int(value(lib.kvf_query_read(self._engine, data, ticket), ticket))
+        rows = np.arange(self.info.query_rows + 1, dtype=np.int32) if rows is None else rows
+        which = ffi.from_buffer("int32_t[]", rows)
+        return int(value(lib.kvf_query_read(self._engine, len(rows), which, data, ticket), ticket))
 
     def write_queries(self, rows: Floats) -> None:
         """Put back what `read_queries` has read."""

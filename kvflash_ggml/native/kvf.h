@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   7
+#define KVF_ABI   8
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -290,8 +290,9 @@ void            kvf_host_move (kvf_engine * from, kvf_engine * to, int32_t n, co
 // are looked at, and give the drafts rows that hold no query that is still wanted: the row of an accepted draft then counts,
 // that of a rejected one is given away again, and nothing has been overwritten or need be copied.
 //
-// Read behind the compute submitted so far; the next step does not overwrite the rows before they are read.
-enum kvf_status kvf_query_read (kvf_engine * engine, float * out, uint64_t * ticket);
+// Read behind the compute submitted so far; the next step does not overwrite the rows before they are read. Of `out`, which has
+// room for all of them, these n rows of each layer are written at least.
+enum kvf_status kvf_query_read (kvf_engine * engine, int32_t n, const int32_t * row, float * out, uint64_t * ticket);
 enum kvf_status kvf_query_write(kvf_engine * engine, const float * rows);  // put them back, all layers
 
 // What the newest streamed step was asked for by mass_heads: per head [n_mass_rows][n] for the n whole chunks in its stages.

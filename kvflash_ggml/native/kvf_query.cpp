@@ -126,6 +126,26 @@ void make_rings(kvf_pool & pool) {
     }
 }
 
+// Those side by side move together; where most are wanted, one copy of all layers takes the others along.
+void read_rows(const kvf_engine & engine, const kvf_ring & ring, const kvf_lane & lane, int32_t n, const int32_t * row,
+               char * out) {
+    auto * const end = out + ggml_nbytes(ring.all);
+    if (2*n > engine.info.query_rows) {
+        kvf_lane_get(lane, ring.all, out, 0, end - out);
+        return;
+    }
+    for (size_t i = ring.first_layer; out < end; ++i) {
+        const auto * rows = engine.pool.queries.at(engine.layers[i].il).rows;
+        for (int32_t j = 0, count = 1; j < n; j += count, count = 1) {
+            while (j + count < n && row[j + count] == row[j] + count) {
+                ++count;
+            }
+            kvf_lane_get(lane, rows, out + row[j]*rows->nb[1], row[j]*rows->nb[1], count*rows->nb[1]);
+        }
+        out += ggml_nbytes(rows);
+    }
+}
+
 kvf_status check_captured(const kvf_engine & engine) {
     const auto & queries = engine.pool.queries;
     if (queries.empty() || std::any_of(queries.begin(), queries.end(), [](const auto & q) { return q.second.scale == 0.0f; })) {
@@ -165,15 +185,20 @@ void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * c
     ggml_build_forward_expand(gf, ggml_set_rows(ctx, query.rows, kept, pool.query_index->rows()));
 }
 
-kvf_status kvf_query_read(kvf_engine * engine, float * out, uint64_t * ticket) {
+kvf_status kvf_query_read(kvf_engine * engine, int32_t n, const int32_t * row, float * out, uint64_t * ticket) {
     if (const auto status = check_captured(*engine)) {
         return status;
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        if (row[i] < 0 || row[i] > engine->info.query_rows) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "row %d of queries, there are %d", row[i], engine->info.query_rows + 1);
+        }
     }
     *ticket = engine->tickets.begin(engine->lanes);
     for (const auto & ring : engine->pool.rings) {
         const auto & lane = engine->lanes[engine->layers[ring.first_layer].device];
         kvf_lane_follow(*engine, lane);
-        kvf_lane_get(lane, ring.all, out, 0, ggml_nbytes(ring.all));
+        read_rows(*engine, ring, lane, n, row, (char *) out);
         out += ggml_nelements(ring.all);
     }
     engine->tickets.end(engine->lanes);

@@ -95,6 +95,10 @@ class QueryRing:
             np.take(source, rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
         return newest
 
+    def places(self, end: int, count: int) -> Int32s:
+        """The rows of positions [end - count, end), ascending."""
+        return np.sort(self.order[np.arange(end - count, end) % self.ring]).astype(np.int32)
+
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""
         return self.newest(self._read(), self.order, end, count)

@@ -154,10 +154,10 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             answers_exactly: bool = False,
             n_batch: int | None = None,
             planes: int = 0,
-            nodes: list[None] | None = None,
+            nodes: list[int] | None = None,
             **config: Any,
         ) -> Bare:
-            """n_batch: the longest step, n_ubatch if it is not given. nodes: takes one for each node computed."""
+            """n_batch: the longest step, n_ubatch if it is not given. nodes: takes the address of each node computed."""
             longest = n_batch or n_ubatch
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = GPU_LAYERS
@@ -198,12 +198,12 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
     gc.collect()
 
 
-def _counter(nodes: list[None]) -> Any:
+def _counter(nodes: list[int]) -> Any:
     """A callback of the scheduler that looks at nothing."""
     import llama_cpp
 
-    def asked(_tensor: Any, _ask: bool, _data: Any) -> bool:
-        nodes.append(None)
+    def asked(tensor: int, _ask: bool, _data: Any) -> bool:
+        nodes.append(tensor)
         return False
 
     return llama_cpp.ggml_backend_sched_eval_callback(asked)

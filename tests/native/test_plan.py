@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Bare, evaluate, read_queries, same_bits
+from support.harness import Bare, evaluate, flat_queries, query_layers, read_queries, same_bits
 
 from kvflash_ggml.errors import (
     DecodeError,
@@ -106,6 +106,11 @@ def test_queries_of_any_tokens_go_to_any_rows(kind: str, bare: Make, tokens: Any
             assert same_bits(new[row], layer[token])
         rest = sorted(set(range(8)) - set(kept.values()))
         assert same_bits(new[rest], old[rest])
+    some = np.full_like(flat_queries(few.session.engine), np.nan)
+    few.session.engine.wait(few.session.engine.read_queries(some, np.array([0, 6, 7], np.int32)))
+    for part, all_rows in zip(query_layers(few.session.engine, some), read_queries(few.session.engine), strict=True):
+        assert same_bits(part[[0, 6, 7]], all_rows[[0, 6, 7]])
+        assert np.isnan(part[1:6]).all()
 
 
 def test_the_query_of_an_accepted_draft_is_kept(bare: Make, tokens: Any) -> None:
@@ -243,6 +248,7 @@ def test_every_other_refusal_is_typed_and_says_why(one: Bare, bare: Make, tokens
         (lambda: engine.set_state(b"", -1), EngineError, "a state of 0 bytes for -1 tokens"),
         (lambda: engine.set_logits(floats), EngineError, rf"logits of 5 tokens, the vocabulary has {one.n_vocab}"),
         (lambda: engine.read_queries(floats), EngineError, r"5 values \(float32\) for queries, all layers have"),
+        (lambda: engine.read_queries(flat_queries(engine), np.array([-1], "i4")), EngineError, "row -1 of queries"),
         (lambda: engine.write_queries(floats), EngineError, r"5 values \(float32\) for queries"),
         (lambda: engine.use_mask(floats), EngineError, r"the mask is float32 \(5,\), the engine reads float16"),
         (lambda: engine.plain_copy(1 << 60, to_device=True), HostMemoryError, "no device memory for a copy of"),

@@ -268,7 +268,7 @@ def test_a_short_step_writes_no_planes_that_it_has_no_state_for(make: Any, token
     """0009: a step of one token is the same work with any number of planes, and one of more has a window for each."""
 
     def nodes(planes: int, width: int) -> int:
-        seen: list[None] = []
+        seen: list[int] = []
         run = make(planes, nodes=seen)
         step(run, tokens[TEXT : TEXT + width])
         seen.clear()

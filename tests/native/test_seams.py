@@ -146,6 +146,21 @@ def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any, on_gpu: bool)
         assert np.flatnonzero(changed).tolist() == [n % rows]
 
 
+def test_a_step_of_one_token_has_a_graph_of_its_own(bare: Any, tokens: Any) -> None:
+    """0015: a longer step between two of them changes none of its nodes."""
+    nodes: list[int] = []
+    run = bare(pool=512, n_ctx=512, n_ubatch=96, nodes=nodes)
+    seen, at = [], 0
+    for count in (64, 1, 64, 1, 1):
+        nodes.clear()
+        run.session.extend(tokens[at : at + count], prompt=True)
+        seen.append([*nodes])
+        at += count
+    prompt, one, other, again, third = seen
+    assert one == again == third != []
+    assert not {*one} & {*prompt, *other}
+
+
 def test_query_basis(bare: Any, tokens: Any) -> None:
     """0004: queries share the basis of the keys: rotated (Q8_0) or not (F16), scores agree."""
     n, rows = 320, 16

@@ -349,8 +349,12 @@ class FakeEngine(FakeHost):
     def query_shapes(self) -> Sequence[tuple[int, int, int]]:
         return [(self.info.query_rows, 1, ROW_BYTES)] if self.info.query_rows else []
 
-    def read_queries(self, out: npt.NDArray[np.float32]) -> int:
-        out[:] = self.queries.reshape(-1)
+    def read_queries(self, out: npt.NDArray[np.float32], rows: Int32s | None = None) -> int:
+        if rows is None:
+            out[:] = self.queries.reshape(-1)
+        else:
+            out[:] = np.nan
+            out.reshape(self.queries.shape)[rows] = self.queries[rows]
         return 0
 
     def write_queries(self, rows: npt.NDArray[np.float32]) -> None:

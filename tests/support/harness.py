@@ -237,7 +237,11 @@ def flat_queries(engine: Any) -> npt.NDArray[np.float32]:
 
 def read_queries(engine: Any) -> list[Any]:
     """The captured rows per layer, each [query_rows, n_head, head_k]."""
-    shapes, flat = engine.query_shapes, flat_queries(engine)
+    return query_layers(engine, flat_queries(engine))
+
+
+def query_layers(engine: Any, flat: npt.NDArray[np.float32]) -> list[Any]:
+    shapes = engine.query_shapes
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     return [
         part.reshape(shape)[: engine.info.query_rows]

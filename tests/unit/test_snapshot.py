@@ -106,6 +106,24 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
     again.table.check_integrity()
 
 
+@pytest.mark.parametrize("gone_on", [False, True])
+def test_a_state_that_was_just_put_back_is_not_read_again(gone_on: bool, world: Any) -> None:
+    """A checkpoint is kept where a question follows: of a text that has been restored it is at hand, of another not."""
+    session, again = world(recurrent=True), world(recurrent=True)
+    session.extend(text(300))
+    load(again, dump(session))
+    again.engine.adopt(session.engine.truth, session.engine.tokens)
+    if gone_on:  # another text of this length
+        again.truncate(max(again.checkpoints.state()))
+        again.extend(text(300, 5)[again.length :])
+    with mock.patch.object(again.engine, "get_state", wraps=again.engine.get_state) as reads:
+        again.extend(text(50, 2))
+    assert bool(reads.call_count) is gone_on
+    assert again.truncate(300) == 300
+    again.extend(text(20, 3))
+    assert again.length == 320
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_round_trip_through_a_file(compress: bool, world: Any, tmp_path: Path) -> None:
     if compress:
