@@ -18,6 +18,7 @@ from support.snapshot_files import EXTREMES, NONSENSE
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.errors import DecodeError, SnapshotError
 from kvflash_ggml.session.session import Session
+from kvflash_ggml.spec.base import Features
 from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.state.draft import Origin, SavedDraft
 from kvflash_ggml.state.session import SessionState
