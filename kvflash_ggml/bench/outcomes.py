@@ -31,7 +31,8 @@ class Arm:
 class Outcome:
     """One question. page_ins and looks: while it was asked, and while its document was read where both are one call.
 
-    resident: whether all chunks of the answer were on the device when it began; None without a pool, or such chunks.
+    resident: whether all chunks of the answer were on the device with its first token; None without a pool, or such
+    chunks.
     """
 
     task: str

@@ -6,7 +6,7 @@ A document is read once; its questions are then asked one by one from the same s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,7 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
         for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
             llm.eval([token])
         gold = gold_chunks(ask, shift)
-        resident = set(gold) <= set(llm.kvflash.resident_chunks) if llm.kvflash is not None and gold else None
-        reply, count, seconds = _answer(llm, ask)
+        reply, count, seconds, resident = _answer(llm, ask, gold)
         after = _counters(llm)
         yield Outcome(
             task=task,
@@ -131,10 +130,11 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
         )
 
 
-def _answer(llm: Llama, ask: Ask) -> tuple[str, int, float]:
-    """Greedy text after what has been read, the steps it took and their time."""
+def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float, bool | None]:
+    """Greedy text after what has been read, the steps it took and their time, and was its chunk on the device?"""
     ids: list[int] = []
     seconds = 0.0
+    resident = _holds(llm, gold)
     reply = ""
     while len(ids) < MAX_NEW and not ask.is_settled(reply):
         ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
@@ -144,8 +144,15 @@ def _answer(llm: Llama, ask: Ask) -> tuple[str, int, float]:
         llm.eval(ids[-1:])
         llm._ctx.get_logits_ith(-1)
         seconds += time.perf_counter() - began
+        if len(ids) == 1:  # what a prompt that was read exactly has found comes with this step
+            resident = _holds(llm, gold)
         reply = llm.detokenize(ids).decode("utf-8", "replace")
-    return reply, len(ids), seconds
+    return reply, len(ids), seconds, resident
+
+
+def _holds(llm: Llama, chunks: Sequence[int]) -> bool | None:
+    """Are all of them on the device? None without a pool, or chunks."""
+    return set(chunks) <= set(llm.kvflash.resident_chunks) if llm.kvflash is not None and chunks else None
 
 
 def _counters(llm: Llama) -> tuple[int, int, float]:

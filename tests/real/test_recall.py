@@ -12,7 +12,7 @@ from kvflash_ggml.bench.outcomes import Outcome, Plan, Read
 from kvflash_ggml.config import KVFlashConfig
 
 TOKENS = 3456
-POOL = 768
+POOL = 512
 PLAN = Plan(tasks=("forms",), depths=(), trials=1, fact_set="confirm")
 
 
@@ -25,15 +25,14 @@ class Asked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
-    """The same 24 questions about the same document, of the full cache and of a pool with the default policy."""
+    """The same 24 questions about the same document, of the full cache and of the smallest pool by default."""
     from kvflash_ggml.bench.recall import TAIL_ROOM, cases, run_case
 
     made = {}
-    # with exact reading the question sees everything, and pages move after it
-    settings = {"kvflash_calibrate": True, "kvflash_reading": "pool"}
     for name, pool in (("full", None), ("pool", POOL)):
-        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else settings))
+        llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else {"kvflash_calibrate": True}))
         if llm.kvflash is not None:
+            assert llm._session.reading.exact
             llm.kvflash.calibrate()
             heads = llm.kvflash.retrieval_heads
             assert heads is not None, "this model has some"
@@ -63,8 +62,7 @@ def test_what_is_asked_for_is_found(asked: dict[str, Asked]) -> None:
 
 
 def test_what_the_full_cache_answers_the_pool_answers(asked: dict[str, Asked]) -> None:
-    """A small model hesitates: an answer in four may turn out otherwise although its chunk is there."""
     known = {o.question for o in asked["full"].outcomes if o.correct}
     assert len(known) >= 8
     right = {o.question for o in asked["pool"].outcomes if o.correct}
-    assert len(right & known) >= 0.75 * len(known), f"lost {sorted(known - right)}"
+    assert len(right & known) >= 0.9 * len(known), f"lost {sorted(known - right)}"
