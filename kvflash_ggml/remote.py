@@ -5,10 +5,11 @@ Everything that can be wrong with an endpoint shows here, over a connection of o
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .errors import ConfigError, RemoteError
@@ -29,6 +30,8 @@ TUNNEL = "ssh -N -L {port}:127.0.0.1:{port} HOST"
 _HELLO = 14
 _CAPS = 24
 _REPLY = struct.Struct(f"<Q3B{1 + _CAPS}x")
+_DEVICE_COUNT = 15
+_COUNT = struct.Struct("<QI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +91,24 @@ def is_loopback(address: str) -> bool:
 
 def hello(endpoint: Endpoint) -> tuple[int, int, int]:
     """The version of the protocol that a server speaks. RemoteError if it cannot be used."""
+    with _connected(endpoint) as connection:
+        return _greet(connection, endpoint)
+
+
+def device_count(endpoint: Endpoint) -> int:
+    """How many devices a server has. RemoteError if it cannot be used."""
+    with _connected(endpoint) as connection:
+        _greet(connection, endpoint)
+        connection.sendall(struct.pack("<BQ", _DEVICE_COUNT, 0))
+        reply = _receive(connection, _COUNT.size)
+        return int(_COUNT.unpack(reply)[1]) if len(reply) == _COUNT.size else 0
+
+
+@contextlib.contextmanager
+def _connected(endpoint: Endpoint) -> Iterator[socket.socket]:
     try:
         with socket.create_connection((endpoint.address, endpoint.port), timeout=SECONDS) as connection:
-            return _greet(connection, endpoint)
+            yield connection
     except RemoteError:
         raise
     except OSError as err:

@@ -52,8 +52,8 @@ logger = logging.getLogger("kvflash_ggml")
 HALVINGS = 2
 """How often a pool that "auto" has sized gets half as large where no context can be made with it."""
 
-NO_CONTEXT = "Failed to create llama_context"
-"""What upstream says then."""
+NOT_MADE = ("Failed to create llama_context", "Failed to load model")
+"""What upstream says then, and where there is no room for the weights."""
 
 
 class Llama(ResizableLlama):
@@ -162,9 +162,14 @@ class Llama(ResizableLlama):
                     super().__init__(model_path, logits_all=False, **request.upstream)
                 return
             except ValueError as err:
-                if str(err) != NO_CONTEXT or self._size is None or self._size.tight is None:
+                if self._config is None or not str(err).startswith(NOT_MADE):
                     raise
                 self._stack.close()
+                if self._size is None or self._size.tight is None:
+                    better = fitting.why_not(model_path, request, endpoints)
+                    if better is None:
+                        raise
+                    raise better from err
         assert self._size is not None
         raise fitting.does_not_fit(model_path, request, self._size, endpoints)
 

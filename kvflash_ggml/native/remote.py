@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import remote
 from ..constants import KV_TYPES
-from ..errors import KVFlashError, RemoteError
+from ..errors import DeviceLost, KVFlashError, RemoteError
 from ..remote import Endpoint
 from . import library
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MEASURED_BYTES = 4 << 20
 TRIED_TYPES = ("f16", "q8_0")
+
+_met: dict[str, int] = {}
+"""Endpoints that this process has connected to, and how many devices they had."""
 
 
 def _lib() -> tuple[Any, Any]:
@@ -30,15 +33,18 @@ def _lib() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
-    """Connections to these servers. RemoteError if one cannot be used, UnsupportedError in a build without RPC."""
+    """Connections to these servers. RemoteError if one cannot be used, UnsupportedError in a build without RPC.
+
+    An error within is RemoteError if one was lost: ggml says nothing of it, and what it answers for it is nothing.
+    """
     from .status import check
 
-    _, lib = _lib()
+    ffi, lib = _lib()
     with contextlib.ExitStack() as stack:
         for endpoint in endpoints:
             name = str(endpoint).encode()
             if lib.kvf_rpc_state(name) == -1:
-                remote.hello(endpoint)
+                _check_server(endpoint)
             status = lib.kvf_rpc_open(name)
             if status == lib.KVF_STATUS_LOST:
                 raise RemoteError(
@@ -47,7 +53,26 @@ def connected(endpoints: Sequence[Endpoint]) -> Iterator[None]:
                 )
             check(status)
             stack.callback(lib.kvf_rpc_close, name)
-        yield
+            _met[str(endpoint)] = lib.kvf_rpc_devices(name, ffi.NULL, 0)
+        try:
+            yield
+        except Exception as err:
+            lost = [endpoint.text for endpoint in endpoints if lib.kvf_rpc_state(str(endpoint).encode()) == 1]
+            if not lost or isinstance(err, (RemoteError, DeviceLost)):
+                raise
+            raise RemoteError(f"the connection to {lost[0]} was lost meanwhile") from err
+
+
+def _check_server(endpoint: Endpoint) -> None:
+    """Can it be used? ggml keeps the devices of an endpoint as they were when this process met it."""
+    known = _met.get(str(endpoint))
+    if known is None:
+        remote.hello(endpoint)
+    elif (count := remote.device_count(endpoint)) != known:
+        raise RemoteError(
+            f"{endpoint.text} has {count} devices, and had {known} when this process connected to it first: it was "
+            "started again with others. Use it in a new process, or let it listen at another port"
+        )
 
 
 def served(endpoint: Endpoint) -> tuple[DeviceInfo, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..errors import DoesNotFit
+from ..errors import DoesNotFit, Remedy
+from . import budget
 from .compute import Compute
 from .plan import plan
-from .remedies import itemised
+from .remedies import does_not_fit, itemised, with_margin
+from .search import Search
 from .sizes import Device, DeviceBytes, Measure, ModelSizes, Needs, Placement, Request
 
 ROUNDS = 3
@@ -40,8 +42,22 @@ def fit(
                 for before, after in zip(placement.needs, measured.needs, strict=True)
             }
         )
-    tight = min(measured.needs, key=lambda need: need.left)
-    raise DoesNotFit(tight.device, needed=tight.total, free=tight.free, needs=itemised(tight))
+    raise _unsettled(Search(sizes, devices, request, compute), min(measured.needs, key=lambda need: need.left))
+
+
+def _unsettled(search: Search, tight: Needs) -> DoesNotFit:
+    """Every placement took more than was thought: to keep that much free may help, if what is known now allows any."""
+    if search.run() is None:
+        remedies = does_not_fit(search).remedies
+    else:
+        other, option = with_margin(search, tight.device, more=budget.MIB - tight.left)
+        changes = {"fit": other.request.fit}
+        cost = "less is placed there"
+        remedies = (Remedy(option=option, frees=-tight.left, cost=cost, enough=False, changes=changes),)
+    why = f"Of {ROUNDS} placements each took more than was thought."
+    return DoesNotFit(
+        tight.device, needed=tight.total, free=tight.free, needs=itemised(tight), remedies=remedies, why=why
+    )
 
 
 def _corrected(need: Needs, found: DeviceBytes) -> Needs:

@@ -144,8 +144,14 @@ def _context(search: Search) -> Iterator[Change]:
 
 
 def _margin(search: Search, tight: Needs) -> Iterator[Change]:
-    least = (tight.margin + tight.left) // budget.MIB
-    layouts = search.layouts
-    margins = {device.name: budget.margin(device, search.request.fit) for device in (*layouts.devices, layouts.host)}
-    fit = replace(search.request.fit, margin={**margins, tight.device: least * budget.MIB})
-    yield f"-fitt {tight.device}={least}", {"fit": fit}, "less room for what the backend takes by itself"
+    other, option = with_margin(search, tight.device, more=tight.left)
+    yield option, {"fit": other.request.fit}, "less room for what the backend takes by itself"
+
+
+def with_margin(search: Search, name: str, *, more: int) -> tuple[Search, str]:
+    """A search that keeps so many more bytes of a device free, or fewer; and the option that says so."""
+    layouts, fit = search.layouts, search.request.fit
+    margins = {device.name: budget.margin(device, fit) for device in (*layouts.devices, layouts.host)}
+    mebibytes = (margins[name] + more) // budget.MIB
+    fit = replace(fit, margin={**margins, name: mebibytes * budget.MIB})
+    return _with(search, {"fit": fit}), f"-fitt {name}={mebibytes}"

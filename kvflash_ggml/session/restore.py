@@ -26,6 +26,11 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
     state or a sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a server
     was lost before all of it had been read.
     """
+    with text.salvage.told():
+        return _state(text, length, drafts=drafts)
+
+
+def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
     text.settle()
     whole = length is None or length == text.length
     length = text.length if length is None else length

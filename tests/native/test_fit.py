@@ -167,6 +167,30 @@ def test_what_is_given_stays_and_a_remedy_of_what_does_not_fit_fits(mixture: str
     llm.close()
 
 
+def test_a_size_without_room_is_told_as_one_that_was_found(
+    mixture: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where llama.cpp cannot make it; what is not for want of memory stays upstream's error."""
+    from llama_cpp import llama_cpp
+
+    from kvflash_ggml.placement import inventory
+
+    of_model = inventory.of_model
+    monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
+    asked = {"rpc": servers[:1], "kvflash": 16_384, "n_ctx": 16_384, "n_gpu_layers": -1}
+    with pytest.raises(ValueError, match="Failed to create llama_context"):
+        make(mixture, **asked)
+
+    def with_little(model: int) -> Any:
+        device, host = of_model(model)
+        return replace(device, free=520 * MIB), host
+
+    monkeypatch.setattr(inventory, "of_model", with_little)
+    with pytest.raises(DoesNotFit, match=r"RPC\d+ has 520 MiB free.*Enough by itself: .*--kvflash 4096") as failed:
+        make(mixture, **asked)
+    assert isinstance(failed.value.__cause__, ValueError)
+
+
 def test_a_machine_without_a_gpu_bounds_the_pool_by_its_memory(mixture: str, loaded: None) -> None:
     def fitted(free_mib: int, **more: Any) -> Any:
         fit = Fit(free={HOST: free_mib * MIB}, margin={HOST: 0})

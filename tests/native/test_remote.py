@@ -148,6 +148,20 @@ def test_a_busy_server_is_told(servers: list[Server], llama: Any, monkeypatch: p
     llm.close()
 
 
+def test_a_server_that_came_back_with_other_devices_is_refused(
+    servers: list[Server], llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml would go on with those that this process has seen there."""
+    from kvflash_ggml.native import remote as connections
+
+    assert remote.device_count(remote.find(servers[0].endpoint)) == 1
+    llama(kvflash=512, **over(servers[:1])).close()
+    assert connections._met[servers[0].endpoint] == 1
+    monkeypatch.setitem(connections._met, servers[0].endpoint, 2)
+    with pytest.raises(RemoteError, match="has 1 devices, and had 2 when"):
+        llama(kvflash=512, **over(servers[:1]))
+
+
 def test_nobody_gets_devices_unasked(servers: list[Server], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server in use is no GPU of this machine, neither for another model nor for the rule against silent CPU runs."""
     monkeypatch.delenv("KVFLASH_ALLOW_CPU", raising=False)

@@ -118,6 +118,36 @@ def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: A
             assert any(page[layer.v_offset : layer.v_offset + layer.v_row])
 
 
+def test_a_connection_that_ends_while_a_text_is_saved(wires: Any, llama: Any, tokens: Any, tmp_path: Path) -> None:
+    """No file is left, and what is on this machine can be saved after it."""
+    (wire,) = wires(1)
+    llm = llama("hybrid", rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm.eval(tokens[:1000].tolist())
+    llm._session.engine.synchronize()
+    wire.cut = ["get"], 0  # recurrent state, and the chunk that is not sealed
+    path = tmp_path / "left.kvs"
+    with pytest.raises(DeviceLost) as caught:
+        llm.save_snapshot(path)
+    assert not path.exists()
+    llm.save_snapshot(path, salvage=True)
+    llm.close()
+    local = llama("hybrid", n_gpu_layers=0, **SETTINGS)
+    assert local.load_snapshot(path) == caught.value.kept > 512
+    local.eval(tokens[local.n_tokens : 1000].tolist())
+
+
+@pytest.mark.parametrize(("message", "count"), [("other", 1), ("other", 4), ("memory", 1), ("set", 0), ("set", 20)])
+def test_a_connection_that_ends_while_a_model_is_loaded(message: str, count: int, wires: Any, llama: Any) -> None:
+    """An error with a name, and the next attempt has another connection."""
+    (wire,) = wires(1)
+    wire.cut = [message], count
+    with pytest.raises((RemoteError, DeviceLost)):
+        llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    wire.cut = None
+    llm = llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
+    llm.eval([1, 2, 3])
+
+
 def test_a_stopped_server_is_lost_when_its_time_is_up(
     wires: Any, llama: Any, tokens: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -415,6 +415,14 @@ def test_three_rounds_and_no_more() -> None:
     with pytest.raises(DoesNotFit) as failed:
         rounds(more, Request(n_ctx=131_072))
     assert failed.value.device == "CUDA0"
+    assert "Of 3 placements each took more" in str(failed.value)
+    assert failed.value.remedies
+    with pytest.raises(DoesNotFit) as failed:
+        rounds([800 * MIB, 1600 * MIB, 2400 * MIB], Request(n_ctx=131_072, n_ubatch=512))
+    (margin,) = failed.value.remedies
+    assert not margin.enough
+    over = failed.value.needs["margin"] + failed.value.needed - failed.value.free
+    assert margin.option == f"-fitt CUDA0={over // MIB + 1}"
 
 
 # --- what is shown
