@@ -32,7 +32,7 @@ class Captures:
         return [(rows, layer.n_head, layer.head_k) for layer in self.layers]
 
     def read_queries(self, out: Floats, rows: Int32s | None = None) -> int:
-        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far; or `rows` at least.
+        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far; or `rows`.
 
         Returns the ticket. The query of a token is in the row that `query_row` named when it was evaluated.
         """

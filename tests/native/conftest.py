@@ -157,7 +157,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             nodes: list[int] | None = None,
             **config: Any,
         ) -> Bare:
-            """n_batch: the longest step, n_ubatch if it is not given. nodes: takes the address of each node computed."""
+            """n_batch: the longest step, n_ubatch if not given. nodes: takes the address of each node computed."""
             longest = n_batch or n_ubatch
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = GPU_LAYERS
