@@ -160,7 +160,10 @@ class Selective(Protocol):
 
 @runtime_checkable
 class Exact(Protocol):
-    """A scorer that can go by masses which a streamed step has computed, instead of a look at its statistics."""
+    """A scorer that can go by masses which a streamed step has computed, instead of a look at its statistics.
+
+    It may be asked for scores then before `seal` tells of the chunks that this step has sealed.
+    """
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Pairs, int]:
         """Of which heads, and of how many of the newest `rows` queries; of none, where they would be too many.

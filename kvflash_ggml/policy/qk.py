@@ -9,6 +9,7 @@ best few chunks, which the host holds anyway, then decide the order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -135,17 +136,20 @@ class QKScorer:
         return Layout(f"q4_0 {units}", self._keys.index_size(self._units))
 
     def dump(self, n_chunks: int) -> Rows:
-        return self._whole(n_chunks)
+        return self._whole(range(n_chunks))
 
     def load(self, rows: Rows) -> None:
         self._rows[: len(rows)] = rows
 
-    def _whole(self, n_chunks: int) -> list[Row]:
-        """The rows of the first chunks. One that could not be made when its chunk was sealed is made now."""
-        for chunk in range(n_chunks):
-            if self._rows[chunk] is None:
-                self.seal(chunk)
-        return [row for row in self._rows[:n_chunks] if row is not None]
+    def _whole(self, chunks: Iterable[int]) -> list[Row]:
+        """The rows of some chunks. One that was not made when its chunk was sealed is made now."""
+        rows = []
+        for chunk in chunks:
+            row = self._rows[chunk]
+            if row is None:
+                row = self._rows[chunk] = self._keys.index(chunk, self._units)
+            rows.append(row)
+        return rows
 
     @property
     def units(self) -> Heads:
@@ -171,7 +175,7 @@ class QKScorer:
         elif n * self._work * request.rows <= self._exact_work:
             masses, best = self._keys.score_keys(range(n), request, self._heads), free
         else:
-            masses = self._keys.score_index(self._units, self._whole(n), self._heads, request)
+            masses = self._keys.score_index(self._units, self._whole(range(n)), self._heads, request)
             coarse = softmax_max(masses, ages)
             best = free[np.argsort(-coarse[free], kind="stable")[: self.rescored(n)]]
             if len(best):
@@ -207,11 +211,8 @@ class QKScorer:
             return known.values
         masses = np.empty((len(known.values), n), np.float32)
         others = np.setdiff1d(np.arange(n), known.chunks)
-        rows = self._whole(n)
         masses[:, known.chunks] = known.values
-        masses[:, others] = self._keys.score_index(
-            self._units, [rows[c] for c in others.tolist()], self._heads, request
-        )
+        masses[:, others] = self._keys.score_index(self._units, self._whole(others), self._heads, request)
         return masses
 
     def _explain(

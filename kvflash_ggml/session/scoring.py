@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,6 +93,7 @@ class Scoring:
         self._buffers: list[Floats] = []
         self._pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
+        self._later: list[tuple[int, PageImage]] | None = None
         try:
             self._buffers += [self._buffer() for _ in range(self._lag + 2)]
             scorer.open(HostKeys(engine, store, threads=threads), n_chunks)
@@ -113,7 +114,24 @@ class Scoring:
 
     def sealed(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self._run(self._seal, chunk, self._store.page(chunk))
+            work = chunk, self._store.page(chunk)
+            if self._later is None:
+                self._run(self._seal, *work)
+            else:
+                self._later.append(work)
+
+    @contextmanager
+    def before_seals(self, asked: Asked) -> Iterator[None]:
+        """Meanwhile a step is evaluated and scored: if it was asked for masses, the scorer hears afterwards of the
+        chunks that it seals. What is ranked by masses need not wait for their index.
+        """
+        self._later = None if asked is NOBODY else []
+        try:
+            yield
+        finally:
+            later, self._later = self._later or [], None
+            for work in later:
+                self._run(self._seal, *work)
 
     def _seal(self, chunk: int, page: PageImage) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from ..arrays import Floats, Int32s
@@ -134,13 +134,14 @@ class Session(Text):
                 self._take(self.scoring.take_overlapped())
             asked = self._asks(start + count) if exact and done + count == total else NOBODY
             output = Output(every=output_all, last=done + count == total, asked=asked)
-            self.evaluate(tokens[done : done + count], output, after, stream=exact)
-            self.loss.add_read(count, self._share_seen(start, count))
-            done += count
-            if self.repair is not None:
-                self.repair.start = self.length
-            if score or (done == total and self.scoring is not None):
-                self._request_scores(rows=None if done == total else 1, asked=asked, start=start)
+            with nullcontext() if self.scoring is None else self.scoring.before_seals(asked):
+                self.evaluate(tokens[done : done + count], output, after, stream=exact)
+                self.loss.add_read(count, self._share_seen(start, count))
+                done += count
+                if self.repair is not None:
+                    self.repair.start = self.length
+                if score or (done == total and self.scoring is not None):
+                    self._request_scores(rows=None if done == total else 1, asked=asked, start=start)
             if progress is not None:
                 progress(done, total)
                 if self.length != start + count:

@@ -23,20 +23,22 @@ CASES = [("dense", Q8), ("hybrid", F16), ("iswa", Q8), LATENT]
 
 
 class Spy(QKScorer):
-    """Keeps what it was asked, and counts how often its index is read."""
+    """Keeps what it was asked, and counts how often its index is read. indexed: chunks in it at the last look."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(exact_work=0, **settings)
         self.asked: list[ScoreRequest] = []
         self.looks = 0
+        self.indexed = 0
 
     def score(self, request: ScoreRequest) -> Any:
         self.asked.append(request)
+        self.indexed = sum(row is not None for row in self._rows)
         return super().score(request)
 
-    def _whole(self, n_chunks: int) -> Any:
+    def _whole(self, chunks: Any) -> Any:
         self.looks += 1
-        return super()._whole(n_chunks)
+        return super()._whole(chunks)
 
 
 def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
@@ -59,7 +61,7 @@ def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
 def test_masses_are_those_of_the_real_keys(
     kind: str, kv: int, llama: Callable[..., Any], tokens: Any, on_gpu: bool
 ) -> None:
-    """And the answer has resident what those would choose; the index is not looked at."""
+    """The index is not looked at, and what the last step adds to it is not waited for."""
     spy = Spy()
     llm = llama(kind, kvflash_policy=spy, type_k=kv, type_v=kv, flash_attn=True, **SIZE)
     llm.eval((tokens[:1601] % llm.n_vocab()).tolist())
@@ -73,6 +75,7 @@ def test_masses_are_those_of_the_real_keys(
     np.testing.assert_allclose(masses.values, exact, atol=0.1 if on_gpu else 1e-3)
     np.testing.assert_allclose(masses.values, expected(llm, request, masses), atol=0.1 if kv == Q8 or on_gpu else 5e-3)
     assert spy.looks == 0
+    assert spy.indexed < 1601 // 64 == sum(chunk is not None for chunk in spy._rows)
     assert llm._session.scoring.masses.count == 1
     assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("exact", "")
 
