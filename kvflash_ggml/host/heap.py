@@ -24,6 +24,7 @@ from threading import RLock
 from typing import TypeVar
 
 from ..errors import HostMemoryError, SnapshotError
+from . import slabs
 from .image import NOWHERE, PageImage, Read, Readers
 from .lease import Lease, Leases
 from .slabs import HandOver, HostMemory, Slabs
@@ -32,7 +33,7 @@ from .spill import SpillFile
 T = TypeVar("T")
 
 FEW = 2
-"""New pages at once: an answer makes one after the other, and a prompt many."""
+"""New pages at once: an answer makes one after the other, and a prompt many. Of a file, a streamed step reads many."""
 
 POLL_SECONDS = 0.001
 """Between two looks whether a lease has ended: one that ends with its object tells nobody."""
@@ -347,7 +348,7 @@ class PageHeap:
 
     def _room(self, page: PageImage, lease: Lease) -> int:
         """An address that is free now; 0 if another thread has brought the page to memory."""
-        few = not page.fresh or len(lease.wanted) <= FEW
+        few = len(lease.wanted) <= (FEW if page.fresh else slabs.MOST_SLAB_BYTES // self.page_bytes)
         while not page.address:
             try:
                 with self._lock:
