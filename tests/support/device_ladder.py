@@ -171,7 +171,7 @@ def _reused(llm: Any) -> int:
 
 
 def order_holds(placed: Placed, llama: Make, tokens: Tokens, *, rounds: int = 600) -> None:
-    """Random transfers and steps, while other threads wait for any: each byte ends where it would one after the other."""
+    """Random transfers and steps, while other threads wait for any: every byte ends where it would one by one."""
     llm = llama("dense", kvflash=1024, **placed.settings)
     check_place(llm, placed)
     llm.eval(tokens[:1000].tolist())
