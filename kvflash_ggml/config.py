@@ -198,6 +198,11 @@ class KVFlashConfig:
         """Slots below which no chunk could ever be evicted, rounded up to the pool step."""
         return round_up((self.sinks + self.tail + 2) * CHUNK, POOL_STEP)
 
+    @property
+    def sees_all(self) -> bool:
+        """Is there a token that has to see the whole text, whatever memory there is?"""
+        return self.reading == "exact" or self.answer != "pool" or self.repair is not None
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

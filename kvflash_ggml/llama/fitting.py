@@ -65,9 +65,17 @@ def fit(path: str, asked: Asked, beside: Beside, endpoints: Sequence[Endpoint] =
         upstream["tensor_split"] = list(placement.tensor_split)
     config = asked.config
     if config is not None:
-        config = replace(config, pool=placement.pool, pool_bytes=None)
+        stage = staged(config, placement.n_ctx) or config.stage
+        config = replace(config, pool=placement.pool, pool_bytes=None, stage=stage)
     where = replace(asked.placement, override_tensor=placement.overrides, n_cpu_moe=0)
     return replace(asked, upstream=upstream, config=config, placement=where), placement
+
+
+def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
+    """Tokens of the stages that fitting makes room for: those that are asked for, by number or by what needs them."""
+    if config is None or config.reading == "pool":
+        return 0
+    return min(config.stage or n_ctx, n_ctx) if config.sees_all or config.stage else 0
 
 
 def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
@@ -201,6 +209,7 @@ def predicted(
             use_mmap=settings.get("use_mmap", None if open_ else True),
             offload_kqv=settings.get("offload_kqv", True),
             query_rows=beside.query_rows,
+            stage=staged(asked.config, n_ctx or sizes.n_ctx_train) if open_ else 0,
             fit=asked.fit or limits or Fit(),
         )
 

@@ -89,7 +89,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     info = pool.engine.info
     if config.repair is not None and config.checkpoints == 0 and (info.recurrent or info.n_swa > 0):
         raise ConfigError(f"repair={config.repair} goes back in the text, for which this model needs checkpoints >= 1")
-    required = config.reading == "exact" or config.answer != "pool" or config.repair is not None
+    required = config.sees_all
     slots, why = stage_slots(
         config.stage, n_ctx=n_ctx, rooms=rooms(pool.engine.layers, info.devices, pool.n_ubatch, free)
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..constants import CHUNK, POOL_STEP, round_up
 from . import budget
 from .sizes import Device, LayerSizes, ModelSizes, Needs, Request
+
+MASK = 2
+"""Bytes of a token and a row of a step."""
 
 STAGED_PAGES = 8
 """Pages that a device has room for on their way in."""
@@ -25,7 +28,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A layer, or the output, in bytes. window: its cache if that is no part of the pool. staging: on a device."""
+    """A layer, or the output, in bytes. window: its cache if that is no part of the pool. staging: on a device.
+
+    rows: a pooled layer's K and V of one token.
+    """
 
     dense: int
     experts: int = 0
@@ -34,6 +40,7 @@ class Part:
     state: int = 0
     staging: int = 0
     queries: int = 0
+    rows: tuple[int, int] = (0, 0)
 
 
 def parts(sizes: ModelSizes, request: Request, shape: Shape) -> tuple[Part, ...]:
@@ -54,6 +61,7 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
         state=layer.state,
         staging=slot * CHUNK * STAGED_PAGES if pooled and shape.pool < full else 0,
         queries=layer.query * (request.query_rows + 1 if request.query_rows else 0),  # one for what is not kept
+        rows=layer.rows(shape.type_k, shape.type_v) if pooled else (0, 0),
     )
 
 
@@ -66,6 +74,14 @@ class Bill:
         self._request = request
         self._paged = shape.pool < round_up(request.n_ctx, POOL_STEP)
         self._compute = compute
+        self._stage = request.stage if self._paged else 0
+        self._n_ubatch = shape.n_ubatch
+
+    def stages(self, device: Device, here: Sequence[Part]) -> int:
+        """What stages of these layers take: one of each shape, or two in turn, and their columns of the mask."""
+        shapes = {part.rows for part in here if any(part.rows)}
+        rows = (2 if device.overlaps else 1) * sum(map(sum, shapes))
+        return self._stage * (rows + MASK * self._n_ubatch) if shapes else 0
 
     def base(self, part: Part) -> int:
         """What a layer takes of the device it is on, without its experts."""
@@ -79,6 +95,7 @@ class Bill:
             + self._sizes.fixed.get(device.name, 0)
             + self._request.extra.get(device.name, 0)
             + budget.margin(device, self._request.fit)
+            + self.stages(device, self.parts)
         )
 
     def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
@@ -97,6 +114,7 @@ class Bill:
             state=sum(part.state for part in here) + sum(part.window for part in cached),
             compute=self._compute.get(device.name, 0) if here else 0,
             staging=sum(part.staging for part in cached),
+            stages=self.stages(device, cached),
             queries=sum(part.queries for part in here),
             extra=extra,
             margin=budget.margin(device, self._request.fit) if here or fixed or extra else 0,
@@ -122,6 +140,7 @@ class Bill:
             state=sum(part.state for part in here) + sum(part.window for part in cached),
             compute=self._compute.get(device.name, 0),
             staging=kv if self._paged else 0,
+            stages=self.stages(device, cached),
             queries=sum(part.queries for part in here),
             extra=self._request.extra.get(device.name, 0),
             margin=budget.margin(device, self._request.fit),

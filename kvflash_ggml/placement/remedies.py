@@ -51,6 +51,7 @@ def itemised(need: Needs) -> dict[str, int]:
         "state": need.state,
         "compute": need.compute,
         "staging": need.staging,
+        "stages": need.stages,
         "queries": need.queries,
         "drafter": need.extra,
         "margin": need.margin,
@@ -90,6 +91,8 @@ def _changes(search: Search, tight: Needs) -> Iterator[Change]:
     if pool_range(request)[0] > floor:
         cost = "a bounded cache" if request.pool is None else "fewer tokens are resident"
         yield f"--kvflash {floor}", {"pool": floor}, cost
+    if request.stage:
+        yield "--kvflash-reading pool", {"stage": 0}, "prompts are read with what is in the pool in view"
     if search.types[-1] != SMALL and search.sizes.quantizable:
         smaller = {"type_k": SMALL[0], "type_v": SMALL[1]}
         yield f"-ctk {SMALL[0]} -ctv {SMALL[1]}", smaller, "K and V are rounded"

@@ -30,9 +30,13 @@ class LayerSizes:
     state: int = 0
     query: int = 0
 
+    def rows(self, type_k: str, type_v: str) -> tuple[int, int]:
+        """One token's K, and its V, by the names of KV types (constants.KV_TYPES)."""
+        return _row(self.k_row, type_k), _row(self.v_row, type_v)
+
     def slot(self, type_k: str, type_v: str) -> int:
-        """One token's K and V, by the names of KV types (constants.KV_TYPES)."""
-        return _row(self.k_row, type_k) + _row(self.v_row, type_v)
+        """Both."""
+        return sum(self.rows(type_k, type_v))
 
 
 def _row(values: int, kind: str) -> int:
@@ -133,7 +137,8 @@ class Request:
     device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers whose experts stay on the
     host: those that are there as a whole, then the first of each device, in turn. use_mmap: as upstream's.
     offload_kqv: K and V are where their layer is, else all on the host. query_rows: captured queries a pooled layer
-    keeps. extra: what something else takes, by device, such as a drafter.
+    keeps. stage: tokens of stages for exact reading, which have to have room beside a pool. extra: what something else
+    takes, by device, such as a drafter.
     """
 
     n_ctx: int
@@ -149,6 +154,7 @@ class Request:
     use_mmap: bool | None = None
     offload_kqv: bool = True
     query_rows: int = 0
+    stage: int = 0
     extra: Mapping[str, int] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
 
@@ -158,8 +164,8 @@ class Needs:
     """What a placement takes of one device. free: what the device has, before anything of ours.
 
     layers: half-open range of those that compute there. output: so does the output. experts: layers whose experts lie
-    there, where that is not their own device. state: recurrent, and windows. staging: for pages on their way. queries:
-    captured. extra: something else's.
+    there, where that is not their own device. state: recurrent, and windows. staging: for pages on their way. stages:
+    for exact reading. queries: captured. extra: something else's.
     """
 
     device: str
@@ -172,6 +178,7 @@ class Needs:
     state: int = 0
     compute: int = 0
     staging: int = 0
+    stages: int = 0
     queries: int = 0
     extra: int = 0
     margin: int = 0
@@ -179,9 +186,8 @@ class Needs:
     @property
     def total(self) -> int:
         """All of it, the margin included."""
-        return (
-            self.weights + self.kv + self.state + self.compute + self.staging + self.queries + self.extra + self.margin
-        )
+        ours = self.weights + self.kv + self.state + self.compute + self.staging + self.stages + self.queries
+        return ours + self.extra + self.margin
 
     @property
     def left(self) -> int:

@@ -191,6 +191,18 @@ def test_a_size_without_room_is_told_as_one_that_was_found(
     assert isinstance(failed.value.__cause__, ValueError)
 
 
+def test_stages_that_are_asked_for_are_part_of_the_plan(mixture: str, servers: list[str]) -> None:
+    asked = {"rpc": servers[:1], "n_ctx": 32_768, "kvflash": KVFlashConfig(pool=1024, reading="exact")}
+    llm = make(mixture, **asked, fit=on_server(servers, 60))
+    need, pool = llm.placement.needs[0], llm._session.pool
+    assert pool.stage_slots == 32_768
+    assert 0 <= pool.stage_bytes + 2 * 32_768 * llm.placement.n_ubatch - need.stages < 4096, "rows of one step"
+    llm.close()
+    given = {"n_gpu_layers": -1, "n_cpu_moe": 0, "type_k": 1, "type_v": 1}
+    with pytest.raises(DoesNotFit, match=r"stages .*--kvflash-reading pool"):
+        make(mixture, **asked, **given, fit=on_server(servers, need.total / MIB - 1))
+
+
 def test_a_machine_without_a_gpu_bounds_the_pool_by_its_memory(mixture: str, loaded: None) -> None:
     def fitted(free_mib: int, **more: Any) -> Any:
         fit = Fit(free={HOST: free_mib * MIB}, margin={HOST: 0})

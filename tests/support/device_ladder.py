@@ -171,7 +171,7 @@ def _reused(llm: Any) -> int:
 
 
 def order_holds(placed: Placed, llama: Make, tokens: Tokens, *, rounds: int = 600) -> None:
-    """Random transfers, while other threads wait for any of them: each byte ends where it would one after the other."""
+    """Random transfers and steps, while other threads wait for any: every byte ends where it would one by one."""
     llm = llama("dense", kvflash=1024, **placed.settings)
     check_place(llm, placed)
     llm.eval(tokens[:1000].tolist())
@@ -206,6 +206,9 @@ def order_holds(placed: Placed, llama: Make, tokens: Tokens, *, rounds: int = 60
                 pool[some] = host[kept]
             if rng.random() < 0.02:
                 engine.wait(tickets[-1])
+            if rng.random() < 0.05:  # it attends to all blocks, and writes the last one, which does not move
+                llm.n_tokens = 1000
+                llm.eval(tokens[1000 : 1000 + rng.choice((1, 4))].tolist())
     finally:
         stop.set()
         for thread in threads:

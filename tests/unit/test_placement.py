@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_layers_on_the_host_count_among_those_that_have_their_experts_there() ->
         assert placed(moe(), one, Request(**partial, n_cpu_moe=count)).host_experts == want
     halves = Request(**partial, n_cpu_moe=13, tensor_split=(16.0, 15.0))
     assert placed(moe(), two, halves).host_experts == (10, 11, 26)
+
+
+def test_stages_that_are_asked_for_have_room_set_aside() -> None:
+    """Two of a layer's K and V in turn where transfers overlap, and their columns of the mask."""
+    request = Request(n_ctx=131_072, n_ubatch=512, type_k="f16", type_v="f16")
+    plain, staged = (placed(moe(), ONE, replace(request, stage=stage)) for stage in (0, 131_072))
+    assert plain.needs[0].stages == 0
+    copies = 2 if ONE[0].overlaps else 1
+    assert staged.needs[0].stages == 131_072 * (copies * 2 * 512 * 2 + 2 * 512)
+    assert staged.needs[0].left >= 0
+    assert len(staged.host_experts) > len(plain.host_experts)
+    whole = placed(moe(), (*gpus(64 * GIB), host(64 * GIB)), replace(request, stage=131_072, fit=Fit(prefer="exact")))
+    assert whole.needs[0].stages == 0
+    assert "stages" in json.dumps(table.document(staged, ONE))
+    given = replace(request, pool=plain.pool, n_gpu_layers=-1, n_cpu_moe=len(plain.host_experts))
+    assert placed(moe(), ONE, given).pool == plain.pool
+    with pytest.raises(DoesNotFit, match=r"stages .*--kvflash-reading pool \(frees"):
+        placed(moe(), ONE, replace(given, stage=131_072))
 
 
 def test_a_pool_stays_though_a_full_cache_would_fit_unless_exactness_is_preferred() -> None:
