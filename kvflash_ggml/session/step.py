@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ..arrays import Int32s
 from ..native.streamed import NOBODY, Asked
@@ -30,7 +30,8 @@ EVERY = Output(every=True, last=True)
 LAST = Output(every=False, last=True)
 
 
-class Logits(NamedTuple):  # made for each token, which freezing it would double
+@dataclass(slots=True)  # not frozen, as little as a step is
+class Logits:
     """Of which positions logits are at hand: of `count` from `start` on, in rows of the newest step.
 
     first: the row of the first of them; from the end, if it is negative. path: their rows, if these are not in order.
@@ -50,7 +51,7 @@ class Logits(NamedTuple):  # made for each token, which freezing it would double
 
     def before(self, length: int) -> Logits:
         """Without those of positions from `length` on."""
-        return self._replace(count=max(0, min(self.count, length - self.start)))
+        return replace(self, count=max(0, min(self.count, length - self.start)))
 
 
 NO_LOGITS = Logits()
