@@ -107,10 +107,10 @@ class Follower(Protocol):
         """The text has `length` tokens left."""
         ...
 
-    def freeze(self) -> Sequence[SavedDraft]:
+    def state(self) -> Sequence[SavedDraft]:
         """What is known of the text, to be adopted later. It goes on unchanged."""
         ...
 
-    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """After it was cut to nothing, the text is this, of which so much is known. What does not fit is left out."""
         ...
