@@ -16,7 +16,7 @@ from ..llama.manner import answers, manner, readings
 from ..state.session import SessionState
 from .messages import Logprob, Request
 from .model import Parked, Paused, usable
-from .watch import Residency, Watch
+from .residency import Residency, ResidencyObserver
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -62,7 +62,7 @@ class LlamaModel:
         self._stats = llm.kvflash
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
-        self._watch = Watch(self._stats.reasons)
+        self._watch = ResidencyObserver(self._stats.reasons)
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
         self.readings, self.answers = readings(llm), answers(llm)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..arrays import Int32s, common_prefix
 from .messages import Logprob, Request
-from .watch import Residency
+from .residency import Residency
 
 
 class Parked(Protocol):

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
+from .conversations import ConversationControl
 from .folder import Folder
-from .keeping import Keeping
 from .messages import (
     CANCELLED,
     CONTEXT,
@@ -60,7 +60,7 @@ class Totals:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-class Scheduler(Keeping):
+class Scheduler(ConversationControl):
     """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
     request that has had the seat, what it took and how it ended. clock: seconds.
     """
@@ -250,7 +250,7 @@ class Scheduler(Keeping):
                 id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
             )
             parked.release()
-            self.shelf.adopt(known)
+            self.shelf.add(known)
 
     def _serve(self, job: Job) -> None:
         request, self._running = job.request, job

@@ -18,7 +18,7 @@ from .shelf import Conversation, Shelf
 
 logger = logging.getLogger("kvflash_ggml")
 
-LEAST = 256
+MIN_BEGINNING = 256
 """Tokens from which another conversation's beginning is worth going on from: fewer are read sooner than restored."""
 
 
@@ -64,13 +64,13 @@ class Seat:
         if (
             found is not None
             and length > live
-            and (length >= max(LEAST, live + CHUNK) or (length >= found.prompt > 0 and not goes_on))
+            and (length >= max(MIN_BEGINNING, live + CHUNK) or (length >= found.prompt > 0 and not goes_on))
         ):
             taken = self._resume(found, length, request)
             if taken is not None:
                 return taken
             return self.take(request)  # what is lost is off the shelf
-        if mine is None or live == 0 or (live < LEAST and not goes_on):
+        if mine is None or live == 0 or (live < MIN_BEGINNING and not goes_on):
             return self._begin(request)
         if not goes_on:
             self._park()
@@ -92,7 +92,7 @@ class Seat:
         length, usable = len(request.tokens), self._model.usable(request.tokens)
         known = min(self._shelf.known(request.tokens, salt=request.salt), length - 1)
         for place in (known, request.shared_until):
-            if place - usable >= LEAST:
+            if place - usable >= MIN_BEGINNING:
                 return place
         return length - QUESTION_TOKENS if length - usable > 2 * QUESTION_TOKENS else None
 
@@ -111,7 +111,7 @@ class Seat:
         self._park()
         self.clear()
 
-    def adopt(self, parked: Parked) -> None:
+    def load(self, parked: Parked) -> None:
         """Go on from a text that was read from a file; whoever had the seat is put aside.
 
         KVFlashError, and nobody has it.

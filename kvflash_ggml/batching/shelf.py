@@ -125,7 +125,7 @@ class Shelf:
                 self._bytes += size
         self.make_room()
 
-    def adopt(self, conversation: Conversation) -> None:
+    def add(self, conversation: Conversation) -> None:
         """One that the folder had when the server began."""
         self._all[conversation.id] = conversation
         self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)

@@ -67,7 +67,7 @@ class Point:
     same_text: float
 
 
-class Watch(Fixed):
+class Timed(Fixed):
     """Keeps how long steps take, plain ones where it has one row. won: tokens of all of them."""
 
     def __init__(self, width: int) -> None:
@@ -91,7 +91,7 @@ class _Arm:
     depth: int
     width: int
     accept: float
-    watches: list[Watch]
+    watches: list[Timed]
     tps: list[float]
     same: float = 1.0
 
@@ -134,7 +134,7 @@ def _measure(llm: Llama, prompt: list[int], plan: Plan) -> list[Point]:
 
 
 def _run_arm(llm: Llama, arm: _Arm, prompt: list[int], text: Int32s, plan: Plan, repeat: int) -> None:
-    watch = Watch(arm.width)
+    watch = Timed(arm.width)
     oracle = Oracle(
         np.concatenate([np.array(prompt, np.int32), text]),
         [rates_of(arm.accept, arm.width - 1)],

@@ -49,7 +49,7 @@ class PoolDrafter:
             tokens.append(copy.sample(llm._ctx, -1) if copy is not None else llm._likeliest())
         return chain(tokens[1:], self.name)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter`."""
 
     def close(self) -> None:

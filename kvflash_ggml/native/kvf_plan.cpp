@@ -63,6 +63,16 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
     return KVF_STATUS_SUCCESS;
 }
 
+// llama.cpp refuses positions that do not follow what is in memory, but takes any where that is empty.
+kvf_status check_memory(kvf_engine & engine, const kvf_plan & plan) {
+    const auto first = plan.pos[0];
+    if (first > 0 && engine.memory.seq_pos_max(plan.seq[0]) < 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "token 0 has position %d, but the memory of the context is empty: it was "
+                        "cleared behind this library. reset() makes it usable again", first);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
 kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
     for (int32_t i = 0; i < plan.n_tokens; ++i) {
         const auto row = plan.query_row[i];
@@ -83,7 +93,7 @@ kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
 
 kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
     ++engine.n_plans;
-    for (auto part : { check_sizes, check_slots, check_positions, check_query_rows }) {
+    for (auto part : { check_sizes, check_slots, check_positions, check_memory, check_query_rows }) {
         if (const auto status = part(engine, plan)) {
             return status;
         }

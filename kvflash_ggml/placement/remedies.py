@@ -14,7 +14,7 @@ from .layout import Layout
 from .search import SMALL, UBATCHES, Found, Search, pool_range
 from .sizes import Needs
 
-LEAST_MARGIN = 256 * budget.MIB
+MIN_MARGIN = 256 * budget.MIB
 """With less left free a backend that grows its own buffers ends the process."""
 
 Change = tuple[str, dict[str, Any], str]
@@ -99,7 +99,7 @@ def _changes(search: Search, tight: Needs) -> Iterator[Change]:
     yield from _experts(search)
     yield from _layers(search)
     yield from _context(search)
-    if tight.margin - LEAST_MARGIN >= -tight.left > 0:
+    if tight.margin - MIN_MARGIN >= -tight.left > 0:
         yield from _margin(search, tight)
 
 

@@ -35,7 +35,7 @@ MIN_ROWS = 8
 MAX_MASSES = 2**20
 """Values of one look, heads x rows x chunks, that are fetched from a streamed step, but for MIN_ROWS."""
 
-MOST_MASSES = 2**24
+MAX_FETCHED = 2**24
 """The same without an exception: 64 MiB. More of them would take longer than a look at the index."""
 
 EXACT_WORK = 64 * 2**20
@@ -196,7 +196,7 @@ class QKScorer:
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
         heads = self._heads
         values = max(1, n_chunks * len(heads))
-        rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MOST_MASSES // values)
+        rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MAX_FETCHED // values)
         return (heads, rows) if self.measures and rows > 0 else (heads[:0], 0)
 
     def _known(self, request: ScoreRequest) -> Masses | None:

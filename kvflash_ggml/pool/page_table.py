@@ -104,8 +104,9 @@ class PageTable:
     @property
     def unsaved(self) -> range:
         """Sealed chunks whose bytes are on the device only: the newest."""
-        first = end = self.length // CHUNK
-        while first and first - 1 not in self.images:
+        images = self.images
+        first = end = self.layout.length // CHUNK
+        while first and first - 1 not in images:
             first -= 1
         return range(first, end)
 
@@ -216,16 +217,13 @@ class PageTable:
 
     def commit(self, plan: Plan) -> None:
         """What was planned has been done. To be done again if it is interrupted."""
-        self._commit(plan, plan.layout)
+        for c in plan.moves.drop:
+            self.images.drop(c)
+        self.layout = plan.layout  # last: until then the plan tells what is left to drop
 
     def commit_ahead(self, plan: Plan) -> None:
         """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
-        self._commit(plan, replace(plan.layout, length=self.length))
-
-    def _commit(self, plan: Plan, layout: Layout) -> None:
-        for c in plan.moves.drop:
-            self.images.drop(c)
-        self.layout = layout  # last: until then the plan tells what is left to drop
+        self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
 
     def accept(self, length: int) -> Plan:
         """The text with those of the rows ahead of it that lie before `length`, and without the others."""

@@ -15,14 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..batching.watch import Residency
+from ..batching.residency import Residency
 from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError
 from .exchange import PING, frame
 from .front import Front
 
-MOST_VIEWERS = 16
+MAX_VIEWERS = 16
 PAUSE_S = 0.25
 """Between two states that a viewer is sent."""
 
@@ -56,8 +56,8 @@ def _map(now: Residency) -> dict[str, Any]:
 
 
 async def events(front: Front, request: HttpRequest) -> Response:
-    if front.viewers >= MOST_VIEWERS:
-        raise ApiError(429, f"{MOST_VIEWERS} look on already", code="viewers", retry_after_s=30)
+    if front.viewers >= MAX_VIEWERS:
+        raise ApiError(429, f"{MAX_VIEWERS} look on already", code="viewers", retry_after_s=30)
     return Viewer(front)
 
 

@@ -17,7 +17,7 @@ from ..batching.waiting import QueueFull
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
 
-MOST_HELD = 1 << 20
+MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
@@ -47,7 +47,7 @@ class Inbox:
     def full(self) -> bool:
         """Is enough held for now? On the engine's thread."""
         held = self._put - self._taken
-        self._full = held > (MOST_HELD // 2 if self._full else MOST_HELD)
+        self._full = held > (MAX_HELD // 2 if self._full else MAX_HELD)
         return self._full
 
     async def get(self, timeout_s: float | None = None) -> Event | None:
@@ -65,7 +65,7 @@ class Inbox:
             return None
         event = self._events.popleft()
         self._taken += _size(event)
-        if self._full and self._put - self._taken <= MOST_HELD // 2:
+        if self._full and self._put - self._taken <= MAX_HELD // 2:
             self._on_room()
         return event
 

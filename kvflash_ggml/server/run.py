@@ -34,7 +34,7 @@ KEEP_ALIVE_S = 75
 
 BACKLOG = 2048
 
-MOST_OTHERS = 512
+MAX_OTHERS = 512
 """Connections beside those that wait for an answer; beyond, 503."""
 
 
@@ -94,7 +94,7 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
         server_header=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
-        limit_concurrency=settings.max_queue + MOST_OTHERS,
+        limit_concurrency=settings.max_queue + MAX_OTHERS,
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()

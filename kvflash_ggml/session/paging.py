@@ -106,8 +106,10 @@ class Paging:
 
     def save(self) -> None:
         """Copy chunks that have been sealed to the host, behind the compute."""
-        for chunks in self.heap.fitting(self._table.unsaved):
-            self._save(chunks)
+        unsaved = self._table.unsaved
+        if unsaved:  # asked before and after each token
+            for chunks in self.heap.fitting(unsaved):
+                self._save(chunks)
 
     def _save(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:

@@ -61,7 +61,7 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
             saved.policy = text.policy_state()
             saved.rebuild = text.rebuild
             if drafts and text.follower is not None:
-                saved.drafts = text.follower.freeze()
+                saved.drafts = text.follower.state()
         _check_sound(text, saved)
     except BaseException:
         saved.release()
@@ -122,7 +122,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.load_policy(saved.policy)
         text.rebuild = saved.rebuild
         if text.follower is not None:
-            text.follower.adopt(saved.drafts, text.tokens)
+            text.follower.load(saved.drafts, text.tokens)
         text.events.truncated(text.length, text.table.resident_chunks)
         if then is not None:
             then(saved)

@@ -51,5 +51,9 @@ class Salvage:
         try:
             yield
         except DeviceLost as err:
-            err.kept = self.kept
+            self.tell(err)
             raise
+
+    def tell(self, err: DeviceLost) -> None:
+        """It says how much is kept."""
+        err.kept = self.kept

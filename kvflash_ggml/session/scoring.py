@@ -41,7 +41,7 @@ MOVED_SHARE = 1 / 8
 """Of the blocks, how many change their chunk before tau. What is asked for is among the best few, and the others have
 to be moved again when the next token asks for something else."""
 
-LEAST_MOVES = 4
+MIN_MOVES = 4
 
 DELAY = 16
 """Tokens between asking for scores and their use, on devices that compute beside the host."""
@@ -60,7 +60,7 @@ MIXED_THREADS = 4
 
 def most_moves(blocks: int) -> int:
     """How many chunks of so many may move before tau."""
-    return max(LEAST_MOVES, int(MOVED_SHARE * blocks))
+    return max(MIN_MOVES, int(MOVED_SHARE * blocks))
 
 
 class Scoring:

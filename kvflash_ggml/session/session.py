@@ -204,7 +204,8 @@ class Session(Text):
     def settle(self) -> None:
         kept = 0 if self._ahead is None else self._ahead.kept
         super().settle()
-        self._generated(kept)
+        if kept:  # asked before each token
+            self._generated(kept)
 
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""

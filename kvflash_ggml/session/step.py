@@ -30,7 +30,7 @@ EVERY = Output(every=True, last=True)
 LAST = Output(every=False, last=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as little as a step is
 class Logits:
     """Of which positions logits are at hand: of `count` from `start` on, in rows of the newest step.
 
@@ -107,10 +107,10 @@ class Follower(Protocol):
         """The text has `length` tokens left."""
         ...
 
-    def freeze(self) -> Sequence[SavedDraft]:
+    def state(self) -> Sequence[SavedDraft]:
         """What is known of the text, to be adopted later. It goes on unchanged."""
         ...
 
-    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """After it was cut to nothing, the text is this, of which so much is known. What does not fit is left out."""
         ...

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
-from ..errors import ConfigError, HostMemoryError, SnapshotError
+from ..errors import ConfigError, DeviceLost, HostMemoryError, SnapshotError
 from ..host.store import HostStore
 from ..pool.branches import Branches
 from ..pool.page_table import PageTable
@@ -157,8 +157,8 @@ class Text:
             self.paging.save()
         before = self._ahead
         if before is None:
-            plan = self.table.reserve(self.length, max(ahead, len(tokens)), self.ranking, rebuild=self.rebuild)
-            start = self.length
+            start = self.table.length
+            plan = self.table.reserve(start, max(ahead, len(tokens)), self.ranking, rebuild=self.rebuild)
         else:
             plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
             assert start + len(tokens) <= before.start + before.room
@@ -169,10 +169,11 @@ class Text:
         state = self.pool.stash.keep() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
-            with self.salvage.told():
-                self._run(step, generated=generated)
+            self._run(step, generated=generated)
             self._follow(step, after)
         except BaseException as err:
+            if isinstance(err, DeviceLost):
+                self.salvage.tell(err)
             if isinstance(err, Exception):
                 self.rebuild = False  # or what cannot be recalled would be asked for at every step
             self._follow(step, after)

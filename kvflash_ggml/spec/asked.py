@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .base import Drafter
 
-MOST_BAD = 3
+MAX_BAD = 3
 """Drafts in a row that cannot be verified, after which a drafter is not asked any more; the same of failed steps."""
 
 UNASKED = 64
@@ -38,7 +38,7 @@ class Asked:
 
     @property
     def failed(self) -> bool:
-        return self.bad >= MOST_BAD
+        return self.bad >= MAX_BAD
 
     @property
     def follows(self) -> bool:
@@ -60,7 +60,7 @@ class Asked:
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The text has `length` tokens left."""
         self.known, self.read = min(self.known, length), min(self.read, length)
 

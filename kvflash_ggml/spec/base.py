@@ -49,7 +49,7 @@ class Drafter(Protocol):
         """What may follow the text that was observed and then `root`: at most `most` tokens, None for nothing."""
         ...
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The text ends after `length` tokens. It may forget more."""
         ...
 
@@ -62,14 +62,14 @@ class Drafter(Protocol):
 class Remembering(Protocol):
     """A drafter that had to read what it knows of a text, and can be spared that."""
 
-    def freeze(self) -> SavedDraft | None:
+    def state(self) -> SavedDraft | None:
         """What it knows of the text that was observed, which it reads to its end; None for nothing.
 
         SnapshotError if it cannot be put aside.
         """
         ...
 
-    def adopt(self, saved: SavedDraft) -> None:
+    def load(self, saved: SavedDraft) -> None:
         """Know what one of the same origin knew, after the text was cut to nothing.
 
         SnapshotError, and nothing known, if it is of another origin, or damaged.

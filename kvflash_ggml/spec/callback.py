@@ -44,7 +44,7 @@ class Callback:
             raise DraftError(f"{self.name}: tokens must be a list of whole numbers, not {proposed!r}")
         return chain(whole[:most], self.name)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter`."""
         self._length = min(self._length, length)
 

@@ -74,12 +74,12 @@ class Chained:
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. Without rows of these tokens it starts anew behind them."""
-        self.cut(start)
+        self.truncate(start)
         if start != self._length or rows is None:  # a gap
             self._recent = self._recent[:0]
         self._length = start + len(tokens)
         if rows is None:
-            self._lag.forget(self._length)
+            self._lag.reset(self._length)
         elif len(tokens):
             before = self._recent[-1:] if len(self._recent) else np.zeros_like(rows[:1])
             self._lag.add(start, tokens, np.concatenate([before, rows[:-1]]))
@@ -97,29 +97,29 @@ class Chained:
             self._context.feed(at, tokens[:-1], states[:-1])
             at, tokens, states = end, tokens[-1:], states[-1:]
         draft = go_on(self._context, self._target, at, tokens, states, most=most, source=self.name)
-        self._context.cut(end)
+        self._context.truncate(end)
         return draft
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See Drafter. The newest rows outlive it."""
-        self._lag.cut(length)
-        self._context.cut(max(0, length + self._place))
+        self._lag.truncate(length)
+        self._context.truncate(max(0, length + self._place))
         if length < self._length:
             stay = max(0, len(self._recent) - (self._length - length))
             self._recent = self._recent[:stay]
             self._length = length
 
-    def freeze(self) -> SavedDraft | None:
+    def state(self) -> SavedDraft | None:
         """See Remembering."""
         at, tokens, rows = self._unread()
         if len(tokens):
             self._context.feed(at, tokens, self._state(rows))
-        return self._memory.freeze(self._length, self._recent, place=self._place)
+        return self._memory.state(self._length, self._recent, place=self._place)
 
-    def adopt(self, saved: SavedDraft) -> None:
+    def load(self, saved: SavedDraft) -> None:
         """See Remembering."""
-        self._recent = self._memory.adopt(saved, self._recent.shape[1], place=self._place)[-RECENT:]
-        self._lag.forget(saved.length)
+        self._recent = self._memory.load(saved, self._recent.shape[1], place=self._place)[-RECENT:]
+        self._lag.reset(saved.length)
         self._length = saved.length
 
     def _unread(self) -> tuple[int, Int32s, Floats]:
@@ -127,7 +127,7 @@ class Chained:
         start, tokens, rows = self._lag.take()
         kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
         at = start + kept.start + self._place
-        self._context.cut(at)
+        self._context.truncate(at)
         return at, tokens[kept], self._recent[:0] if rows is None else rows[kept]
 
     def close(self) -> None:

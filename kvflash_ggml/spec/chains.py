@@ -46,7 +46,7 @@ class Chains:
             self._table((4 * end - 1).bit_length())
         self._link(first)
 
-    def cut(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         """Forget the windows from `count` on, as if they had never been added."""
         if count < self.count:
             late = slice(count, self.count)

@@ -125,9 +125,9 @@ class DraftContext:
         out of its vocabulary and rows of another width.
         """
         count = len(tokens) if tokens is not None else len(rows) if rows is not None else 0
-        self.cut(start)
+        self.truncate(start)
         if start != self.end:
-            self.forget(start)
+            self.reset(start)
         if start + count - self.first > self.window + _SLACK:
             self._drop(start + count - self.window)
         try:
@@ -135,7 +135,7 @@ class DraftContext:
                 self._context, np.arange(start, start + count, dtype=np.int32), tokens, rows, outputs=outputs
             )  # fmt: skip
         except BaseException:
-            self.forget(start)
+            self.reset(start)
             raise
         self.end = start + count
 
@@ -165,7 +165,7 @@ class DraftContext:
         """`native.logits.top` of tokens of the last run. DecodeError if a row is not finite."""
         return logits.top(self._context, rows, k)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget the positions from `length` on."""
         if length >= self.end:
             return
@@ -174,27 +174,27 @@ class DraftContext:
         if done and llama_cpp.llama_memory_seq_pos_max(self._memory, 0) == length - 1:
             self.end = length
         else:
-            self.forget(length)
+            self.reset(length)
 
-    def forget(self, start: int = 0) -> None:
+    def reset(self, start: int = 0) -> None:
         """Hold nothing; the next token stands at `start`."""
         llama_cpp.llama_memory_clear(self._memory, False)
         self.first = self.end = start
 
-    def freeze(self) -> SavedContext:
+    def state(self) -> SavedContext:
         """What it holds."""
         size = int(llama_cpp.llama_state_seq_get_size(self._context, 0))
         data = (ctypes.c_uint8 * size)()
         written = int(llama_cpp.llama_state_seq_get_data(self._context, data, size, 0))
         return SavedContext(self.first, self.end, bytes(data)[:written])
 
-    def adopt(self, saved: SavedContext) -> None:
+    def load(self, saved: SavedContext) -> None:
         """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
 
         What is in the data may come from anybody: llama.cpp compares its sizes with the context's own, and it counts
         only if the positions are those that it should have. Whether the values are numbers shows when it computes.
         """
-        self.forget(saved.end)
+        self.reset(saved.end)
         data = (ctypes.c_uint8 * len(saved.data)).from_buffer_copy(saved.data)
         taken = llama_cpp.llama_state_seq_set_data(self._context, data, len(saved.data), 0)
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
@@ -202,12 +202,12 @@ class DraftContext:
         if taken == len(saved.data) and saved.first <= lowest and highest == saved.end - 1:
             self.first = saved.first
         else:
-            self.forget(saved.end)
+            self.reset(saved.end)
 
     def _drop(self, first: int) -> None:
         """Forget the positions before `first`."""
         if first >= self.end:
-            self.forget(self.end)
+            self.reset(self.end)
         else:
             llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, first)
             self.first = first

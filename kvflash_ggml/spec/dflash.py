@@ -65,7 +65,7 @@ class DFlash:
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. Without rows of these tokens it starts anew behind them."""
         if rows is None:
-            self._lag.forget(start + len(tokens))
+            self._lag.reset(start + len(tokens))
         else:
             self._lag.add(start, tokens, rows)
 
@@ -80,28 +80,28 @@ class DFlash:
         block[0] = root
         context.run(end, block, outputs=len(block) if self._reader.outputs else 0)
         draft = self._reader.read(context, most, self._branches)
-        context.cut(end)
+        context.truncate(end)
         return draft
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See Drafter."""
-        self._lag.cut(length)
-        self._context.cut(length)
+        self._lag.truncate(length)
+        self._context.truncate(length)
 
-    def freeze(self) -> SavedDraft | None:
+    def state(self) -> SavedDraft | None:
         """See Remembering."""
         self._read()
-        return self._memory.freeze(self._lag.end)
+        return self._memory.state(self._lag.end)
 
-    def adopt(self, saved: SavedDraft) -> None:
+    def load(self, saved: SavedDraft) -> None:
         """See Remembering."""
-        self._memory.adopt(saved)
-        self._lag.forget(saved.length)
+        self._memory.load(saved)
+        self._lag.reset(saved.length)
 
     def _read(self) -> None:
         """Read what lags."""
         start, _, rows = self._lag.take()
-        self._context.cut(start)
+        self._context.truncate(start)
         if rows is not None:
             self._context.feed(start, None, rows)
 

@@ -16,7 +16,7 @@ class Lag:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.forget(0)
+        self.reset(0)
 
     @property
     def end(self) -> int:
@@ -26,8 +26,8 @@ class Lag:
     def add(self, start: int, tokens: Int32s, rows: Floats | None = None) -> None:
         """These follow, from position `start` on; what was there is void. Rows are copied."""
         if start > self.end:
-            self.forget(start)
-        self.cut(start)
+            self.reset(start)
+        self.truncate(start)
         kept = slice(max(0, len(tokens) - self._most), None)
         self._tokens = np.concatenate([self._tokens, np.asarray(tokens[kept], np.int32)])
         if rows is not None:
@@ -39,19 +39,19 @@ class Lag:
         """The position of the first, the tokens, and their rows if there are any; nothing lags then."""
         start, tokens = self.start, self._tokens
         rows = np.concatenate(self._rows) if self._rows else None
-        self.forget(self.end)
+        self.reset(self.end)
         return start, tokens, rows
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """The text ends after `length` tokens."""
         if length <= self.start:
-            self.forget(length)
+            self.reset(length)
         elif length < self.end:
             count = length - self.start
             self._tokens = self._tokens[:count]
             self._rows = [np.concatenate(self._rows)[:count]] if self._rows else []
 
-    def forget(self, length: int) -> None:
+    def reset(self, length: int) -> None:
         """Nothing lags of a text of this length."""
         self.start = length
         self._tokens = np.empty(0, np.int32)

@@ -13,7 +13,7 @@ from ..arrays import Floats, Int32s
 from ..errors import DraftError
 from ..state.draft import SavedDraft
 from . import remember, tree
-from .asked import MOST_BAD, Asked
+from .asked import MAX_BAD, Asked
 from .base import Drafter
 from .control import Controls
 from .draft import Draft, checked
@@ -185,9 +185,9 @@ class Speculator:
         """A step with a draft has failed, and is done without: after a few in a row nothing is drafted any more."""
         self._running = None
         self._refused += 1
-        if self._refused >= MOST_BAD:
+        if self._refused >= MAX_BAD:
             for one in self._asked:
-                one.bad = MOST_BAD
+                one.bad = MAX_BAD
             self._any_failed = True
             self.off = f"{type(why).__name__}: {why}"
             logger.warning("nothing is drafted any more: drafts cannot be verified: %s", why)
@@ -253,7 +253,7 @@ class Speculator:
         self._last.bad_drafts += 1
 
     def _disable(self, one: Asked, why: str) -> None:
-        one.bad = MOST_BAD
+        one.bad = MAX_BAD
         self._any_failed = True
         logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
         if all(other.failed for other in self._asked):
@@ -300,18 +300,18 @@ class Speculator:
         self._ahead = None
         for one in self._asked:
             if one.known > length:
-                one.cut(length)
-                self._tell(one, partial(one.drafter.cut, length))
+                one.truncate(length)
+                self._tell(one, partial(one.drafter.truncate, length))
 
-    def freeze(self) -> list[SavedDraft]:
+    def state(self) -> list[SavedDraft]:
         """See `session.step.Follower`."""
-        return remember.freeze(one.drafter for one in self._asked if one.known and one.follows)
+        return remember.state(one.drafter for one in self._asked if one.known and one.follows)
 
-    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """See `session.step.Follower`."""
         for one in self._asked:
             one.known = len(tokens)  # an interrupt is followed by a cut to nothing
-            one.known = one.read = remember.adopt(one.drafter, saved, tokens)
+            one.known = one.read = remember.load(one.drafter, saved, tokens)
             one.missing = 0
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:

@@ -27,7 +27,7 @@ class DraftMemory:
         self._file = ModelFile(path)
         self._context = context
 
-    def freeze(self, length: int, rows: Floats = _NO_ROWS, *, place: int = 0) -> SavedDraft | None:
+    def state(self, length: int, rows: Floats = _NO_ROWS, *, place: int = 0) -> SavedDraft | None:
         """What it holds of a text of `length` tokens, None if that is nothing. SnapshotError if its file was replaced.
 
         rows: what else is kept, [n, width]. place: where the context stands for a token, before its own position.
@@ -35,7 +35,7 @@ class DraftMemory:
         context = self._context
         if context.first == context.end or context.end != length + place:
             return None
-        origin, held = self._origin(), context.freeze()
+        origin, held = self._origin(), context.state()
         return SavedDraft(
             origin=origin,
             length=length,
@@ -45,13 +45,13 @@ class DraftMemory:
             rows=Bytes(np.ascontiguousarray(rows, np.float32).tobytes()),
         )
 
-    def adopt(self, saved: SavedDraft, width: int = 1, *, place: int = 0) -> Floats:
+    def load(self, saved: SavedDraft, width: int = 1, *, place: int = 0) -> Floats:
         """Hold what was put aside. Returns the rows, [n, width].
 
         SnapshotError, and nothing held, if it does not fit.
         """
         context = self._context
-        context.forget()
+        context.reset()
         if saved.origin != self._origin():
             raise SnapshotError("another file has drafted, or with another window")
         if saved.rows.size % (4 * width) or saved.end != saved.length + place:
@@ -59,7 +59,7 @@ class DraftMemory:
         rows = np.frombuffer(saved.rows.read(), np.float32).reshape(-1, width)
         if len(rows) > saved.length or not np.isfinite(rows).all():
             raise SnapshotError("it cannot be as it says")
-        context.adopt(SavedContext(saved.first, saved.end, bytes(saved.context.read())))
+        context.load(SavedContext(saved.first, saved.end, bytes(saved.context.read())))
         if context.first == context.end:
             raise SnapshotError("llama.cpp does not take it")
         return rows

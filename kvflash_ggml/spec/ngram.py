@@ -49,7 +49,7 @@ class NGram:
         if start > self._base + self._length:
             self.close()
             self._base = start
-        self.cut(start)
+        self.truncate(start)
         if start < self._base:
             self._base = start
         end = self._length + len(tokens)
@@ -71,7 +71,7 @@ class NGram:
         tokens = np.resize(after[:count], count)  # resize repeats what there is
         return chain(tokens, self.name, np.full(count, np.log(match / (match + 1)), np.float32))
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter`."""
         left = max(0, length - self._base)
         if left < self._length:
@@ -79,11 +79,11 @@ class NGram:
         if left < self._indexed:
             self._indexed = left
             for order, chains in zip(ORDERS, self._chains, strict=True):
-                chains.cut(_windows(left, order))
+                chains.truncate(_windows(left, order))
 
     def close(self) -> None:
         """See `Drafter`."""
-        self.cut(0)
+        self.truncate(0)
         self._text = np.empty(1, np.int32)
         self._chains = tuple(Chains() for _ in ORDERS)
 

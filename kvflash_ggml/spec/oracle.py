@@ -67,7 +67,7 @@ class Oracle:
         tokens[wrong] = ((tokens + other) % self._n_vocab)[wrong]
         return chain(tokens, self.name)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See `Drafter`."""
         self._length = min(self._length, length)
 

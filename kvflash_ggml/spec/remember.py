@@ -13,13 +13,13 @@ from .base import Drafter, Remembering
 logger = logging.getLogger("kvflash_ggml")
 
 
-def freeze(drafters: Iterable[Drafter]) -> list[SavedDraft]:
+def state(drafters: Iterable[Drafter]) -> list[SavedDraft]:
     """What they know, of those that can say it."""
     saved = []
     for drafter in drafters:
         if isinstance(drafter, Remembering):
             try:
-                one = drafter.freeze()
+                one = drafter.state()
             except Exception as err:
                 logger.warning("what %s knows of the text is not saved: %s", drafter.name, err)
             else:
@@ -27,7 +27,7 @@ def freeze(drafters: Iterable[Drafter]) -> list[SavedDraft]:
     return saved
 
 
-def adopt(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
+def load(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
     """Give back to a drafter what one like it knew of this text. How many of its tokens it knows then.
 
     That is none if the text was saved without drafters. What came back is tried once: a file may hold anything.
@@ -38,10 +38,10 @@ def adopt(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
         own = [one for one in saved if one.origin.name == drafter.name]
         if not own:
             raise SnapshotError("it did not draft when the text was saved")
-        drafter.adopt(own[0])
+        drafter.load(own[0])
         drafter.propose(int(tokens[-1]), 1)
         return own[0].length
     except Exception as err:
         logger.warning("%s begins anew behind the text that was restored: %s", drafter.name, err)
-    drafter.cut(0)
+    drafter.truncate(0)
     return 0

@@ -67,7 +67,7 @@ class Small:
         if unknown.size:
             skipped = int(unknown[-1]) + 1
             start, tokens = start + skipped, tokens[skipped:]
-            self._lag.forget(start)
+            self._lag.reset(start)
         self._lag.add(start, tokens)
 
     def propose(self, root: int, most: int) -> Draft | None:
@@ -82,25 +82,25 @@ class Small:
             context.feed(start, tokens, None)
             start, unread = end, unread[-1:]
         draft = go_on(context, self._target, start, unread, most=most, source=self.name)
-        context.cut(end)
+        context.truncate(end)
         return draft
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """See Drafter."""
-        self._lag.cut(length)
-        self._context.cut(length)
+        self._lag.truncate(length)
+        self._context.truncate(length)
 
-    def freeze(self) -> SavedDraft | None:
+    def state(self) -> SavedDraft | None:
         """See Remembering."""
         start, tokens, _ = self._lag.take()
-        self._context.cut(start)
+        self._context.truncate(start)
         self._context.feed(start, tokens, None)
-        return self._memory.freeze(self._lag.end)
+        return self._memory.state(self._lag.end)
 
-    def adopt(self, saved: SavedDraft) -> None:
+    def load(self, saved: SavedDraft) -> None:
         """See Remembering."""
-        self._memory.adopt(saved)
-        self._lag.forget(saved.length)
+        self._memory.load(saved)
+        self._lag.reset(saved.length)
 
     def close(self) -> None:
         """See Drafter."""

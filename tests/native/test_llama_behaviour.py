@@ -534,6 +534,22 @@ def test_a_program_that_decodes_by_itself_is_told_why_it_cannot(llama: Any, toke
     llm.eval(tokens[100:120].tolist())
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_memory_that_a_program_has_cleared_is_told(kind: str, llama: Any, tokens: Any) -> None:
+    """llama.cpp would go on from nothing, at any position."""
+    import llama_cpp
+
+    llm, undisturbed = llama(kind, kvflash=512), llama(kind, kvflash=512)
+    llm.eval(tokens[:100].tolist())
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+    with pytest.raises(KVFlashError, match=r"position 100, but the memory .* is empty.* reset\(\)"):
+        llm.eval([9])
+    llm.reset()
+    for each in (llm, undisturbed):
+        each.eval(tokens[:120].tolist())
+    assert same_bits(row(llm), row(undisturbed))
+
+
 # --- lifetime
 
 

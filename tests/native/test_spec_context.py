@@ -66,13 +66,13 @@ def test_text_that_was_cut(context: Any, tokens: Any) -> None:
     one.feed(0, tokens[:300], None)
     wanted = next_logits(one, 300, tokens[300:310])
     one.run(310, tokens[700:760])
-    one.cut(300)
+    one.truncate(300)
     assert one.end == 300
     assert same_bits(next_logits(one, 300, tokens[300:310]), wanted)
     one.run(290, tokens[290:300])  # what follows is forgotten by itself
     assert one.end == 300
     assert np.allclose(next_logits(one, 300, tokens[300:310]), wanted, atol=0.2)
-    one.cut(0)
+    one.truncate(0)
     assert (one.first, one.end) == (0, 0)
 
 
@@ -88,20 +88,20 @@ def test_a_gap_forgets(context: Any, tokens: Any) -> None:
 def test_put_aside_and_back(context: Any, tokens: Any) -> None:
     one = context(window=512)
     one.feed(0, tokens[:900], None)
-    saved = one.freeze()
+    saved = one.state()
     wanted = next_logits(one, 900, tokens[900:910])
-    one.forget()
+    one.reset()
     other = context(window=512)
     for taker in (one, other):
         taker.feed(0, tokens[1000:1100], None)
-        taker.adopt(saved)
+        taker.load(saved)
         assert (taker.first, taker.end) == (saved.first, 900)
         found = next_logits(taker, 900, tokens[900:910])
         assert (found.argmax(1) == wanted.argmax(1)).all()
         assert np.abs(found - wanted).max() < 0.2
 
     for damaged in (saved.data[:-7], b"", saved.data[:100]):
-        other.adopt(replace(saved, data=damaged))
+        other.load(replace(saved, data=damaged))
         assert other.first == other.end == 900  # cold, and it goes on
         other.run(900, tokens[900:910])
 

@@ -119,7 +119,7 @@ def test_a_text_that_was_saved_is_known(
     within_a_block(llm, prompt).close()
     state, parked = llm.save_state(), llm.park()
     llm.save_snapshot(tmp_path / "session.kvs")
-    held = drafter_of(llm)._context.freeze()
+    held = drafter_of(llm)._context.state()
     assert 0 < held.end - held.first < len(prompt)
     wanted = go_on(llm, COUNT)
 
@@ -127,7 +127,7 @@ def test_a_text_that_was_saved_is_known(
         llm.reset()
         llm.eval(prompt[5:50])
         how()
-        now = drafter_of(llm)._context.freeze()
+        now = drafter_of(llm)._context.state()
         assert (now.first, now.end, len(now.data)) == (held.first, held.end, len(held.data))
         assert go_on(llm, COUNT) == wanted
 
@@ -209,7 +209,7 @@ def test_nothing_of_another_text_is_left(kind: str, drafting: Any, prompt: Any, 
     fresh = drafting(kind)
     fresh.load_state(state_of(llm, saved))
     assert go_on(llm, COUNT) == go_on(fresh, COUNT)
-    held, wanted = (drafter_of(one)._context.freeze() for one in (llm, fresh))
+    held, wanted = (drafter_of(one)._context.state() for one in (llm, fresh))
     assert (held.first, held.end, len(held.data)) == (wanted.first, wanted.end, len(wanted.data))
     saved.release()
 
@@ -244,7 +244,7 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
     """Sizes and places that cannot be are refused, and the drafter goes on."""
     llm = drafting(kind)
     within_a_block(llm, prompt).close()
-    (saved,) = llm._speculator.freeze()
+    (saved,) = llm._speculator.state()
     drafter, rng = drafter_of(llm), np.random.default_rng(5)
     data, rows_ = bytes(saved.context.read()), bytes(saved.rows.read())
     wrong = [replace(saved, first=saved.first + 1), replace(saved, end=saved.end - 1), replace(saved, length=3)]
@@ -254,21 +254,21 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
         wrong += [replace(saved, rows=Bytes(np.full(len(rows_) // 4, np.nan, "<f4").tobytes()))]
     for one in wrong:
         with pytest.raises(SnapshotError):
-            drafter.adopt(one)
+            drafter.load(one)
         assert drafter._context.first == drafter._context.end
     for at in [*range(0, 80, 4), *rng.integers(20, 12 * (saved.end - saved.first), 60)]:
         for value in (0, 1, 0xFFFFFFFF, 0x7FFFFFFF, int(rng.integers(2**32))):
             changed = data[:at] + value.to_bytes(4, "little") + data[at + 4 :]
             try:
-                drafter.adopt(replace(saved, context=Bytes(changed)))
+                drafter.load(replace(saved, context=Bytes(changed)))
             except SnapshotError:
                 assert drafter._context.first == drafter._context.end
     everything = np.array(llm._session.tokens)
     nothing = data[:-64] + b"\xff" * 64  # which are no numbers
-    llm._speculator.adopt([replace(saved, context=Bytes(nothing))], everything)
+    llm._speculator.load([replace(saved, context=Bytes(nothing))], everything)
     assert "begins anew behind the text that was restored: " in caplog.text
     assert drafter._context.first == drafter._context.end
-    llm._speculator.adopt([saved], everything)
+    llm._speculator.load([saved], everything)
     assert llm._speculator.off is None
     assert go_on(llm, 20)["steps"][0] > 0
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Parked, Paused, usable
-from kvflash_ggml.batching.watch import Residency
+from kvflash_ggml.batching.residency import Residency
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
 

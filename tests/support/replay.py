@@ -40,7 +40,7 @@ class Replay:
     def propose(self, root: int, most: int) -> Draft | None:
         return self._drafts.get(self._length)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self._length = min(length, self._length)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def test_it_is_given_the_text_and_the_root() -> None:
     assert draft.logp is None
     assert (draft.source, seen[0].dtype, seen[0].tolist()) == ("draft_model", np.intc, [*range(10, 20), 5])
     assert TEXT.tolist() == list(range(10, 20))
-    one.cut(3)
+    one.truncate(3)
     one.observe(3, np.array([50], np.int32), None)
     one.propose(6, 8)
     assert seen[1].tolist() == [10, 11, 12, 50, 6]

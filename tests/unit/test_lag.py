@@ -37,7 +37,7 @@ def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None
             length = start + count
         elif call == "cut":
             length = min(at, length)
-            lag.cut(length)
+            lag.truncate(length)
             model = {p: t for p, t in model.items() if p < length}
         model = {p: t for p, t in model.items() if p >= length - MOST}
         assert lag.end == length

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
-from kvflash_ggml.spec.asked import AGAIN, MOST_BAD, UNASKED, WARM
+from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.control import Controls, Fixed
 from kvflash_ggml.spec.cost import Controller
@@ -52,7 +52,7 @@ class Drafts:
         self.asked.append(most)
         return self.does(root, most)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         del self.text[length:]
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def test_what_can_be_verified_of_it(what: str, fixed: bool) -> None:
     drafter = Drafts(lambda *_: returned)
     one = make(drafter, controls=Fixed(4) if fixed else Controller())
     if fixed:
-        for _ in range(MOST_BAD + 2):
+        for _ in range(MAX_BAD + 2):
             assert drafted(one) == wanted
     else:
         timed(one)
@@ -209,12 +209,12 @@ def test_after_three_that_cannot_be_verified_it_is_not_asked(what: str, caplog: 
     drafter = Drafts(raises(bad) if isinstance(bad, Exception) else lambda *_: bad)
     one = make(drafter)
     with caplog.at_level(logging.WARNING):
-        for asked in range(1, MOST_BAD + 4):
+        for asked in range(1, MAX_BAD + 4):
             assert drafted(one) is None
-            assert one.total.bad_drafts == min(asked, MOST_BAD)
-            assert (one.off is None) == (asked < MOST_BAD)
+            assert one.total.bad_drafts == min(asked, MAX_BAD)
+            assert (one.off is None) == (asked < MAX_BAD)
             one.plain()
-    assert len(drafter.asked) == MOST_BAD
+    assert len(drafter.asked) == MAX_BAD
     assert drafter.closed == 1
     assert one.types == ()
     assert [record.message for record in caplog.records if "made up" in record.message] == [

@@ -155,9 +155,9 @@ class Reader(RuleBasedStateMachine):
         self.text[start:] = tokens
 
     @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
+    def truncate(self, data: st.DataObject) -> None:
         length = data.draw(st.integers(0, len(self.text) + 3))
-        self.drafter.cut(length)
+        self.drafter.truncate(length)
         del self.text[length:]
 
     @rule(root=st.integers(0, 3))
@@ -173,7 +173,7 @@ def test_chains_forget_what_is_cut() -> None:
     hashes = rng.integers(0, 40, 5000).astype(np.uint32) << np.uint32(20)
     chains = Chains()
     chains.add(hashes)
-    chains.cut(700)
+    chains.truncate(700)
     chains.add(hashes[700:800])
     for value in np.unique(hashes):
         there = np.flatnonzero(hashes[:800] == value)[::-1]

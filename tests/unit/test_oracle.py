@@ -43,7 +43,7 @@ def test_the_same_place_is_drafted_the_same_way() -> None:
         oracle = Oracle(TEXT, [0.5], n_vocab=N_VOCAB, seed=seed)
         out = []
         for at in (10, 20, 10):
-            oracle.cut(at)
+            oracle.truncate(at)
             oracle.observe(at - 5, TEXT[at - 5 : at], None)
             draft = oracle.propose(int(TEXT[at]), 8)
             assert draft is not None

@@ -473,7 +473,7 @@ def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
         late.reads.set()
         return await late.done()
 
-    monkeypatch.setattr(exchange, "MOST_HELD", 1 << 14)
+    monkeypatch.setattr(exchange, "MAX_HELD", 1 << 14)
     model = FakeModel(reply=lambda prompt: bytes(97 + i % 26 for i in range(500)), on_step=lambda: time.sleep(0.0002))
     server = Server(model)
     frames = server.run(work).frames[:-1]

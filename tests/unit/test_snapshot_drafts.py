@@ -50,10 +50,10 @@ class Following:
     def truncated(self, length: int) -> None:
         self.lengths.append(length)
 
-    def freeze(self) -> Sequence[SavedDraft]:
+    def state(self) -> Sequence[SavedDraft]:
         return self.known
 
-    def adopt(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         if self.interrupt:
             raise KeyboardInterrupt
         self.adopted.append(([*saved], tokens.tolist()))
@@ -217,17 +217,17 @@ class Knows:
 
     def propose(self, root: int, most: int) -> None: ...
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         self.told.append(length)
 
     def close(self) -> None: ...
 
-    def freeze(self) -> SavedDraft | None:
+    def state(self) -> SavedDraft | None:
         if self.error is not None:
             raise self.error
         return replace(KNOWN, origin=replace(KNOWN.origin, name=self.name))
 
-    def adopt(self, saved: SavedDraft) -> None:
+    def load(self, saved: SavedDraft) -> None:
         if self.error is not None:
             raise self.error
         self.told.append(saved.origin.name)
@@ -254,12 +254,12 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
 
     eagle, mtp, tokens = Knows("eagle3"), Knows("mtp"), text(LENGTH + 10)
     one = speculator(NGram(), mtp, eagle)
-    assert one.freeze() == []  # nobody has been told of anything
+    assert one.state() == []  # nobody has been told of anything
     one.propose(Written(tokens), 1)
-    assert [saved.origin.name for saved in one.freeze()] == ["mtp", "eagle3"]
+    assert [saved.origin.name for saved in one.state()] == ["mtp", "eagle3"]
     one.truncated(0)
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
-        one.adopt([KNOWN], tokens)
+        one.load([KNOWN], tokens)
     one.propose(Written(tokens), 1)
     assert eagle.told == [(0, LENGTH + 10), 0, "eagle3", (LENGTH, 10)]
     assert mtp.told == [(0, LENGTH + 10), 0, 0, (0, LENGTH + 10)]
@@ -268,7 +268,7 @@ def test_each_adopts_its_own(caplog: pytest.LogCaptureFixture) -> None:
     ]
     one.truncated(0)
     caplog.clear()
-    one.adopt([], tokens)  # of a file that says nothing
+    one.load([], tokens)  # of a file that says nothing
     assert not caplog.records
 
 
@@ -279,9 +279,9 @@ def test_what_fails_begins_anew(error: Exception, caplog: pytest.LogCaptureFixtu
     refused = Knows("eagle3", error)
     one = speculator(refused)
     one.propose(Written(tokens), 1)
-    assert one.freeze() == []
+    assert one.state() == []
     one.truncated(0)
-    one.adopt([KNOWN], tokens)
+    one.load([KNOWN], tokens)
     one.propose(Written(tokens), 1)
     assert refused.told == [(0, LENGTH), 0, 0, (0, LENGTH)]
     assert one.off is None
@@ -294,7 +294,7 @@ def test_what_fails_begins_anew(error: Exception, caplog: pytest.LogCaptureFixtu
 def test_what_cannot_draft_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
     one = speculator(drafter := Knows("eagle3"))
     drafter.propose = mock.Mock(side_effect=DecodeError("no numbers"))  # type: ignore[method-assign]
-    one.adopt([KNOWN], text(LENGTH))
+    one.load([KNOWN], text(LENGTH))
     assert drafter.told == ["eagle3", 0]
     assert "begins anew behind the text that was restored: no numbers" in caplog.text
 
@@ -304,7 +304,7 @@ def test_an_interrupted_load_is_cut(world: Any) -> None:
     drafter = Knows("eagle3", KeyboardInterrupt())  # type: ignore[arg-type]
     one = speculator(drafter)
     with pytest.raises(KeyboardInterrupt):
-        one.adopt([KNOWN], text(LENGTH))
+        one.load([KNOWN], text(LENGTH))
     one.truncated(0)
     assert drafter.told == [0]
 

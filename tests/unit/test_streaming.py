@@ -384,7 +384,7 @@ def test_the_lowest_address_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("most", "want"), [(None, [4, 4, 8, 16, 16, 16]), (21, [4, 4, 8, 5]), (3, [3])])
 def test_slabs_grow_up_to_a_ceiling(most: int | None, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 40)
-    monkeypatch.setattr("kvflash_ggml.host.slabs.MOST_SLAB_BYTES", 160)
+    monkeypatch.setattr("kvflash_ggml.host.slabs.MAX_SLAB_BYTES", 160)
     memory = Counting()
     slabs = Slabs(memory, 10, most)
     taken = [slabs.take() for _ in range(sum(want) - want[-1] + 1 if most is None else most)]

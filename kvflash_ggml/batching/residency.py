@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..arrays import Floats
 from ..policy.qk import Reason
 
-MOST_RECALLED = 256
+MAX_RECALLED = 256
 """Chunks of one answer whose coming is told; the newest."""
 
 
@@ -28,7 +28,7 @@ class Residency:
     generating: bool = False
 
 
-class Watch:
+class ResidencyObserver:
     """A `trace.Observer`. reasons: why chunks are at the top of a look's scores."""
 
     def __init__(self, reasons: Callable[[Floats], Sequence[Reason]]) -> None:
@@ -57,7 +57,7 @@ class Watch:
         for chunk in recalled:
             came.pop(chunk, None)
             came[chunk] = self._known.get(chunk)
-        while len(came) > MOST_RECALLED:
+        while len(came) > MAX_RECALLED:
             del came[next(iter(came))]
         self._set(
             length=length,

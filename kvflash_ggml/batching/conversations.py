@@ -11,7 +11,7 @@ from .seat import Seat
 from .shelf import Conversation, Shelf
 
 
-class Keeping:
+class ConversationControl:
     """The part of a scheduler that keeps conversations. Use it by `call`."""
 
     model: Model
@@ -87,7 +87,7 @@ class Keeping:
         """Put a file's text in place of the one at hand, which is put aside; how many tokens it has."""
         parked = self.model.read(path)
         try:
-            self.seat.adopt(parked)
+            self.seat.load(parked)
             return len(parked.tokens)
         finally:
             parked.release()
