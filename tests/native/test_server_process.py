@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -157,6 +158,26 @@ def test_who_leaves_frees_the_seat(served: Served) -> None:
         stream.close()
     quiet(served)
     assert served.post("/v1/completions", completion(9))[0] == 200
+
+
+def test_clients_that_vanish_at_any_moment(served: Served) -> None:
+    """In the middle of a head, of a body, of a prompt that is read, of an answer; with a farewell, and without."""
+    asked = completion(77, cache_prompt=False)
+    wanted = served.post("/v1/completions", asked)[1]["choices"][0]["text"]
+    body = json.dumps(completion(3, 800, max_tokens=4000, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode()
+    sent = head + b"Content-Type: application/json\r\n\r\n" + body
+    for reads in (b"", sent[:40], sent[: len(head) + 60], sent[:-1], sent, 0, 1, 400, 2000):
+        for farewell in (True, False):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+                if not farewell:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(reads if isinstance(reads, bytes) else sent)
+                while isinstance(reads, int) and reads > 0:
+                    reads -= len(connection.recv(500))
+    quiet(served)
+    assert served.post("/v1/completions", asked)[1]["choices"][0]["text"] == wanted
+    assert value(served.get("/metrics")[1], "kvflash:conversations_lost_total") == 0
 
 
 def test_half_requests_and_nonsense(served: Served) -> None:
