@@ -20,6 +20,9 @@ import pytest
 from support.harness import TEXT
 from support.serving import Served, serve
 
+from kvflash_ggml.bench import load
+from kvflash_ggml.bench.sockets import Server
+
 OPTIONS = ("--kvflash", "1024", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 WORDS = TEXT.read_text(encoding="utf-8").split()
 
@@ -243,6 +246,28 @@ def test_more_than_it_can_take(served: Served) -> None:
     assert grew("kvflash:generation_tokens_total") >= tokens["made"]
     assert grew('kvflash:request_success_total{finished_reason="length"}') >= outcomes["answered"]
     assert value(after, "kvflash:conversations_lost_total") == 0
+
+
+def test_what_measures_it(served: Served) -> None:
+    """The load of `kvflash-bench soak`, `overload` and `server`."""
+    server, text = Server(served.process, served.port), list(range(100, 1100))
+    told: list[dict[str, float]] = []
+    outcomes, taken = load.soak(
+        server, text, requests=8, conversations=3, length=200, clients=2, seed=1, tell=told.append, samples=2
+    )
+    assert outcomes.total == 8
+    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
+    assert [sample["requests"] for sample in taken] == [4, 8]
+    assert told == taken
+    assert min(told[0][name] for name in ("rss", "threads", "descriptors", "device_bytes")) > 0
+    outcomes, took = load.overload(
+        server, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=20, seed=1
+    )
+    assert outcomes.total == took["sent"]
+    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
+    assert sum(outcomes.retries.values()) == outcomes.ends[load.ANSWERED]
+    (rate,) = load.served_speed(server, text[:70], 6, repeats=1)
+    assert rate > 0
 
 
 def value(metrics: str, name: str) -> float:
