@@ -8,13 +8,14 @@ NAME = "kvflash_ggml"
 
 
 class Formatter(logging.Formatter):
-    """`kvflash: warning: text`; the banner and other information begin with `kvflash: ` alone."""
+    """`kvflash: warning: text`; the banner and other information begin with `kvflash: ` alone. Tracebacks follow."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
         if message.startswith("kvflash: "):
             return message
-        return f"kvflash: {record.levelname.lower()}: {message}"
+        told = f"kvflash: {record.levelname.lower()}: {message}"
+        return f"{told}\n{self.formatException(record.exc_info)}" if record.exc_info else told
 
 
 def show_on(handler: logging.Handler, level: int) -> None:

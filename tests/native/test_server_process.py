@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 from support.harness import TEXT
 from support.serving import Served, serve
+
+from kvflash_ggml.bench import load
+from kvflash_ggml.bench.sockets import Server
 
 OPTIONS = ("--kvflash", "1024", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -159,6 +163,26 @@ def test_who_leaves_frees_the_seat(served: Served) -> None:
     assert served.post("/v1/completions", completion(9))[0] == 200
 
 
+def test_clients_that_vanish_at_any_moment(served: Served) -> None:
+    """In the middle of a head, of a body, of a prompt that is read, of an answer; with a farewell, and without."""
+    asked = completion(77, cache_prompt=False)
+    wanted = served.post("/v1/completions", asked)[1]["choices"][0]["text"]
+    body = json.dumps(completion(3, 800, max_tokens=4000, stream=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n".encode()
+    sent = head + b"Content-Type: application/json\r\n\r\n" + body
+    for reads in (b"", sent[:40], sent[: len(head) + 60], sent[:-1], sent, 0, 1, 400, 2000):
+        for farewell in (True, False):
+            with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+                if not farewell:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.sendall(reads if isinstance(reads, bytes) else sent)
+                while isinstance(reads, int) and reads > 0:
+                    reads -= len(connection.recv(500))
+    quiet(served)
+    assert served.post("/v1/completions", asked)[1]["choices"][0]["text"] == wanted
+    assert value(served.get("/metrics")[1], "kvflash:conversations_lost_total") == 0
+
+
 def test_half_requests_and_nonsense(served: Served) -> None:
     for data in (
         b"",
@@ -222,6 +246,28 @@ def test_more_than_it_can_take(served: Served) -> None:
     assert grew("kvflash:generation_tokens_total") >= tokens["made"]
     assert grew('kvflash:request_success_total{finished_reason="length"}') >= outcomes["answered"]
     assert value(after, "kvflash:conversations_lost_total") == 0
+
+
+def test_what_measures_it(served: Served) -> None:
+    """The load of `kvflash-bench soak`, `overload` and `server`."""
+    server, text = Server(served.process, served.port), list(range(100, 1100))
+    told: list[dict[str, float]] = []
+    outcomes, taken = load.soak(
+        server, text, requests=8, conversations=3, length=200, clients=2, seed=1, tell=told.append, samples=2
+    )
+    assert outcomes.total == 8
+    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
+    assert [sample["requests"] for sample in taken] == [4, 8]
+    assert told == taken
+    assert min(told[0][name] for name in ("rss", "threads", "descriptors", "device_bytes")) > 0
+    outcomes, took = load.overload(
+        server, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=20, seed=1
+    )
+    assert outcomes.total == took["sent"]
+    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
+    assert sum(outcomes.retries.values()) == outcomes.ends[load.ANSWERED]
+    (rate,) = load.served_speed(server, text[:70], 6, repeats=1)
+    assert rate > 0
 
 
 def value(metrics: str, name: str) -> float:

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import re
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from support.fake_model import TEMPLATE, FakeModel, FakePrompts
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.logs import Formatter
 from kvflash_ggml.server import exchange
 from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
@@ -323,6 +326,16 @@ def test_an_error_of_the_model() -> None:
     frames = chat(server=Server(FakeModel(on_step=fail)), stream=True).frames
     assert frames[-2]["error"]["code"] == "internal_error"
     assert frames[-1] == "[DONE]"
+
+
+def test_the_log_says_why() -> None:
+    try:
+        raise AttributeError("what it was")
+    except AttributeError:
+        record = logging.LogRecord("kvflash_ggml", logging.ERROR, "", 0, "request %s", ("r1",), sys.exc_info())
+    told = Formatter().format(record).splitlines()
+    assert (told[0], told[-1]) == ("kvflash: error: request r1", "AttributeError: what it was")
+    assert "test_the_log_says_why" in "".join(told)
 
 
 def test_a_full_queue() -> None:
