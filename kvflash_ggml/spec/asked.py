@@ -57,6 +57,8 @@ class Asked:
 
     def behind(self, length: int) -> int:
         """How much of a text of so many tokens it reads before it drafts."""
+        if self.missing:
+            return self.missing  # and nothing before these
         newest = self.drafter.wants.newest
         return length - self.read if newest is None else min(newest, length - self.read)
 
@@ -66,6 +68,8 @@ class Asked:
 
     def told(self, start: int, count: int) -> None:
         """It is given what it wants of these."""
+        if start > self.known:
+            self.read = start
         self.known = start + count
         self.missing = max(0, self.missing - count)
 

@@ -73,6 +73,40 @@ def test_everything_is_equal_where_rows_are_computed_one_by_one(
         assert counted.by_source["draft_model"].accepted == 0
 
 
+@pytest.mark.parametrize(("kind", "right"), [("latent", 0.5), ("hybrid", 1.0)])
+def test_everything_is_equal_in_other_memories(kind: str, right: float, llama: Any, tokens: Any) -> None:
+    """Recurrent state without planes goes on, but not back: there all drafts are right."""
+    prompt = (tokens[:50] % 128 if kind == "latent" else tokens[:50]).tolist()
+    plain = told(llama(kind, **STRICT), prompt, 33, temp=0.0)
+    llm = llama(kind, **STRICT, kvflash_spec=SpecConfig(width=4, types=("ngram",)))
+    assert llm._session.engine.info.rs_planes == 0
+    llm.draft_model = oracle([*prompt, *plain[0]], right, 3)
+    assert told(llm, prompt, 33, temp=0.0) == plain
+    assert llm.kvflash.spec.total.by_source["draft_model"].accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_kv"),
+    [(kind, type_kv) for kind in ("dense", "hybrid", "iswa") for type_kv in (0, 1, 8)] + [("latent", 0), ("latent", 1)],
+)
+def test_one_row_that_is_verified_is_a_plain_step(kind: str, type_kv: int, bare: Any, tokens: Any) -> None:
+    """Bit for bit, with F32, F16 and Q8_0 in the cache; a latent row is no whole number of blocks."""
+    text = tokens[:80] % 128 if kind == "latent" else tokens[:80]
+    plain, other = (bare(kind, pool=256, n_ctx=256, n_ubatch=64, type_kv=type_kv) for _ in range(2))
+    for one in (plain, other):
+        one.session.extend(text[:60])
+    for at in range(60, 80):
+        plain.session.extend(text[at : at + 1])
+        other.session.verify(text[at : at + 1])
+        other.session.keep(0)
+        assert np.array_equal(plain.row(), other.row())
+        other.session.accept()
+    assert plain.session.length == other.session.length == 80
+    for one in (plain, other):
+        one.session.extend(text[:8])
+    assert np.array_equal(plain.row(), other.row())
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_draws_as_without_drafts(sampler: str, llama: Any, tokens: Any) -> None:
     prompt, settings = tokens[300:420].tolist(), SAMPLERS[sampler]

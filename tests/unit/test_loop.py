@@ -421,8 +421,10 @@ def test_the_old_part_of_a_prompt_is_not_read_for_those_who_look_at_the_newest()
 def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     class Chosen(Fixed):
         wanted = False
+        behind = 0
 
         def ask(self, source: str, behind: int = 0) -> int:
+            self.behind = behind
             return 3 if self.wanted else 0
 
     drafter, controls, text = Drafts(tokens(1)), Chosen(4), Text()
@@ -443,6 +445,7 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     for _ in range(200):
         step()
     assert seen == [0, *range(10, 10 + UNASKED)]
+    assert controls.behind == WARM, "what was not given is not read"
     seen.clear()
     controls.wanted = True
     for _ in range(WARM):
@@ -464,6 +467,7 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
     assert seen == [at, *range(at + 40, at + 40 + AGAIN)], "a prompt is read for all"
     controls.wanted = True
     assert drafted(one, text) is not None, "and might be what it drafts well for"
+    assert controls.behind == 40 + AGAIN
     controls.wanted = False
     step()
     one.evaluated(len(text.tokens), ids(1, 2), ahead=True)
