@@ -348,7 +348,7 @@ class PageHeap:
 
     def _room(self, page: PageImage, lease: Lease) -> int:
         """An address that is free now; 0 if another thread has brought the page to memory."""
-        few = len(lease.wanted) <= (FEW if page.fresh else slabs.MOST_SLAB_BYTES // self.page_bytes)
+        few = len(lease.wanted) <= (FEW if page.fresh else slabs.MAX_SLAB_BYTES // self.page_bytes)
         while not page.address:
             try:
                 with self._lock:

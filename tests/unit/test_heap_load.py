@@ -133,7 +133,7 @@ def test_pages_of_a_file_and_of_an_answer_take_small_slabs(monkeypatch: pytest.M
 
 def test_pages_of_a_file_that_are_streamed_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 8 * PAGE)
-    monkeypatch.setattr("kvflash_ggml.host.slabs.MOST_SLAB_BYTES", 16 * PAGE)
+    monkeypatch.setattr("kvflash_ggml.host.slabs.MAX_SLAB_BYTES", 16 * PAGE)
     heap, pages, _ = make(24)
     with heap.lease(pages):
         sizes = [len(slab) // PAGE for slab in heap._memory.slabs.values()]  # type: ignore[attr-defined]
