@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.harness import TEXT
 
 from kvflash_ggml.bench import main
 from kvflash_ggml.errors import ConfigError
@@ -74,7 +75,7 @@ def test_lossless_answers_are_drafted_by_the_pool(kind: str, models: dict[str, P
 def test_real_drafters_are_measured_beside_plain_decoding(models: dict[str, Path], loaded: None) -> None:
     document = bench(
         models["dense"], "--types", f"wrong,ngram,draft-eagle3={models['eagle3']}", "--passage", 40, "--depth", 170,
-        "--pool", "1K", "--tokens", 40, "--repeats", 1, verb="drafters",
+        "--pool", "1K", "--tokens", 40, "--repeats", 1, "--text", TEXT, verb="drafters",
     )  # fmt: skip
     plain, wrong, ngram, eagle3 = document["outcomes"]
     assert plain["of_plain"] == 1

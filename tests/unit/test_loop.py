@@ -230,17 +230,17 @@ def test_three_in_a_row_are_needed() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), DecodeError("no"), StopIteration(), KeyError(3)])
-@pytest.mark.parametrize("where", ["propose", "observe", "cut"])
+@pytest.mark.parametrize("where", ["propose", "observe", "truncate"])
 def test_one_that_fails_is_not_asked_again(where: str, error: Exception, caplog: Any) -> None:
     """And the next in line takes over."""
     drafter, other = Drafts(tokens(1, 2, 3)), Drafts(tokens(7, 8, 9), "other")
     one = make(drafter, other)
-    if where == "cut":
+    if where == "truncate":
         drafted(one)
     setattr(drafter, where, lambda *_: raises(error)(0, 0))
     drafter.close = lambda: raises(OSError("it is on fire"))(0, 0)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        if where == "cut":
+        if where == "truncate":
             one.truncated(3)
             one.truncated(1)
         assert drafted(one) == [7, 8, 9]

@@ -198,14 +198,14 @@ def test_a_long_prompt_is_read_quickly() -> None:
         ("one token", np.full(131_072, 7)),
     ):
         drafter = NGram()
-        begun = time.perf_counter()
+        begun = time.process_time()
         drafter.observe(0, text.astype(np.int32), None)
-        filled = time.perf_counter() - begun
+        filled = time.process_time() - begun
         took = []
         for step in range(300):
-            begun = time.perf_counter()
+            begun = time.process_time()
             drafter.propose(int(text[step]), 32)
-            took.append(time.perf_counter() - begun)
+            took.append(time.process_time() - begun)
             drafter.observe(131_072 + step, text[step : step + 1].astype(np.int32), None)
         lookup = float(np.median(took))
         print(f"{kind}: filled in {filled:.3f} s, looked up in {lookup * 1e6:.0f} us")
