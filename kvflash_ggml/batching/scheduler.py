@@ -37,6 +37,9 @@ logger = logging.getLogger("kvflash_ggml")
 
 T = TypeVar("T")
 
+PACE_SHARE = 0.02
+"""What the newest request has of the mean: lengths differ, and a hasty mean sends refused clients back too early."""
+
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
 
@@ -99,7 +102,7 @@ class Scheduler(ConversationControl):
         self._answer: Answer | None = None
         self.stalls = 0  # answers that were put aside for their readers
         self._swept = 0.0
-        self._pace = 1.0  # seconds a request, a moving mean
+        self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
         self._places = Places()
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
 
@@ -296,7 +299,8 @@ class Scheduler(ConversationControl):
         self.totals.cached_tokens += usage.cached
         self.totals.generated_tokens += usage.generated
         self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
-        self._pace += 0.2 * (self._clock() - began - self._pace)
+        self._paced += 1
+        self._pace += max(1 / self._paced, PACE_SHARE) * (self._clock() - began - self._pace)
         self._running = self._answer = None
         self._ended(request, usage, reason)
         self._tell(job, event)

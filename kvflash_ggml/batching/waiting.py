@@ -34,6 +34,8 @@ class Job:
 
 
 LONGEST_S = 3600.0
+SLACK = 1.25
+"""Others come meanwhile, who have been told nothing: more time than the seat needs for each that was refused."""
 
 
 class Places:
@@ -44,7 +46,7 @@ class Places:
 
     def book(self, now: float, pace: float) -> float:
         """In how many seconds to come again, where one request is taken every `pace` seconds."""
-        self._last = min(max(now, self._last) + pace, now + LONGEST_S)
+        self._last = min(max(now, self._last) + SLACK * pace, now + LONGEST_S)
         return self._last - now
 
 

@@ -69,8 +69,10 @@ def conversations(
                 with serving.served(llm, park_bytes=park_memory, folder=folder) as scheduler:
                     result = serving.play(scheduler, playing, most=most, seed=seed)
             compared = playing[: count if check is None else check]
-            with opened(model, **keywords) as llm:
-                equal = sum(serving.lone_answers(llm, one, most=most) == one.answers for one in compared)
+            equal = 0
+            if compared:
+                with opened(model, **keywords) as llm:
+                    equal = sum(serving.lone_answers(llm, one, most=most) == one.answers for one in compared)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {"conversations": count, "equal": equal, "compared": len(compared), **result}
