@@ -198,9 +198,9 @@ def test_stages_that_are_asked_for_are_part_of_the_plan(mixture: str, servers: l
     assert pool.stage_slots == 32_768
     assert 0 <= pool.stage_bytes + 2 * 32_768 * llm.placement.n_ubatch - need.stages < 4096, "rows of one step"
     llm.close()
-    given = {"n_gpu_layers": -1, "n_cpu_moe": 0, "type_k": 1, "type_v": 1}
+    given = {"n_gpu_layers": -1, "n_cpu_moe": 1, "type_k": 1, "type_v": 1}
     with pytest.raises(DoesNotFit, match=r"stages .*--kvflash-reading pool"):
-        make(mixture, **asked, **given, fit=on_server(servers, need.total / MIB - 1))
+        make(mixture, **asked, **given, fit=on_server(servers, need.total / MIB - 25))
 
 
 def test_a_machine_without_a_gpu_bounds_the_pool_by_its_memory(mixture: str, loaded: None) -> None:
