@@ -126,6 +126,25 @@ def await_end(session: Any) -> None:
         assert not thread.is_alive()
 
 
+def test_a_chunk_whose_sealing_is_interrupted_is_sealed_again(session: Any) -> None:
+    """An image that the policy has not been told of would never be scored."""
+    told, sealed = [], session.paging._sealed
+
+    def interrupted(chunks: Any) -> None:
+        told.append(list(chunks))
+        if len(told) == 1:
+            raise KeyboardInterrupt
+        sealed(chunks)
+
+    session.paging._sealed = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        session.extend(np.arange(100, dtype=np.int32))
+    assert session.length == 100
+    assert told == [[0], [0]]
+    assert 0 in session.store
+    assert session.store.page(0).holders == 1
+
+
 def test_a_chunk_that_could_not_be_sealed_and_is_another_one_now_fails_nobody() -> None:
     class Waiting(Foreign):
         goes_on: threading.Event | None = None
