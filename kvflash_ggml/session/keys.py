@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from operator import is_
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Floats
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
@@ -53,6 +55,8 @@ class HostKeys:
         self._store = store
         self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
+        self._rows: list[Row] = []  # of the newest look, and where they are
+        self._addresses = np.empty(0, np.uint64)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
@@ -75,8 +79,15 @@ class HostKeys:
 
     def score_index(self, units: Pairs, rows: Rows, heads: Pairs, request: ScoreRequest) -> Floats:
         queries = queries_of(heads, request, self.shapes)
-        addresses = np.fromiter((row.__array_interface__["data"][0] for row in rows), np.uint64, len(rows))
-        return self._engine.score_index(units, heads, addresses, request.rows, queries, self._threads)
+        return self._engine.score_index(units, heads, self._addresses_of(rows), request.rows, queries, self._threads)
+
+    def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """Of rows at the end as a rule: to ask each of them takes milliseconds, for which the next token would wait."""
+        known = self._rows if all(map(is_, rows, self._rows)) and len(rows) >= len(self._rows) else []
+        new = [row.__array_interface__["data"][0] for row in rows[len(known) :]]
+        self._addresses = np.concatenate([self._addresses[: len(known)], np.array(new, np.uint64)])
+        self._rows = list(rows)
+        return self._addresses
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         heads = every_head(self.shapes) if heads is None else heads
