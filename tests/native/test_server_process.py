@@ -261,10 +261,10 @@ def test_what_measures_it(served: Served) -> None:
     assert told == taken
     assert min(told[0][name] for name in ("rss", "threads", "descriptors", "device_bytes")) > 0
     outcomes, took = load.overload(
-        server, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=20, seed=1
+        server, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=5, seed=1
     )
     assert outcomes.total == took["sent"]
-    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
+    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT, load.GIVEN_UP}
     assert sum(outcomes.retries.values()) == outcomes.ends[load.ANSWERED]
     (rate,) = load.served_speed(server, text[:70], 6, repeats=1)
     assert rate > 0
