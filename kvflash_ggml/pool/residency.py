@@ -80,16 +80,22 @@ def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: floa
     """A ranking by which at most `most` of the evicted chunks (`outside`) come back, the best ones, each in place of a
     resident one (`inside`) that it beats by `margin`. None if none does.
 
-    What goes or is gone counts as the worst; the others have the scores that they had.
+    What goes or is gone comes after all that stay, in the order that it had: a step that sees more than the pool goes by
+    it. The others have the scores that they had.
     """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
     leave = inside[np.lexsort((inside, ranking[inside]))]
-    come = outside[np.lexsort((-outside, -ranking[outside]))][: min(most, len(leave))]
-    new, old = ranking[come], ranking[leave[: len(come)]]
+    come = outside[np.lexsort((-outside, -ranking[outside]))]
+    at_once = min(most, len(leave), len(come))
+    new, old = ranking[come[:at_once]], ranking[leave[:at_once]]
     count = int(((new >= old + margin) & (new > old)).sum())  # the first: the gain only falls
     if count == 0:
         return None
+    there, gone = np.append(leave[count:], come[:count]), np.append(come[count:], leave[:count])
+    worst = ranking[there].min()
+    above = ranking[gone].max() - worst
     few: Ranking = ranking.copy()
-    few[outside] = few[leave[:count]] = -np.inf
-    few[come[:count]] = ranking[come[:count]]
+    few[gone] = -np.inf
+    if np.isfinite(above):
+        few[gone] = np.minimum(ranking[gone] - max(above, 0), np.nextafter(worst, -np.inf))
     return few

@@ -53,7 +53,7 @@ class Repair:
 
 
 def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> None:
-    """Read the tokens that are due again, each step with the whole text in view.
+    """Read the tokens that are due again, each step with the whole text in view, or as much as the stages can hold.
 
     What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by
     the pool once more, and not repaired later.
@@ -62,6 +62,7 @@ def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> Non
     tokens, picks = text.tokens.copy(), repair.picks(end)
     try:
         text.truncate(start)  # to a place further back, where the memory knows no other
+        text.ranking = ranking  # which a cut forgets: of a text longer than the stages it says what is in view
         while text.length < end:
             at = text.length
             _read(text, tokens, after, stream=True)

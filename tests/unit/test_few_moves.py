@@ -9,7 +9,9 @@ import pytest
 from support.fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.residency import few_moves
+from kvflash_ggml.pool.view import choose
 
 INSIDE, OUTSIDE = np.array([0, 1, 2, 3]), np.array([4, 5, 6, 7, 8])
 
@@ -25,8 +27,28 @@ def test_the_best_come_for_the_worst_while_it_pays(most: int, there: set[int]) -
     ranking = ranked(0, 1, 5, 6, 0, 2, 3, 7, 1)
     few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, most=most)
     assert few is not None
-    assert set(np.flatnonzero(few > -np.inf)) == there
+    assert set(np.argsort(-few)[: len(there)]) == there
     np.testing.assert_array_equal(few[list(there)], ranking[list(there)])
+    others = sorted({*range(9)} - there)
+    assert few[others].max() < few[list(there)].min()
+    order = np.argsort(ranking[others], kind="stable")
+    assert (np.diff(few[others][order]) >= 0).all()
+
+
+@pytest.mark.parametrize("worst", [-np.inf, 0])
+def test_the_first_of_all_are_no_more_than_may_move(worst: float) -> None:
+    """A policy may find several chunks infinitely good, or bad."""
+    ranking = ranked(worst, 4, 5, 6, np.inf, np.inf, np.inf, 0, -np.inf)
+    few = few_moves(ranking, INSIDE, OUTSIDE, margin=2, most=2)
+    assert few is not None
+    assert not np.isnan(few).any()
+    assert set(np.argsort(-few)[:4]) == {2, 3, 5, 6}
+
+
+def test_a_step_that_sees_more_than_the_pool_has_what_ranks_best_in_view() -> None:
+    ranking = ranked(5, 6, 7, 8, 4, 3.5, 0, 0, 9)
+    few = few_moves(ranking, INSIDE, OUTSIDE, margin=1, most=1)
+    assert choose(9 * CHUNK, 6, (), few).chunks == choose(9 * CHUNK, 6, (), ranking).chunks == (0, 1, 2, 3, 4, 8)
 
 
 @pytest.mark.parametrize(

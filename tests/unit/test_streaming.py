@@ -15,6 +15,7 @@ from support.saving import Digest, dump, load
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
 from kvflash_ggml.host.slabs import Slabs
+from kvflash_ggml.pool.view import choose
 from kvflash_ggml.session.session import Session
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
@@ -244,6 +245,18 @@ def test_an_answer_is_repaired(kind: dict[str, Any], world: Any) -> None:
     session.extend(some(40, 6))
     assert session.repair.start == session.length == 1105
     assert session.loss.repaired == 0
+
+
+def test_a_repair_of_a_longer_text_sees_what_was_asked_for(world: Any) -> None:
+    session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, stage=768)
+    session.extend(some(1500))
+    generate(session, 19)
+    ranking = session.ranking
+    room = (768 - 20 - 1500 % CHUNK) // CHUNK
+    best, newest = (choose(1500, room, session.table.protected(23, 23), by).chunks for by in (ranking, None))
+    generate(session, 1, 4)
+    assert session.loss.repaired == 20
+    assert views(session)[-1] == best != newest
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
