@@ -55,8 +55,8 @@ class HostKeys:
         self._store = store
         self._threads = threads or most_threads(idle=False)
         self.shapes: Sequence[KeyShape] = key_shapes(engine)
-        self._rows: list[Row] = []  # of the newest look, and where they are
-        self._addresses = np.empty(0, np.uint64)
+        # the rows of the newest look, and where they are: together, or an interrupt would leave those of two looks
+        self._known: tuple[list[Row], npt.NDArray[np.uint64]] = [], np.empty(0, np.uint64)
 
     def read(self, chunk: int) -> list[Floats]:
         return self._engine.keys(np.frombuffer(self._store.bytes_of(chunk), np.uint8))
@@ -83,11 +83,13 @@ class HostKeys:
 
     def _addresses_of(self, rows: Rows) -> npt.NDArray[np.uint64]:
         """Of rows at the end as a rule: to ask each of them takes milliseconds, for which the next token would wait."""
-        known = self._rows if all(map(is_, rows, self._rows)) and len(rows) >= len(self._rows) else []
+        known, addresses = self._known
+        if len(rows) < len(known) or not all(map(is_, rows, known)):
+            known = []
         new = [row.__array_interface__["data"][0] for row in rows[len(known) :]]
-        self._addresses = np.concatenate([self._addresses[: len(known)], np.array(new, np.uint64)])
-        self._rows = list(rows)
-        return self._addresses
+        addresses = np.concatenate([addresses[: len(known)], np.array(new, np.uint64)])
+        self._known = list(rows), addresses
+        return addresses
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         heads = every_head(self.shapes) if heads is None else heads

@@ -11,6 +11,7 @@ from ..arrays import Floats
 from ..errors import UnsupportedError
 from ..native.streamed import NOBODY, Asked
 from ..policy.base import Exact, Masses, Scorer
+from .scores import check_wanted
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -38,14 +39,17 @@ class MassReader:
         return ("index", self._why) if self._why else ("exact", "")
 
     def ask(self, end: int, n_chunks: int, rows: int) -> Asked:
-        """What the step is asked for that ends with the newest of `rows` queries, of a text of `end` tokens."""
+        """What the step is asked for that ends with the newest of `rows` queries, of a text of `end` tokens.
+
+        ConfigError for a policy that asks for what there is not.
+        """
         if not isinstance(self._scorer, Exact):
             return NOBODY
-        heads, rows = self._scorer.masses_wanted(n_chunks, rows)
-        if rows <= 0 or len(heads) == 0:
+        heads, count = self._scorer.masses_wanted(n_chunks, rows)
+        if count <= 0 or len(heads) == 0:
             self._why = "the policy asks for none"
             return NOBODY
-        return Asked(np.ascontiguousarray(heads), self._ring.rows_of(end, rows))
+        return Asked(check_wanted(self._scorer, heads, count, rows), self._ring.rows_of(end, count))
 
     def read(self, asked: Asked, chunks: Sequence[int]) -> tuple[int, Masses | None]:
         """Of these chunks, which the newest step has seen: the transfer that fills the masses, and they; or none."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..arrays import Floats
 from ..errors import ConfigError
-from ..policy.base import Scorer
+from ..policy.base import Pairs, Scorer
 
 
 def check_scores(scorer: Scorer, scores: object, n_chunks: int) -> Floats | None:
@@ -22,3 +22,16 @@ def check_scores(scorer: Scorer, scores: object, n_chunks: int) -> Floats | None
     if np.isnan(scores).any():
         raise ConfigError(f"policy '{scorer.name}' returned NaN: a score must be a number, or infinite to be the first")
     return scores
+
+
+def check_wanted(scorer: Scorer, heads: object, count: int, rows: int) -> Pairs:
+    """The heads as the engine reads them. ConfigError that names the policy unless they are what `Exact.masses_wanted`
+    has to return, and `count` no more than the `rows` there are. Which heads there are is for the engine to check.
+    """
+    pairs = np.asarray(heads)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu" or count > rows:
+        raise ConfigError(
+            f"policy '{scorer.name}' wants masses of heads of shape {pairs.shape} ({pairs.dtype}) for {count} of "
+            f"{rows} queries: masses_wanted() must return pairs of integers, and no more queries than there are"
+        )
+    return np.ascontiguousarray(pairs, np.int32)

@@ -16,6 +16,9 @@ from support.saving import Digest, settle_scores
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.session.keys import HostKeys
+from kvflash_ggml.session.masses import MassReader
+from kvflash_ggml.session.query_ring import QueryRing
 from kvflash_ggml.session.worker import Worker
 
 
@@ -239,3 +242,48 @@ def test_work_is_done_although_nobody_knows_the_worker_any_more() -> None:
     assert done.wait(30)
     left.close()
     assert not thread.is_alive()
+
+
+class Asking(Foreign):
+    """Wants the masses that it is told to."""
+
+    wanted: Any = None
+
+    def masses_wanted(self, n_chunks: int, rows: int) -> Any:
+        return self.wanted
+
+
+def test_heads_are_read_as_the_engine_counts_them() -> None:
+    """As a list, or in wider integers, which would name other heads."""
+    engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
+    reader = MassReader(engine, scorer, QueryRing(engine))  # type: ignore[arg-type]
+    for heads in ([[0, 1], [1, 0]], np.array([[0, 1], [1, 0]], np.int64)):
+        scorer.wanted = heads, 2
+        asked = reader.ask(100, 1, 4)
+        assert (asked.heads.dtype, asked.heads.tolist()) == (np.int32, [[0, 1], [1, 0]])
+        assert len(asked.rows) == 2
+    for wanted in (([0, 1], 2), ([[0.5, 1]], 2), ([[0, 1, 2]], 2), ([[0, 1]], 5)):
+        scorer.wanted = wanted
+        with pytest.raises(ConfigError, match=r"'foreign'.*masses_wanted\(\)"):
+            reader.ask(100, 1, 4)
+
+
+def test_an_interrupt_while_rows_are_looked_up_mixes_no_looks() -> None:
+    class Interrupting(list[Any]):
+        times = 0
+
+        def __iter__(self) -> Any:
+            self.times += 1
+            if self.times == 2:
+                raise KeyboardInterrupt
+            return super().__iter__()
+
+    keys = HostKeys(FakeEngine(512, 128), None)  # type: ignore[arg-type]
+    first, second = ([np.zeros(8, np.uint8) for _ in range(3)] for _ in range(2))
+    want = keys._addresses_of(first).tolist()
+    with pytest.raises(KeyboardInterrupt):
+        keys._addresses_of(Interrupting(second))
+    assert keys._addresses_of(first).tolist() == want
+    assert keys._addresses_of([*first[:2], *second]).tolist() == [
+        x.__array_interface__["data"][0] for x in [*first[:2], *second]
+    ]
