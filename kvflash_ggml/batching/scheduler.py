@@ -308,14 +308,14 @@ class Scheduler(ConversationControl):
     def _put_aside(self, job: Job, answer: Answer) -> None:
         """Its conversation is parked like any other; the job waits for its reader."""
         self._begun[job.request.id], job.begun = answer, True
+        self._aside.append(job)  # first: a server that drains looks on
         self._running = self._answer = None
         self.stalls += 1
         try:
-            self.seat.park()
+            self.seat.park(unfinished=True)
         except Exception:
             logger.exception("the text could not be put aside")
             self._forget_text()
-        self._aside.append(job)
 
     def _bring_back(self) -> None:
         """Into line again with those whose readers take more, and those that are to end."""
@@ -324,8 +324,8 @@ class Scheduler(ConversationControl):
             limit = job.request.timeout_s
             late = limit is not None and now - job.submitted > limit
             if job.cancelled or late or self._ending or not job.full():
-                self._aside.remove(job)
                 self.waiting.put_first(job)
+                self._aside.remove(job)
 
     def _ended(self, request: Request, usage: Usage, reason: str) -> None:
         if self._on_end is None:

@@ -433,3 +433,33 @@ def test_how_an_answer_ends_that_was_put_aside(make: Make) -> None:
     now[0] = 61.0
     scheduler.wake()
     assert getattr(asked.wait(), "code", None) == "timeout"
+
+
+def test_while_an_answer_is_put_aside_somebody_waits(make: Make) -> None:
+    """A server that drains would end it otherwise."""
+    idle = []
+
+    class Watched(FakeModel):
+        def park(self) -> Any:
+            idle.append(scheduler.idle)
+            return super().park()
+
+    scheduler, shut = make(Watched(reply=lambda prompt: b"x" * 9)), Shut(3)
+    slow = ask(scheduler, text(300), 40, full=shut)
+    while not scheduler.stalls:
+        time.sleep(0.001)
+    shut.open(scheduler)
+    slow.wait()
+    assert idle == [False]
+
+
+def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
+    model = FakeModel(reply=lambda prompt: bytes(range(97, 117)))
+    scheduler, shut = make(model), Shut(5)
+    slow = ask(scheduler, text(300), 40, full=shut)
+    assert answer(scheduler, text(300), 3).usage.cached == 299
+    shut.open(scheduler)
+    assert isinstance(slow.wait(), Finished)
+    assert slow.text == bytes(range(97, 117)).decode()
+    assert model.read_tokens == 302, "a token of the prompt for the other answer, and a drawn one"
+    assert len(scheduler.shelf) == 1
