@@ -80,8 +80,8 @@ def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: floa
     """A ranking by which at most `most` of the evicted chunks (`outside`) come back, the best ones, each in place of a
     resident one (`inside`) that it beats by `margin`. None if none does.
 
-    What goes or is gone comes after all that stay, in the order that it had: a step that sees more than the pool goes by
-    it. The others have the scores that they had.
+    What goes or is gone comes after all that stay, in the order that it had: a step that sees more than the pool goes
+    by it. The others have the scores that they had.
     """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
     leave = inside[np.lexsort((inside, ranking[inside]))]
