@@ -225,6 +225,7 @@ class Scheduler(ConversationControl):
             if job is not None:
                 self._serve(job)
             elif not self._calls and not self._stopping:
+                self._places.clear()
                 self._wake.wait(1.0)
         self._end()
 

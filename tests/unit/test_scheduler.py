@@ -463,3 +463,33 @@ def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
     assert slow.text == bytes(range(97, 117)).decode()
     assert model.read_tokens == 302, "a token of the prompt for the other answer, and a drawn one"
     assert len(scheduler.shelf) == 1
+
+
+def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:
+    """Who asks again and again, whatever he is told, does not send the next one away for an hour."""
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1))
+
+    def refused() -> float:
+        first = ask(scheduler, text(20), 2)
+        gate.wait()
+        second = ask(scheduler, text(20, 1), 2)
+        with pytest.raises(QueueFull) as told:
+            ask(scheduler, text(20, 2), 2)
+        for _ in range(99):
+            with pytest.raises(QueueFull):
+                ask(scheduler, text(20, 2), 2)
+        gate.release()
+        for one in (first, second):
+            one.wait()
+        while not scheduler.idle:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        while gate.open.acquire(blocking=False):
+            pass
+        while gate.reached.acquire(blocking=False):
+            pass
+        return told.value.retry_after_s
+
+    before = refused()
+    assert refused() <= before
