@@ -225,6 +225,7 @@ class Scheduler(ConversationControl):
             if job is not None:
                 self._serve(job)
             elif not self._calls and not self._stopping:
+                self._places.clear()
                 self._wake.wait(1.0)
         self._end()
 
@@ -308,14 +309,14 @@ class Scheduler(ConversationControl):
     def _put_aside(self, job: Job, answer: Answer) -> None:
         """Its conversation is parked like any other; the job waits for its reader."""
         self._begun[job.request.id], job.begun = answer, True
+        self._aside.append(job)  # first: a server that drains looks on
         self._running = self._answer = None
         self.stalls += 1
         try:
-            self.seat.park()
+            self.seat.park(unfinished=True)
         except Exception:
             logger.exception("the text could not be put aside")
             self._forget_text()
-        self._aside.append(job)
 
     def _bring_back(self) -> None:
         """Into line again with those whose readers take more, and those that are to end."""
@@ -324,8 +325,8 @@ class Scheduler(ConversationControl):
             limit = job.request.timeout_s
             late = limit is not None and now - job.submitted > limit
             if job.cancelled or late or self._ending or not job.full():
-                self._aside.remove(job)
                 self.waiting.put_first(job)
+                self._aside.remove(job)
 
     def _ended(self, request: Request, usage: Usage, reason: str) -> None:
         if self._on_end is None:

@@ -49,8 +49,12 @@ class Seat:
         drawn: what there is of its answer already, if that was put aside.
         """
         if drawn:
-            whole = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
-            again = self.take(replace(request, tokens=whole))
+            whole = replace(request, tokens=np.concatenate([request.tokens, np.asarray(drawn, np.int32)]))
+            own, length = self._shelf.find(whole.tokens, salt=request.salt, name=request.conversation)
+            again = None
+            if own is not None and length == len(whole.tokens) - 1:  # not the text at hand, however like it is
+                again = self._resume(own, length, whole)
+            again = again or self.take(whole)
             again.prompt = len(request.tokens)
             return again
         if not request.reuse:
@@ -106,8 +110,10 @@ class Seat:
         self.conversation, self._private = None, False
         self._model.reset()
 
-    def park(self) -> None:
-        """Put the text at hand aside."""
+    def park(self, *, unfinished: bool = False) -> None:
+        """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
+        if unfinished and self.conversation is not None:
+            self.conversation.prompt = len(self._model.tokens)
         self._park()
         self.clear()
 

@@ -49,6 +49,10 @@ class Places:
         self._last = min(max(now, self._last) + SLACK * pace, now + LONGEST_S)
         return self._last - now
 
+    def clear(self) -> None:
+        """Nobody waits any more: there is room at once, whatever those were told who have not come again."""
+        self._last = 0.0
+
 
 class Waiting:
     """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order."""

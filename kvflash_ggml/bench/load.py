@@ -124,6 +124,12 @@ def overload(
         return {"prompt": _cut(text, begin, size), "n_predict": own.choice((4, 16, 48)), **GREEDY}
 
     def request(number: int) -> None:
+        try:
+            send(number)
+        except Exception as err:  # it is lost, and counts
+            outcomes.add(type(err).__name__)
+
+    def send(number: int) -> None:
         data, retries, began = asked(number), 0, time.monotonic()
         leaves = number % 10 == 0
         while True:

@@ -82,13 +82,13 @@ class ResizableLlama(GeneratingLlama):
         least = replace(size, slots=min(config.minimum_pool, size.n_ctx))
         if least.slots >= min(size.slots, self._size.slots):
             raise why
+        old = self._session
         try:
             self._exchange(replace(config, pool=least.slots), least, None)
-        except DoesNotFit:
-            raise why from None
-        try:
             self._exchange(config, size, saved)
-        except BaseException:
+        except BaseException as err:
+            if self._session is old:
+                raise (why if isinstance(err, DoesNotFit) else err) from None
             try:
                 self._exchange(*before, saved)
             except DoesNotFit:

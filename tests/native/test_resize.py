@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from support.harness import check, row, same_bits
 
+from kvflash_ggml import SpecConfig
 from kvflash_ggml.errors import ConfigError, DoesNotFit, KVFlashError
 
 PROMPT, STEPS = 900, 12
@@ -146,6 +148,40 @@ def test_without_room_for_both_the_smallest_pool_comes_between(
     other = llama("hybrid", kvflash=size, **SETTINGS)
     other.load_snapshot(tmp_path / "text.kvs")
     assert same_bits(found, go_on(other, tokens))
+
+
+def test_an_interrupt_between_two_sizes_loses_nothing(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import _internals as internals
+
+    llm = llama("small", kvflash=1024, kvflash_spec=SpecConfig(types=("ngram",)), **SETTINGS)
+    list(islice(llm.generate(tokens[:PROMPT].tolist(), temp=0), 8))
+    make, close, first = type(llm)._make_context, internals.LlamaContext.close, llm._ctx
+    length, total = llm.n_tokens, llm.kvflash.spec.total
+    assert total.steps + total.plain_steps > 0
+
+    def tight(self: Any, size: Any) -> Any:
+        if size.slots + self._session.pool.n_slots > 1536:
+            raise DoesNotFit("CUDA0", needed=2, free=1, needs={})
+        return make(self, size)
+
+    def interrupted(self: Any) -> None:
+        close(self)
+        if self is first:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(llm), "_make_context", tight)
+    with monkeypatch.context() as patch:
+        patch.setattr(internals.LlamaContext, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.resize_pool(768)
+    assert llm.kvflash.pool == 1024
+    assert llm.n_tokens == llm._session.length == length
+    assert llm.resize_pool(768) == 768
+    assert llm.kvflash.spec.total == total, "which goes on"
+    go_on(llm, tokens)
+    check(llm)
 
 
 def test_only_page_images_are_handed_on(llama: Callable[..., Any], tokens: Any) -> None:

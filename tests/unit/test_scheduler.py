@@ -433,3 +433,63 @@ def test_how_an_answer_ends_that_was_put_aside(make: Make) -> None:
     now[0] = 61.0
     scheduler.wake()
     assert getattr(asked.wait(), "code", None) == "timeout"
+
+
+def test_while_an_answer_is_put_aside_somebody_waits(make: Make) -> None:
+    """A server that drains would end it otherwise."""
+    idle = []
+
+    class Watched(FakeModel):
+        def park(self) -> Any:
+            idle.append(scheduler.idle)
+            return super().park()
+
+    scheduler, shut = make(Watched(reply=lambda prompt: b"x" * 9)), Shut(3)
+    slow = ask(scheduler, text(300), 40, full=shut)
+    while not scheduler.stalls:
+        time.sleep(0.001)
+    shut.open(scheduler)
+    slow.wait()
+    assert idle == [False]
+
+
+def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
+    model = FakeModel(reply=lambda prompt: bytes(range(97, 117)))
+    scheduler, shut = make(model), Shut(5)
+    slow = ask(scheduler, text(300), 40, full=shut)
+    assert answer(scheduler, text(300), 3).usage.cached == 299
+    shut.open(scheduler)
+    assert isinstance(slow.wait(), Finished)
+    assert slow.text == bytes(range(97, 117)).decode()
+    assert model.read_tokens == 302, "a token of the prompt for the other answer, and a drawn one"
+    assert len(scheduler.shelf) == 1
+
+
+def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:
+    """Who asks again and again, whatever he is told, does not send the next one away for an hour."""
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1))
+
+    def refused() -> float:
+        first = ask(scheduler, text(20), 2)
+        gate.wait()
+        second = ask(scheduler, text(20, 1), 2)
+        with pytest.raises(QueueFull) as told:
+            ask(scheduler, text(20, 2), 2)
+        for _ in range(99):
+            with pytest.raises(QueueFull):
+                ask(scheduler, text(20, 2), 2)
+        gate.release()
+        for one in (first, second):
+            one.wait()
+        while not scheduler.idle:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        while gate.open.acquire(blocking=False):
+            pass
+        while gate.reached.acquire(blocking=False):
+            pass
+        return told.value.retry_after_s
+
+    before = refused()
+    assert refused() <= before
