@@ -22,6 +22,21 @@ MIN_BEGINNING = 256
 """Tokens from which another conversation's beginning is worth going on from: fewer are read sooner than restored."""
 
 
+def branch_of(model: Model, request: Request, known: Callable[[], int] = lambda: 0) -> int | None:
+    """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
+
+    Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its question
+    begins, so that another answer to it does not need all of it. known: how much of it other texts begin with.
+    """
+    if not model.stateful or not request.reuse:
+        return None
+    length, usable = len(request.tokens), model.usable(request.tokens)
+    for place in (min(known(), length - 1), request.shared_until):
+        if place - usable >= MIN_BEGINNING:
+            return place
+    return length - QUESTION_TOKENS if length - usable > 2 * QUESTION_TOKENS else None
+
+
 @dataclass(slots=True)
 class SeatCounts:
     """How often a text was put aside, brought back, gone on from by another, and could not be brought back."""
@@ -86,19 +101,8 @@ class Seat:
         return mine
 
     def branch(self, request: Request) -> int | None:
-        """Where in a prompt to keep the state, for a model that cannot go back to anywhere.
-
-        Where it leaves texts that are known, or will leave others, if it cannot go on from there; else where its
-        question begins, so that another answer to it does not need all of it.
-        """
-        if not self._model.stateful or not request.reuse:
-            return None
-        length, usable = len(request.tokens), self._model.usable(request.tokens)
-        known = min(self._shelf.known(request.tokens, salt=request.salt), length - 1)
-        for place in (known, request.shared_until):
-            if place - usable >= MIN_BEGINNING:
-                return place
-        return length - QUESTION_TOKENS if length - usable > 2 * QUESTION_TOKENS else None
+        """See `branch_of`, among the texts that were put aside."""
+        return branch_of(self._model, request, lambda: self._shelf.known(request.tokens, salt=request.salt))
 
     def settle(self) -> None:
         """After an answer: a private text is forgotten."""

@@ -18,6 +18,7 @@ from ..batching.folder import Folder
 from ..batching.llama import LlamaModel
 from ..batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from ..batching.scheduler import Limits, Scheduler
+from ..batching.seat import branch_of
 from ..errors import KVFlashError
 
 if TYPE_CHECKING:
@@ -116,14 +117,16 @@ def play(scheduler: Scheduler, all_of_them: Sequence[Conversation], *, most: int
 
 
 def lone_answers(llm: Llama, one: Conversation, *, most: int) -> list[tuple[int, ...]]:
-    """The same conversation with the model to itself."""
+    """The same conversation with the model to itself, in the steps that a server takes."""
     model, text, answers = LlamaModel(llm), list[int](), list[tuple[int, ...]]()
     llm.reset()
     for said in one.said:
         text += said
         request = Request(id="", tokens=np.asarray(text, np.int32), max_tokens=most, sampling=GREEDY)
         drawn: list[int] = []
-        with closing(model.generate(request, branch=None, progress=lambda done, total: None)) as stream:
+        with closing(
+            model.generate(request, branch=branch_of(model, request), progress=lambda done, total: None)
+        ) as stream:
             for token in stream:
                 if not drawn:
                     model.checkpoint()
