@@ -133,7 +133,7 @@ class Session(Text):
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
             asked = self._asks(start + count) if exact and done + count == total else NOBODY
-            output = Output(every=output_all, last=done + count == total, asked=asked)
+            output = Output(every=output_all, last=done + count == batch_end, asked=asked)
             with nullcontext() if self.scoring is None else self.scoring.before_seals(asked):
                 self.evaluate(tokens[done : done + count], output, after, stream=exact)
                 self.loss.add_read(count, self._share_seen(start, count))

@@ -210,15 +210,17 @@ def test_a_restored_state_has_no_planes(make: Any, tokens: Any) -> None:
     assert same_bits(step(fresh, tokens[200:203], TEXT + 2), step(run, tokens[200:203], TEXT + 2))
 
 
-def test_a_refused_state_has_no_planes(make: Any, tokens: Any) -> None:
-    from kvflash_ggml.errors import SnapshotError
+def test_after_a_refused_state_a_text_begins_anew(make: Any, tokens: Any) -> None:
+    from kvflash_ggml.errors import EngineError, SnapshotError
 
     run = make()
     step(run, tokens[TEXT : TEXT + 5])
     with pytest.raises(SnapshotError):
         run.session.engine.set_state(b"no state", TEXT)
-    step(run, tokens[:1], TEXT + 5)
-    assert not run.session.engine.can_truncate(TEXT + 4)
+    with pytest.raises(EngineError, match="is empty"):
+        step(run, tokens[:1], TEXT + 5)
+    run.session.engine.clear()
+    step(run, tokens[:1], 0)
 
 
 @pytest.mark.parametrize("how", ["clear", "truncate"])

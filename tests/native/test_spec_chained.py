@@ -125,16 +125,16 @@ def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) ->
     length = text.prompt - 20
     wanted = proposal(make(), text, length)
     proposal(drafter, text, text.prompt)
-    drafter.cut(length)
+    drafter.truncate(length)
     assert drafter.propose(int(text.tokens[length]), MOST).tokens.tolist() == wanted
     # the same, told in the drafter's next rows
     proposal(drafter, text, text.prompt, first=length)
     assert proposal(drafter, text, length, first=length - 3) == wanted
 
-    drafter.cut(length - 100)  # what was known there is not kept
+    drafter.truncate(length - 100)  # what was known there is not kept
     assert drafter.propose(int(text.tokens[length - 100]), MOST) is None
     assert len(proposal(drafter, text, length, first=length - 100)) == MOST
-    drafter.cut(0)
+    drafter.truncate(0)
     assert drafter.propose(5, MOST) is None
     assert proposal(drafter, text, length) == wanted
 
@@ -173,5 +173,5 @@ def test_values_that_are_no_numbers(beside: Any, tokens: Any, kind: str) -> None
     broken = Told(text.tokens, text.prompt, np.full_like(text.rows, np.nan))
     with pytest.raises(DecodeError, match="not finite"):
         proposal(drafter, broken, 50)
-    drafter.cut(0)
+    drafter.truncate(0)
     assert proposal(drafter, text, 50) == proposal(make(), text, 50)

@@ -135,7 +135,7 @@ def test_a_cut_is_a_text_that_ends_there(dflash: Any, known: Any) -> None:
     length = one.prompt - 3
     drafter = dflash()
     proposals(drafter, one, first=one.prompt)
-    drafter.cut(length)
+    drafter.truncate(length)
     tokens = np.array(one.tokens, np.int32)
     found = drafter.propose(int(tokens[length]), 15)
     fresh = dflash()
@@ -144,7 +144,7 @@ def test_a_cut_is_a_text_that_ends_there(dflash: Any, known: Any) -> None:
     assert found.tokens.tolist() == wanted.tokens.tolist()
     assert found.logp == pytest.approx(wanted.logp, abs=0.1)
 
-    drafter.cut(0)
+    drafter.truncate(0)
     assert drafter.propose(5, 15) is None
     assert proposals(drafter, other, first=other.prompt) == proposals(dflash(), other, first=other.prompt)
 
@@ -204,7 +204,7 @@ def test_values_that_are_no_numbers(dflash: Any, known: Any) -> None:
     drafter.observe(0, ids[:20], np.full((20, 768), np.nan, np.float32))
     with pytest.raises(DecodeError, match="not finite"):
         drafter.propose(int(ids[20]), 15)
-    drafter.cut(0)
+    drafter.truncate(0)
     assert proposals(drafter, text, first=text.prompt) == proposals(dflash(), text, first=text.prompt)
 
 
@@ -216,7 +216,7 @@ def test_rows_of_another_width(dflash: Any, known: Any) -> None:
     drafter.observe(0, ids[:20], np.zeros((20, 512), np.float32))
     with pytest.raises(EngineError, match="rows of 512 values"):
         drafter.propose(int(ids[20]), 15)
-    drafter.cut(0)
+    drafter.truncate(0)
     assert proposals(drafter, text, first=text.prompt) == proposals(dflash(), text, first=text.prompt)
 
 

@@ -78,7 +78,7 @@ def test_a_draft_leaves_nothing_behind(small: Any, tokens: Any) -> None:
     drafter.propose(9, 8)
     drafter.observe(100, tokens[100:120], None)
     drafter.propose(9, 8)
-    drafter.cut(100)
+    drafter.truncate(100)
     assert drafter.propose(5, 8).tokens.tolist() == first
 
 
