@@ -16,6 +16,7 @@ import numpy as np
 
 from ..arrays import Floats, Int64s
 from ..constants import CHUNK
+from ..pool.residency import others
 from ..state.session import Layout, Row
 from .base import Keys, Masses, Rows, ScoreRequest, register
 from .combine import deciding, softmax_max
@@ -167,9 +168,7 @@ class QKScorer:
         known = self._known(request)
         request = newest(request, self._rows_for(n) if known is None else known.rows, self._keys.shapes)
         ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
-        able = np.ones(n, np.bool_)
-        able[[c for c in request.protected if c < n]] = False
-        free = np.flatnonzero(able)
+        free = others(n, request.protected)
         if known is not None:
             masses, best = self._complete(known, request), free
         elif n * self._work * request.rows <= self._exact_work:
@@ -210,9 +209,9 @@ class QKScorer:
         if len(known.chunks) == n:
             return known.values
         masses = np.empty((len(known.values), n), np.float32)
-        others = np.setdiff1d(np.arange(n), known.chunks)
+        unseen = others(n, known.chunks)
         masses[:, known.chunks] = known.values
-        masses[:, others] = self._keys.score_index(self._units, self._whole(others), self._heads, request)
+        masses[:, unseen] = self._keys.score_index(self._units, self._whole(unseen), self._heads, request)
         return masses
 
     def _explain(

@@ -25,9 +25,8 @@ class Checkpoints:
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
         self._states: dict[int, Blob] = {}
-        self._restored: tuple[int, Blob] | None = (
-            None  # what was put back, and the text has not been gone on with since
-        )
+        # what was put back and not gone on from yet, so that it need not be read again
+        self._restored: tuple[int, Blob] | None = None
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
         """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""

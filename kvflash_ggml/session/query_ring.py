@@ -97,7 +97,7 @@ class QueryRing:
 
     def places(self, end: int, count: int) -> Int32s:
         """The rows of positions [end - count, end), ascending."""
-        return np.sort(self.order[np.arange(end - count, end) % self.ring]).astype(np.int32)
+        return np.sort(self.rows_of(end, count))
 
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""
