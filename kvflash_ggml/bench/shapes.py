@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..calibration.choice import MAX_HEADS, Calibration, HeadScore, save
 from ..snapshot.fingerprint import ModelFile
+from . import vocabulary
 
 Q4_K = gguf.GGMLQuantizationType.Q4_K
 F32 = gguf.GGMLQuantizationType.F32
@@ -88,14 +89,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write(path: Path, shape: HybridShape, seed: int = 0) -> None:
-    """Write the file. Weights are Q4_K with mean 0; norms are 1.
+def write(path: Path, shape: HybridShape, seed: int = 0, *, words: bool = False) -> None:
+    """Write the file. Weights are Q4_K with mean 0; norms are 1. With `words` it has a made-up vocabulary.
 
     Greedy decoding counts on from a token, by so wide a margin that no rounding changes it: the embedding outweighs
     what the layers add, and the head knows each token's by the id after it.
     """
     writer = gguf.GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape)
+    if words:
+        vocabulary.add(writer, shape.vocab)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     tensors = list(_tensors(shape))
     for name, dims, kind in tensors:
         size = _bytes(dims, kind)
@@ -145,7 +150,6 @@ def _add_metadata(writer: gguf.GGUFWriter, s: HybridShape) -> None:
     writer.add_ssm_inner_size(s.linear_v_heads * s.linear_head)
     writer.add_uint32(f"{s.arch}.full_attention_interval", s.interval)
     writer.add_vocab_size(s.vocab)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _tensors(s: HybridShape) -> Iterator[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]]:

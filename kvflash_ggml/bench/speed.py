@@ -210,7 +210,8 @@ def streaming(
 @click.command(name="random-model")
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention, 35b-a3b, tiny or tiny-moe.")
-def random_model(path: Path, shape: str) -> None:
+@click.option("--words", is_flag=True, help="With a made-up vocabulary: text goes in and out, as a server needs it.")
+def random_model(path: Path, shape: str, words: bool) -> None:
     """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements.
 
     Such a model finds nothing, so a file beside it names as many retrieval heads as a real one has.
@@ -219,7 +220,7 @@ def random_model(path: Path, shape: str) -> None:
 
     if shape not in SHAPES:
         raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
-    write(path, SHAPES[shape])
+    write(path, SHAPES[shape], words=words)
     heads = path.with_suffix(".heads.json")
     write_heads(heads, path, SHAPES[shape])
     click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB; heads for --heads in {heads}", err=True)

@@ -101,6 +101,23 @@ def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
     llm.close()
 
 
+def test_models_of_random_weights_read_and_write_text(tmp_path: Path, loaded: None) -> None:
+    from kvflash_ggml import Llama
+    from kvflash_ggml.bench.shapes import SHAPES, write
+
+    path = tmp_path / "tiny.gguf"
+    write(path, SHAPES["tiny"], words=True)
+    llm = Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
+    text = "Größe: \t€ 5\n".encode()
+    ids = llm.tokenize(text, add_bos=False)
+    assert len(ids) == len(text)
+    assert llm.detokenize(ids) == text
+    first = ids[-1] + 1
+    answer = llm(text.decode(), max_tokens=3, temperature=0.0)["choices"][0]["text"]
+    assert answer == f" {first} {first + 1} {first + 2}"
+    llm.close()
+
+
 @pytest.mark.parametrize(("option", "value"), [("--accept", "many"), ("--pool", "1K,2K")])
 def test_says_what_it_cannot_read(option: str, value: str, models: dict[str, Path]) -> None:
     result = CliRunner().invoke(main, ["spec", str(models["dense"]), option, value])
