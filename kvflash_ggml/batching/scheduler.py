@@ -31,7 +31,7 @@ from .messages import (
 from .model import Model
 from .seat import Seat
 from .shelf import Conversation, Shelf
-from .waiting import Job, Places, Waiting
+from .waiting import Job, Waiting
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -103,7 +103,6 @@ class Scheduler(ConversationControl):
         self.stalls = 0  # answers that were put aside for their readers
         self._swept = 0.0
         self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
-        self._places = Places()
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
 
     def start(self) -> None:
@@ -149,7 +148,7 @@ class Scheduler(ConversationControl):
         job = Job(request=request, sink=sink, full=full, submitted=self._clock())
         self._jobs[request.id] = job
         try:
-            self.waiting.put(job, room_in=lambda: self._places.book(self._clock(), self._pace))
+            self.waiting.put(job, pace=self._pace)
         except KVFlashError:
             del self._jobs[request.id]
             raise
@@ -225,7 +224,6 @@ class Scheduler(ConversationControl):
             if job is not None:
                 self._serve(job)
             elif not self._calls and not self._stopping:
-                self._places.clear()
                 self._wake.wait(1.0)
         self._end()
 

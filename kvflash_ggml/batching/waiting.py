@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import KVFlashError
 from .messages import Event, Request
+from .places import Places
 
 
 class QueueFull(KVFlashError):
@@ -33,27 +34,6 @@ class Job:
     begun: bool = False
 
 
-LONGEST_S = 3600.0
-SLACK = 1.25
-"""Others come meanwhile, who have been told nothing: more time than the seat needs for each that was refused."""
-
-
-class Places:
-    """When those who are refused find room: each is told a time of its own, so that they do not all come at once."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def book(self, now: float, pace: float) -> float:
-        """In how many seconds to come again, where one request is taken every `pace` seconds."""
-        self._last = min(max(now, self._last) + SLACK * pace, now + LONGEST_S)
-        return self._last - now
-
-    def clear(self) -> None:
-        """Nobody waits any more: there is room at once, whatever those were told who have not come again."""
-        self._last = 0.0
-
-
 class Waiting:
     """Any thread puts and removes; the engine's takes. Higher priorities first, then keys in turn, then in order."""
 
@@ -61,6 +41,7 @@ class Waiting:
         self._most = most
         self._most_tokens = most_tokens
         self._lanes: dict[tuple[int, str], deque[Job]] = {}
+        self._places = Places()
         self._tokens = 0
         self._count = 0
         self._lock = threading.Lock()
@@ -73,28 +54,38 @@ class Waiting:
         """Prompt tokens that wait."""
         return self._tokens
 
-    def put(self, job: Job, *, room_in: Callable[[], float]) -> None:
-        """QueueFull, and nothing has changed, if there is no room; `room_in` says when there is. A request never waits
-        behind an empty queue's bound: one that is alone is taken, however long it is.
+    def put(self, job: Job, *, pace: float) -> None:
+        """QueueFull, and nothing has changed, if there is no room, or what there is is kept for those who were told to
+        come now. A request never waits behind an empty queue's bound: one that is alone is taken, however long it is.
+        pace: seconds that a request has the seat.
         """
-        size = len(job.request.tokens)
+        request, size, now = job.request, len(job.request.tokens), job.submitted
+        who = request.key, hash(request.tokens.tobytes())
         with self._lock:
-            if self._count >= self._most:
-                raise QueueFull(
-                    f"{self._count} requests wait, and {self._most} may: try again later, or start the server with a "
-                    f"larger --max-queue",
-                    room_in(),
-                )
-            if self._count and self._tokens + size > self._most_tokens:
-                raise QueueFull(
-                    f"{self._tokens} tokens of prompts wait, with {size} more they would pass {self._most_tokens}: try "
-                    f"again later, or start the server with a larger --max-queued-tokens",
-                    room_in(),
-                )
+            awaited = self._places.came(who, now)
+            kept = 0 if awaited else min(self._places.expected(now), self._most // 2)
+            full = self._full(size, kept)
+            if full is not None:
+                raise QueueFull(full, self._places.book(who, request.key, now, pace))
+            if not awaited:
+                self._places.found(who)
             lane = (job.request.priority, job.request.key)
             self._lanes.setdefault(lane, deque()).append(job)
             self._tokens += size
             self._count += 1
+
+    def _full(self, size: int, kept: int) -> str | None:
+        """Why there is no room for so many tokens, with so many places kept for others; None if there is."""
+        later, count, tokens = "try again later, or start the server with a larger", self._count, self._tokens
+        if count + kept >= self._most:
+            others = f" and {kept} more were told to come now" if kept else ""
+            return f"{count} requests wait{others}, and {self._most} may: {later} --max-queue"
+        if count and tokens + size > self._most_tokens:
+            return (
+                f"{tokens} tokens of prompts wait, with {size} more they would pass {self._most_tokens}: "
+                f"{later} --max-queued-tokens"
+            )
+        return None
 
     def put_first(self, job: Job) -> None:
         """One that had been taken: it comes before all others of its key, and needs no room."""
@@ -105,9 +96,10 @@ class Waiting:
             self._count += 1
 
     def take(self) -> Job | None:
-        """The next one, None if nobody waits."""
+        """The next one, None if nobody waits: then there is room for everybody at once."""
         with self._lock:
             if not self._lanes:
+                self._places.clear()
                 return None
             most = max(priority for priority, _ in self._lanes)
             lane = next(lane for lane in self._lanes if lane[0] == most)

@@ -466,7 +466,7 @@ def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
 
 
 def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:
-    """Who asks again and again, whatever he is told, does not send the next one away for an hour."""
+    """Many who are told a time and stay away do not send the next one away for an hour."""
     gate = Gate()
     scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1))
 
@@ -476,9 +476,9 @@ def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> N
         second = ask(scheduler, text(20, 1), 2)
         with pytest.raises(QueueFull) as told:
             ask(scheduler, text(20, 2), 2)
-        for _ in range(99):
+        for i in range(99):
             with pytest.raises(QueueFull):
-                ask(scheduler, text(20, 2), 2)
+                ask(scheduler, text(20, 3 + i), 2)
         gate.release()
         for one in (first, second):
             one.wait()

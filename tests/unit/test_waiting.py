@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from support.served import request
 
-from kvflash_ggml.batching.waiting import Job, Places, QueueFull, Waiting
+from kvflash_ggml.batching.waiting import Job, QueueFull, Waiting
 
 
 def job(size: int = 4, **more: object) -> Job:
@@ -19,7 +19,7 @@ def job(size: int = 4, **more: object) -> Job:
 
 def put(waiting: Waiting, *jobs: Job) -> None:
     for one in jobs:
-        waiting.put(one, room_in=lambda: 3.0)
+        waiting.put(one, pace=2.0)
 
 
 def test_in_order_of_arrival() -> None:
@@ -47,7 +47,7 @@ def test_too_many() -> None:
     put(waiting, job(), job())
     with pytest.raises(QueueFull, match="2 requests wait, and 2 may") as err:
         put(waiting, job())
-    assert err.value.retry_after_s == 3.0
+    assert err.value.retry_after_s == 2.5
     assert len(waiting) == 2
 
 
@@ -76,26 +76,113 @@ def test_who_leaves_makes_room() -> None:
     assert waiting.take() is stays
 
 
+class Crowd:
+    """Requests to a queue of 16 whose seat takes one in `pace` seconds, on a clock of numbers."""
+
+    def __init__(self, pace: float = 0.5) -> None:
+        self.waiting, self.pace, self._dice = Waiting(most=16, most_tokens=10**6), pace, random.Random(1)
+        self.refused, self.told, self._waits = Counter[int](), dict[int, list[float]](), set[int]()
+        self._events: list[tuple[float, int, str, bool]] = [(0.0, -1, "", False)]  # -1: the seat is free
+
+    def arrive(self, times: float, seconds: float, *, first: int = 0, key: str = "", returns: bool = True) -> range:
+        """So many times what can be answered, for a while. Their numbers."""
+        came, who = 0.0, first
+        while (came := came + self._dice.expovariate(times / self.pace)) < seconds:
+            heapq.heappush(self._events, (came, who, key, returns))
+            who += 1
+        return range(first, who)
+
+    def hammer(self, every: float, seconds: float, who: int, key: str = "") -> None:
+        """The same request again and again, but while it waits for its answer."""
+        for i in range(int(seconds / every)):
+            heapq.heappush(self._events, (i * every, who, key, False))
+
+    def run(self, until: float) -> None:
+        while self._events and self._events[0][0] < until:
+            now, who, key, returns = heapq.heappop(self._events)
+            if who < 0:
+                taken = self.waiting.take()
+                self._waits -= set() if taken is None else set(taken.request.tokens.tolist())
+                heapq.heappush(self._events, (now + self._dice.expovariate(1 / self.pace), -1, "", False))
+                continue
+            if who in self._waits:
+                continue
+            asked = Job(request=request([who], key=key), sink=lambda event: None, submitted=now)
+            try:
+                self.waiting.put(asked, pace=self.pace)
+                self._waits.add(who)
+            except QueueFull as err:
+                self.refused[who] += 1
+                self.told.setdefault(who, []).append(err.retry_after_s)
+                if returns:
+                    heapq.heappush(self._events, (now + math.ceil(err.retry_after_s), who, key, True))
+
+    def longest(self, who: range) -> float:
+        return max(max(self.told.get(one, [0.0])) for one in who)
+
+
 def test_who_comes_again_when_told_finds_room() -> None:
-    """Two minutes of three times what can be answered, on a clock of numbers: nine of ten are refused twice at most."""
-    dice, pace, places = random.Random(1), 0.5, Places()
-    waiting, refused, answered, came = Waiting(most=16, most_tokens=999), Counter[int](), 0, 0.0
-    events: list[tuple[float, int]] = []  # when, and who comes; -1: the seat is free
-    while (came := came + dice.expovariate(3 / pace)) < 120:
-        events.append((came, len(events)))
-    count = len(events)
-    heapq.heapify(events)
-    heapq.heappush(events, (0.0, -1))
-    while answered < count:
-        now, who = heapq.heappop(events)
-        if who < 0:
-            answered += waiting.take() is not None
-            heapq.heappush(events, (now + dice.expovariate(1 / pace), -1))
-            continue
+    """Two minutes of three times what can be answered: nineteen of twenty are refused twice at most."""
+    crowd = Crowd()
+    all_of_them = crowd.arrive(3, 120)
+    crowd.run(1000)
+    assert max(crowd.refused.values()) > 1
+    assert len(crowd.refused) > len(all_of_them) / 2
+    assert sum(crowd.refused[who] <= 2 for who in all_of_them) >= 0.95 * len(all_of_them)
+
+
+def test_who_does_not_wait_lengthens_nobodys_time() -> None:
+    """Somebody asks for the same thing fifty times a second; others are told what they would be told without him."""
+    alone, crowd = Crowd(), Crowd()
+    obedient = alone.arrive(3, 100)
+    alone.run(1000)
+    assert crowd.arrive(3, 100) == obedient
+    crowd.hammer(0.02, 100, who=9999)
+    crowd.run(1000)
+    assert crowd.refused[9999] > 100
+    assert crowd.longest(obedient) < 1.1 * alone.longest(obedient), "he has answers too, one after the other"
+    assert sum(crowd.refused[who] <= 2 for who in obedient) >= 0.95 * len(obedient)
+
+
+def test_who_never_comes_again_is_not_waited_for() -> None:
+    """Ten times what can be answered is asked once and never again: after a while times are short again."""
+    crowd = Crowd()
+    crowd.arrive(10, 300, first=1000, returns=False)
+    crowd.run(200)
+    newest = [times[-1] for times in crowd.told.values()][-100:]
+    longest = max(max(times) for times in crowd.told.values())
+    assert min(newest) < longest / 4
+
+
+def test_keys_wait_for_themselves() -> None:
+    """One key asks for fifty times what it can have; another is told no more than its own requests need, twice."""
+    crowd = Crowd()
+    modest = crowd.arrive(0.4, 100, key="modest")
+    crowd.arrive(50, 100, first=1000, key="greedy", returns=False)
+    crowd.run(100)
+    assert crowd.longest(range(1000, 6000)) > 100
+    assert crowd.longest(modest) < 20
+
+
+def test_places_are_kept_for_those_who_were_told_to_come() -> None:
+    waiting = Waiting(most=2, most_tokens=99)
+
+    def asks(tokens: int, now: float) -> float:
+        """0, or when to come again."""
         try:
-            waiting.put(job(1), room_in=lambda now=now: places.book(now, pace))
+            waiting.put(Job(request=request([tokens]), sink=lambda event: None, submitted=now), pace=1.0)
         except QueueFull as err:
-            refused[who] += 1
-            heapq.heappush(events, (now + math.ceil(err.retry_after_s), who))
-    assert max(refused.values()) > 2
-    assert sum(refused[who] <= 2 for who in range(count)) >= 0.9 * count
+            return err.retry_after_s
+        return 0.0
+
+    assert [asks(1, 0.0), asks(2, 0.0), asks(3, 0.0)] == [0.0, 0.0, 1.25]
+    assert waiting.take() is not None
+    assert asks(4, 1.3) > 0, "the one place is of the third"
+    assert asks(3, 1.4) == 0
+    assert waiting.take() is not None
+    assert asks(4, 1.5) == 0, "before its time, and nobody else was told to come"
+    assert asks(5, 1.5) > 0
+    assert waiting.take() is not None
+    assert asks(5, 1.6) == 0
+    assert waiting.take() is not None
+    assert asks(6, 5.0) == 0, "nothing is kept for the fifth, who has come"
