@@ -118,7 +118,7 @@ limit_options = collected(
     _count("--max-tokens-limit", "Of any answer.  [default: the context]"),
     _seconds("--timeout", "For a request, from its arrival.", 3600),
     _seconds("--queue-timeout", "For its turn.", 600),
-    _seconds("--stall-timeout", "For a client that does not read.", 60),
+    _seconds("--stall-timeout", "For a client that does not read, or does not send.", 60),
     _seconds("--drain", "For running answers at the end.", 30),
 )
 

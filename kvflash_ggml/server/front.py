@@ -43,6 +43,9 @@ class Answer(Protocol):
 THREADS = 4
 """For templates, tokenising and grammars, which are C or long."""
 
+SLOWEST = 16 << 10
+"""Bytes a second of a body, beyond the time that a client may take anyway."""
+
 KEY = "kvflash.key"
 """Where in a request's scope its key's digest is."""
 
@@ -76,14 +79,18 @@ class Front:
             raise ApiError(400, str(err), code="invalid_value") from None
 
     async def body(self, request: HttpRequest) -> Any:
-        """The JSON of a body. ApiError for one that is too large, or none."""
+        """The JSON of a body. ApiError for one that is too large, too slow, or none."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be application/json", code="content_type")
-        most, data = self.settings.max_body, bytearray()
+        most, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
+        began, parts = time.monotonic(), request.stream()
         try:
-            parts = request.stream()
-            while (part := await asyncio.wait_for(anext(parts, None), self.settings.stall_timeout_s)) is not None:
+            while True:
+                left = stall_s + len(data) / SLOWEST - (time.monotonic() - began)
+                part = await asyncio.wait_for(anext(parts, None), min(left, stall_s))
+                if part is None:
+                    break
                 data += part
                 if len(data) > most:
                     raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")

@@ -19,6 +19,7 @@ from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
 from .app import make_app
+from .connection import bounded
 from .front import Front
 from .metrics import Metrics
 from .prompts import Prompts
@@ -93,6 +94,8 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
         access_log=False,
         server_header=False,
         lifespan="off",
+        http=bounded(settings.stall_timeout_s),
+        ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         limit_concurrency=settings.max_queue + MAX_OTHERS,
     )

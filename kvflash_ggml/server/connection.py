@@ -1,0 +1,75 @@
+"""A connection whose client has bounded time for what it sends. A body that is wanted is bounded where it is read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import ApiError
+
+
+class Connection(H11Protocol):
+    """stall_s: for the head of a request, and for the rest of a body whose request has been answered. Heads have 16 KiB
+    at most, which is h11's bound.
+    """
+
+    stall_s = 60.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_client()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE or self._answered():
+            self._await_client()
+        else:
+            self._stop()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._answered():
+            self._await_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _answered(self) -> bool:
+        """Does a body come that nobody waits for?"""
+        return self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+
+    def _await_client(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.stall_s, self._time_is_up)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        begun, _ = self.conn.trailing_data
+        if self.conn.their_state is h11.IDLE and begun:
+            self.transport.write(_too_late())
+        self.transport.close()
+
+
+def bounded(stall_s: float) -> type[Connection]:
+    """Connections with this bound, for `uvicorn.Config(http=...)`."""
+    return type("BoundedConnection", (Connection,), {"stall_s": stall_s})
+
+
+def _too_late() -> bytes:
+    answer = ApiError(
+        408, "the head of a request did not come to its end in time: --stall-timeout", code="timeout"
+    ).response()
+    answer.headers["Connection"] = "close"
+    head = b"".join(name + b": " + value + b"\r\n" for name, value in answer.raw_headers)
+    return b"HTTP/1.1 408 Request Timeout\r\n" + head + b"\r\n" + bytes(answer.body)

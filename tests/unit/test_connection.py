@@ -1,0 +1,168 @@
+"""Clients that send slowly, or not at all, by sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import uvicorn
+from support.fake_model import FakeModel, FakePrompts
+from uvicorn.server import ServerState
+
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.server.app import make_app
+from kvflash_ggml.server.connection import bounded
+from kvflash_ggml.server.front import Front
+from kvflash_ggml.server.metrics import Metrics
+from kvflash_ggml.server.settings import ServerSettings
+
+STALL_S = 0.3
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+ASK = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+)
+
+
+class Client:
+    """A connection, read as things come."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._came, self._task = bytearray(), asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with suppress(OSError):
+            while data := await self._reader.read(1 << 16):
+                self._came += data
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def drip(self, data: bytes) -> None:
+        """A byte at a time, each well in time, until something comes, or the connection ends."""
+        for i in range(len(data)):
+            if self._came or self._task.done():
+                return
+            await self.send(data[i : i + 1])
+            await asyncio.sleep(STALL_S / 10)
+
+    async def reply(self) -> tuple[int, Any]:
+        """The next one, with all of its body."""
+        while True:
+            head, _, body = bytes(self._came).partition(b"\r\n\r\n")
+            found = re.search(rb"(?i)content-length: (\d+)", head)
+            size = 0 if found is None else int(found[1])
+            if size and len(body) >= size:
+                del self._came[: len(head) + 4 + size]
+                return int(head.split()[1]), json.loads(body[:size])
+            assert not self._task.done(), "the connection has ended"
+            await asyncio.sleep(0.01)
+
+    async def rest(self) -> bytes:
+        """What comes until the server closes the connection."""
+        await self._task
+        return bytes(self._came)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+        await self._task
+
+
+def run(work: Callable[[Callable[[], Any]], Awaitable[None]]) -> None:
+    scheduler = Scheduler(FakeModel())
+    front = Front(ServerSettings(alias="fake", stall_timeout_s=STALL_S), scheduler, FakePrompts())
+    app, state = make_app(front, Metrics()), ServerState()
+
+    async def whole() -> None:
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
+        config.load()
+        made = bounded(STALL_S)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: made(config, state, {}), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[Client]:
+            client = Client(*await asyncio.open_connection("127.0.0.1", port))
+            try:
+                yield client
+            finally:
+                await client.close()
+
+        await asyncio.wait_for(work(connect), 60)
+        server.close()
+        await server.wait_closed()
+
+    scheduler.start()
+    try:
+        asyncio.run(whole())
+    finally:
+        front.close()
+        scheduler.close()
+
+
+def test_a_head_that_comes_slowly() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await client.drip(HEALTH)
+            status, body = await client.reply()
+            assert (status, body["error"]["type"]) == (408, "timeout_error")
+            assert await client.rest() == b""
+
+    run(work)
+
+
+def test_a_head_that_comes_slowly_behind_an_answer() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await client.send(HEALTH)
+            assert (await client.reply())[0] == 200
+            await asyncio.sleep(2 * STALL_S)
+            await client.send(HEALTH)
+            assert (await client.reply())[0] == 200, "a connection may be idle for longer"
+            await client.drip(HEALTH)
+            assert (await client.reply())[0] == 408
+
+    run(work)
+
+
+def test_a_connection_that_says_nothing() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            assert await client.rest() == b""
+
+    run(work)
+
+
+def test_a_body_that_comes_slowly() -> None:
+    """Each of its bytes comes in time."""
+
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await client.send(ASK)
+            await client.drip(b" " * 1000)
+            status, body = await client.reply()
+            assert (status, body["error"]["code"]) == (408, "timeout")
+            await client.drip(b" " * 1000)
+            assert await client.rest() == b"", "nor does it go on"
+
+    run(work)
+
+
+def test_a_body_that_nobody_wants() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await client.send(ASK.replace(b"completions", b"nothing"))
+            assert (await client.reply())[0] == 404
+            await client.drip(b" " * 1000)
+            assert await client.rest() == b""
+
+    run(work)
