@@ -16,7 +16,7 @@ GRACE_S = 3.0
 """How late somebody may be: clients round a time up, and the network takes its part."""
 
 TWINS = 4
-"""Requests that are alike may be of several clients: so many of them are told times of their own."""
+"""Requests that are alike may be of several clients: so many more than wait already are told times of their own."""
 
 SHARE_STEP = 0.05
 """What the newest that has come, or has not, counts in the share of those who do."""
@@ -47,11 +47,11 @@ class Places:
         self._line: Counter[Hashable] = Counter()  # of each key: how many are ahead
         self._share = 1.0
 
-    def book(self, who: Hashable, key: Hashable, now: float, pace: float) -> float:
-        """In how many seconds to come again, where one request is taken every `pace` seconds."""
+    def book(self, who: Hashable, key: Hashable, now: float, pace: float, *, alike: int = 0) -> float:
+        """In how many seconds to come again, where one request is taken every `pace` seconds. alike: how many wait."""
         self._advance(now)
         told = self._told.setdefault(who, [])
-        if len(told) >= TWINS:
+        if len(told) >= alike + TWINS:
             told.append(told.pop(0))
             return max(told[-1].due - now, 0.0)
         mine = self._line[key]

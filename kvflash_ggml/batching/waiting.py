@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 from ..errors import KVFlashError
 from .messages import Event, Request
@@ -23,7 +23,7 @@ class QueueFull(KVFlashError):
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """A request on its way. sink: gets its events, on the engine's thread. full: has its reader enough for now?
-    submitted: in seconds of the clock. begun: has it had a turn, and was put aside?
+    submitted: in seconds of the clock. begun: has it had a turn, and was put aside? who: the same if it comes again.
     """
 
     request: Request
@@ -32,6 +32,10 @@ class Job:
     submitted: float
     cancelled: bool = False
     begun: bool = False
+    who: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.who = self.request.key, hash(self.request.tokens.tobytes())
 
 
 class Waiting:
@@ -42,6 +46,7 @@ class Waiting:
         self._most_tokens = most_tokens
         self._lanes: dict[tuple[int, str], deque[Job]] = {}
         self._places = Places()
+        self._alike: Counter[Hashable] = Counter()
         self._tokens = 0
         self._count = 0
         self._lock = threading.Lock()
@@ -60,19 +65,18 @@ class Waiting:
         pace: seconds that a request has the seat.
         """
         request, size, now = job.request, len(job.request.tokens), job.submitted
-        who = request.key, hash(request.tokens.tobytes())
         with self._lock:
-            awaited = self._places.came(who, now)
+            awaited = self._places.came(job.who, now)
             kept = 0 if awaited else min(self._places.expected(now), self._most // 2)
             full = self._full(size, kept)
             if full is not None:
-                raise QueueFull(full, self._places.book(who, request.key, now, pace))
+                alike = self._alike[job.who]
+                raise QueueFull(full, self._places.book(job.who, request.key, now, pace, alike=alike))
             if not awaited:
-                self._places.found(who)
-            lane = (job.request.priority, job.request.key)
+                self._places.found(job.who)
+            lane = (request.priority, request.key)
             self._lanes.setdefault(lane, deque()).append(job)
-            self._tokens += size
-            self._count += 1
+            self._count_in(job)
 
     def _full(self, size: int, kept: int) -> str | None:
         """Why there is no room for so many tokens, with so many places kept for others; None if there is."""
@@ -92,8 +96,7 @@ class Waiting:
         lane = (job.request.priority, job.request.key)
         with self._lock:
             self._lanes.setdefault(lane, deque()).appendleft(job)
-            self._tokens += len(job.request.tokens)
-            self._count += 1
+            self._count_in(job)
 
     def take(self) -> Job | None:
         """The next one, None if nobody waits: then there is room for everybody at once."""
@@ -122,6 +125,14 @@ class Waiting:
                 self._forget(job)
             return gone
 
+    def _count_in(self, job: Job) -> None:
+        self._tokens += len(job.request.tokens)
+        self._count += 1
+        self._alike[job.who] += 1
+
     def _forget(self, job: Job) -> None:
         self._tokens -= len(job.request.tokens)
         self._count -= 1
+        self._alike[job.who] -= 1
+        if not self._alike[job.who]:
+            del self._alike[job.who]

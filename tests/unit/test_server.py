@@ -340,7 +340,8 @@ def test_the_log_says_why() -> None:
 
 def test_a_full_queue() -> None:
     async def work(client: Client) -> list[Reply]:
-        calls = [client.call("POST", "/v1/chat/completions", {"messages": HELLO}) for _ in range(30)]
+        asked = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(30)]
+        calls = [client.call("POST", "/v1/chat/completions", data) for data in asked]
         return [await call.done() for call in calls]
 
     server = Server(FakeModel(on_step=lambda: time.sleep(0.002)), limits=Limits(most=2))

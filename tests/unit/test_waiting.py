@@ -144,6 +144,18 @@ def test_who_does_not_wait_lengthens_nobodys_time() -> None:
     assert sum(crowd.refused[who] <= 2 for who in obedient) >= 0.95 * len(obedient)
 
 
+def test_many_clients_may_ask_for_the_same() -> None:
+    waiting, told = Waiting(most=16, most_tokens=99), set[float]()
+    for i in range(64):
+        same = Job(request=request([1]), sink=lambda event: None, submitted=0.0)
+        try:
+            waiting.put(same, pace=1.0)
+        except QueueFull as err:
+            assert i >= 16
+            told.add(err.retry_after_s)
+    assert len(told) == 20
+
+
 def test_who_never_comes_again_is_not_waited_for() -> None:
     """Ten times what can be answered is asked once and never again: after a while times are short again."""
     crowd = Crowd()
