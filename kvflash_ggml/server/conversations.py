@@ -26,7 +26,11 @@ def snapshot(front: Front) -> dict[str, Any]:
         "model": front.settings.alias,
         "n_ctx": scheduler.model.n_ctx,
         "pool": dict(scheduler.model.counters()),
-        "queue": {"running": None if running is None else running.id, "waiting": len(scheduler.waiting)},
+        "queue": {
+            "running": None if running is None else running.id,
+            "waiting": len(scheduler.waiting),
+            "put_aside": scheduler.put_aside,  # for readers who have enough for now
+        },
         "conversations": {**scheduler.places(), "parked_bytes": shelf.size},
         "seat": {
             "conversation": None if seat.conversation is None else seat.conversation.id,

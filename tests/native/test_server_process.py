@@ -50,7 +50,7 @@ def quiet(served: Served) -> dict[str, Any]:
     """The state once nothing runs."""
     for _ in range(500):
         state: dict[str, Any] = served.get("/kvflash/state")[1]
-        if state["queue"] == {"running": None, "waiting": 0}:
+        if state["queue"] == {"running": None, "waiting": 0, "put_aside": 0}:
             return state
         time.sleep(0.02)
     raise AssertionError(state)

@@ -482,7 +482,8 @@ def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
         late.reads.clear()
         assert (await client.post("/v1/completions", {"prompt": "other", "max_tokens": 3})).status == 200
         assert server.scheduler.stalls == 1
-        assert server.scheduler.running is None
+        state = (await client.get("/kvflash/state")).json
+        assert state["queue"] == {"running": None, "waiting": 0, "put_aside": 1}
         assert server.scheduler.generated < 100
         late.reads.set()
         return await late.done()
