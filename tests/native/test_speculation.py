@@ -1,24 +1,19 @@
 """Drafts change nothing but the number of steps.
 
 With n_ubatch=1 the rows of a step are computed one at a time, so the numerics are those of plain decoding: everything
-must be equal then, bit for bit. With real batches a row may differ by rounding.
+must be equal then, bit for bit. What real batches may change is in `test_spec_rounding.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+from support.drafting import Bush, let_draft, oracle, told
 
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.session.step import EVERY
-from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.loop import Speculator
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 COUNT = 60
@@ -32,27 +27,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "mirostat": {"temp": 0.8, "mirostat_mode": 1},
     "mirostat v2": {"temp": 0.8, "mirostat_mode": 2},
 }
-
-
-def oracle(text: list[int], right: float, count: int) -> Callable[..., Any]:
-    """Drafts what is known to come, each token right so often."""
-    rng = np.random.default_rng(1)
-
-    def draft(ids: Any, **_: Any) -> Any:
-        after = np.array(text[len(ids) : len(ids) + count], np.intc)
-        wrong = rng.random(len(after)) >= right
-        return np.where(wrong, (after + 7) % 4000, after)
-
-    return draft
-
-
-def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[int], list[bytes]]:
-    """Tokens, and the logits that each was sampled from."""
-    tokens, logits = [], []
-    for token in islice(llm.generate(prompt, **sampler), count):
-        tokens.append(token)
-        logits.append(llm.newest_logits().tobytes())
-    return tokens, logits
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
@@ -164,109 +138,6 @@ def test_a_stream_that_is_closed_leaves_the_text_that_was_told(stop: int, llama:
     assert [*islice(going_on, 16)] == plain[stop : stop + 16]
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_real_batches_differ_by_rounding_only(kind: str, right: float, llama: Any, tokens: Any) -> None:
-    """At the first other token the two that could have been chosen are as near as rounding brings them."""
-    prompt = np.tile(tokens[:200], 4).tolist()[:700]
-    size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 1024}
-    plain, logits = told(llama(kind, **size), prompt, COUNT, **GREEDY)
-    llm = llama(kind, **size, kvflash_spec=SpecConfig(width=8))
-    llm.draft_model = oracle([*prompt, *plain], right, 7)
-    drafted, theirs = told(llm, prompt, COUNT, **GREEDY)
-    assert llm.kvflash.spec.total.steps > 0
-    for at, (one, other) in enumerate(zip(plain, drafted, strict=True)):
-        mine, its = (np.frombuffer(rows[at], np.float32) for rows in (logits, theirs))
-        near = 0.05 * max(1.0, float(np.abs(mine).max()))
-        assert np.abs(mine - its).max() <= near
-        if one != other:
-            assert abs(mine[one] - mine[other]) <= near
-            break
-
-
-def test_a_pool_that_evicts_does_so_a_width_earlier(llama: Any, tokens: Any) -> None:
-    """Room for drafts is made ahead of the text. Plain decoding that makes the same room computes the same bits."""
-    prompt = tokens[:700].tolist()
-    size = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 1, "kvflash": 512}
-    drafting = llama(**size, kvflash_spec=SpecConfig(width=6))
-    drafting.draft_model = oracle([*prompt, *tokens[700:900].tolist()], 0.0, 5)
-    made: dict[int, int] = {}
-    verify = drafting._session.verify
-
-    def noted(rows: Any, *others: Any) -> None:
-        made[drafting._session.length] = len(rows)
-        verify(rows, *others)
-
-    drafting._session.verify = noted
-    out = told(drafting, prompt, 150, temp=0.0)
-    assert drafting.kvflash.page_outs > 0
-    assert len(made) > 100
-
-    plain = llama(**size)
-    session, extend = plain._session, plain._session.extend
-
-    def making_room(rows: Any, **settings: Any) -> None:
-        session.settle()
-        room = made.get(session.length) if len(rows) == 1 else None
-        if room is None:
-            extend(rows, **settings)
-            return
-        start = session.length
-        session._generate_step(rows, EVERY, None, ahead=room)
-        session.keep(0)
-        session.accept()
-        settings["after"](start, 1)
-
-    session.extend = making_room
-    assert told(plain, prompt, 150, temp=0.0) == out
-
-
-def let_draft(llm: Any, drafter: Any, width: int) -> None:
-    """Have this one drafter, and steps of this many rows."""
-    llm._speculator = Speculator([drafter], Fixed(width), n_vocab=llm.n_vocab(), ends=())
-    llm._session.follower = llm._speculator
-
-
-class Bush:
-    """Drafts a tree around what is known to come: the right tokens on any branch, and wrong ones beside them."""
-
-    name = "bush"
-    wants = Features()
-
-    def __init__(self, text: list[int], seed: int) -> None:
-        self._text = text
-        self._seed = seed
-        self._length = 0
-        self.trees = 0
-
-    def observe(self, start: int, tokens: Any, rows: Any) -> None:
-        self._length = start + len(tokens)
-
-    def cut(self, length: int) -> None:
-        self._length = min(length, self._length)
-
-    def close(self) -> None:
-        pass
-
-    def propose(self, root: int, most: int) -> Draft | None:
-        after = self._text[self._length + 1 : self._length + 6]
-        rng = np.random.default_rng((self._seed, self._length))
-        tokens: list[int] = []
-        parents: list[int] = []
-        node = -1
-        for token in after:
-            siblings = [token, *rng.choice(np.arange(3000, 4000), 2, replace=False).tolist()]
-            order = rng.permutation(3).tolist()
-            tokens += [siblings[at] for at in order]
-            parents += [node] * 3
-            node = len(tokens) - 3 + order.index(0)
-            if rng.random() < 0.2:
-                tokens[node] = 2999  # wrong from here on
-        self.trees += 1
-        logp = rng.uniform(-3, 0, len(tokens)).astype(np.float32)
-        return Draft(np.array(tokens, np.int32), np.array(parents, np.int32), self.name, logp) if tokens else None
-
-
 @pytest.mark.parametrize("policy", ["lru", "qk"])
 @pytest.mark.parametrize("seed", range(3))
 def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens: Any) -> None:
@@ -332,24 +203,6 @@ def test_a_hybrid_has_the_state_of_its_text(llama: Any, tokens: Any) -> None:
         a, b = (np.frombuffer(bytes(x)[: len(x) // 4 * 4], np.float32) for x in (mine, its))
         finite = np.isfinite(a) & np.isfinite(b)
         assert np.abs(a[finite] - b[finite]).max() < 0.05 * max(1.0, np.abs(a[finite]).max())
-
-
-def test_queries_of_the_text_outlive_drafts_that_were_wrong(llama: Any, tokens: Any) -> None:
-    """After many of them the ring holds for every position what plain decoding has there."""
-    prompt = tokens[:600].tolist()
-    size = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024, "kvflash_policy": "qk"}
-    plain = llama(**size)
-    out = told(plain, prompt, 80, temp=0.0)[0]
-    llm = llama(**size, kvflash_spec=SpecConfig(width=7))
-    llm.draft_model = oracle([*prompt, *out], 0.6, 6)
-    assert told(llm, prompt, 80, temp=0.0)[0] == out
-    llm._session.settle()
-    one, other = plain._session, llm._session
-    length = min(one.length, other.length)
-    rows = one.queries.rows - 8  # the other has captured a few positions more
-    mine, its = (s.queries.newest_now(length, rows) for s in (one, other))
-    assert length - other.queries.valid_from >= other.queries.rows
-    assert np.array_equal(mine, its)
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("dense", 32), ("hybrid", 8)])
