@@ -142,7 +142,7 @@ def _run_arm(llm: Llama, arm: _Arm, prompt: list[int], text: Int32s, plan: Plan,
         seed=plan.seed + repeat,
         origin=len(prompt),
         seconds=plan.draft_ms / 1e3,
-        sleep=_compute,
+        sleep=compute_for,
     )
     drafters = [oracle] if arm.width > 1 else []
     llm._speculator = Speculator(drafters, watch, n_vocab=llm.n_vocab(), ends=())
@@ -181,7 +181,7 @@ def _points(arms: Sequence[_Arm], plan: Plan) -> Iterator[Point]:
         )
 
 
-def _compute(seconds: float) -> None:
+def compute_for(seconds: float) -> None:
     """Take so long, as one who drafts: who sleeps wakes up late."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:

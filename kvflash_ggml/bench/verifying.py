@@ -22,7 +22,7 @@ from .options import Names, Numbers, Shares, model_argument, model_options, text
     "--accept", type=Names(), default="3,5,7", show_default=True, help="Tokens that a step wins, its own one included."
 )
 @click.option("--bare/--no-bare", default=True, show_default=True, help="Also run a context without room for drafts.")
-@click.option("--draft-ms", default=0.0, show_default=True, help="What a draft takes.")
+@click.option("--draft-ms", default=0.0, show_default=True, help="What a draft takes, but for the pool's.")
 @click.option(
     "--lossless",
     type=Numbers(),
@@ -37,13 +37,21 @@ from .options import Names, Numbers, Shares, model_argument, model_options, text
     show_default=True,
     help="Of 100 such tokens, those that are right if all before them were.",
 )
+@click.option(
+    "--source",
+    type=Shares(),
+    default=(),
+    metavar="SHARES",
+    help="Beside lossless answers: others whose drafts the pool verifies, of 100 tokens so many what it draws.",
+)
+@click.option("--source-rows", type=click.IntRange(min=2), default=4, show_default=True, help="Rows of such a step.")
 @click.option("--full/--no-full", default=True, show_default=True, help="Beside lossless answers: the full cache.")
 @click.option("--repeats", default=3, show_default=True, help="Runs of each, in turns; medians are reported.")
 @model_options
 def spec(
     model: str, depth: tuple[int, ...], pool: tuple[int, ...], tokens: int, widths: tuple[int, ...],
     accept: tuple[str, ...], bare: bool, draft_ms: float, lossless: tuple[int, ...], right: tuple[float, ...],
-    full: bool, repeats: int, options: dict[str, Any],
+    source: tuple[float, ...], source_rows: int, full: bool, repeats: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Steps that verify drafts, beside plain decoding in the same process.
 
@@ -63,7 +71,9 @@ def spec(
     library.load()
     if lossless:
         asked = {"pool": pool[0], "depth": depth[0], "tokens": tokens, "full": full, "repeats": repeats}
-        _lossless(model, asked | {"drafts": lossless, "right": tuple(share / 100 for share in right)}, options)
+        shares = {"right": tuple(share / 100 for share in right), "source": tuple(share / 100 for share in source)}
+        drafting = {"drafts": lossless, "source_rows": source_rows, "draft_ms": draft_ms}
+        _lossless(model, asked | shares | drafting, options)
         return
     from .spec import Plan, rows_of, run
 
@@ -99,7 +109,9 @@ def _lossless(model: str, plan: dict[str, Any], options: dict[str, Any]) -> None
     columns = {
         "arm": "arm",
         "right": "right",
+        "source": "source",
         "drafts": "drafts",
+        "pool_steps": "pool steps",
         "won": "won",
         "draft_ms": "draft ms",
         "step_ms": "step ms",

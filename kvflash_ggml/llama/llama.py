@@ -247,8 +247,7 @@ class Llama(ResizableLlama):
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))
         self._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
         drafting = open_drafting(self, self._config.spec, self._found, engine, self._room.rows, self._ctx._exit_stack)
-        total = drafting.total if self._speculator is None else self._speculator.total  # of a pool of another size
-        self._drafting = replace(drafting, total=total)
+        self._drafting = drafting.counting_on(self._speculator)  # of a pool of another size
         config = self._config
         sizing.warn_if_tight(engine.info.devices, n_ubatch)
         mapped = self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from typing import TYPE_CHECKING
-
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats, Int32s
+from ..errors import KVFlashError
+from ..session.sketch import Sketch
 from ..spec.base import Features
 from ..spec.draft import Draft, chain
+from ..spec.loop import Speculator
 
 if TYPE_CHECKING:
     from .generation import GeneratingLlama
+
+logger = logging.getLogger("kvflash_ggml")
+
+Draw = Callable[[int], int]
+"""What is drawn after a row of the newest step."""
 
 
 class PoolDrafter:
@@ -21,33 +29,82 @@ class PoolDrafter:
     It draws from a copy of that sampler, with the same random numbers: where the pool sees what the text holds, what it
     draws is what will be drawn. A sampler that calls Python cannot be copied; then the likeliest tokens are proposed.
 
-    made: the model, weakly, since it owns this.
+    made: the model, weakly, since it owns this. nested: who drafts for the pool, which verifies that as the text is
+    verified; None to decode token by token.
     """
 
     name = "pool"
     wants = Features()
 
-    def __init__(self, made: GeneratingLlama) -> None:
+    def __init__(self, made: GeneratingLlama, nested: Speculator | None = None) -> None:
         self._made = weakref.ref(made)
+        self._nested = nested
+
+    @property
+    def able(self) -> bool:
+        """Does a step see more than the pool, and is there more?"""
+        session = self._llm._session
+        return session is not None and session.reading.answers_exactly and not session.sees_everything
+
+    @property
+    def _llm(self) -> GeneratingLlama:
+        llm = self._made()
+        assert llm is not None
+        return llm
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See `Drafter`: what the text is, the pool knows."""
 
     def propose(self, root: int, most: int) -> Draft | None:
         """See `Drafter`. None where a step sees no more than the pool, or everything is resident."""
-        llm = self._made()
-        assert llm is not None
-        session = llm._session
-        assert session is not None
-        if session.sees_everything or not session.reading.answers_exactly:
+        if not self.able:
             return None
+        llm, drawn = self._llm, list[int]()
+        assert llm._session is not None
         sampler = llm._sampler
         copy = None if llm._greedy or sampler is None or sampler.custom_samplers else sampler.clone()
-        tokens = [root]
-        for _ in range(most):
-            session.sketch(np.array(tokens[-1:], np.int32), room=most)
-            tokens.append(copy.sample(llm._ctx, -1) if copy is not None else llm._likeliest())
-        return chain(tokens[1:], self.name)
+        if self._nested is not None:
+            self._nested.apart()
+        with Sketch(llm._session, most) as sketch:
+            while len(drawn) < most and self._extend(sketch, root, drawn, copy):
+                root = drawn[-1]
+        return chain(drawn, self.name) if drawn else None
+
+    def _extend(self, sketch: Sketch, root: int, drawn: list[int], copy: Any) -> bool:
+        """One step of the pool, which draws a token, and one more for each that was drafted for it and is right.
+
+        False if it was the last one: what follows could not be computed.
+        """
+        nested = self._nested
+        draft = None if nested is None else nested.propose(sketch, root)
+        drafted = [] if draft is None else draft.tokens.tolist()
+        length = len(sketch.tokens)
+        try:
+            sketch.write([root, *drafted])
+        except KVFlashError as err:
+            if nested is None or draft is None:
+                raise
+            nested.refused(err)
+            return False
+        draw, right = self._drawing(len(drafted) + 1, drawn, copy), 0
+        drawn.append(draw(0))
+        while right < len(drafted) and drafted[right] == drawn[-1]:
+            right += 1
+            drawn.append(draw(right))
+        if nested is not None and draft is None:
+            nested.plain()
+        elif nested is not None:
+            nested.verified(range(right), len(drafted) + 1)
+        return sketch.retain(length + 1 + right)
+
+    def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
+        """What draws after the rows of the newest step, in their order. drawn: what was before. copy: of a sampler."""
+        llm = self._llm
+        if copy is None:
+            assert llm._session is not None
+            picks: list[int] = llm._session.engine.argmax(range(rows)).tolist()
+            return picks.__getitem__
+        return lambda row: int(copy.sample(llm._ctx, row))
 
     def truncate(self, length: int) -> None:
         """See `Drafter`."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ..config import KVFlashConfig, SpecConfig
 from ..drafter.model import COMPUTE_BYTES
 from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
+from ..spec.asked import Asked
 from ..spec.base import Drafter
 from ..spec.callback import Callback
 from ..spec.control import Controls, Fixed
@@ -99,7 +101,7 @@ class Drafting:
     """What was opened for one context: the drafters, what they are given of its compute, and rows of a step.
 
     ends: the tokens that end a text, found once: llama.cpp is asked of each token of the vocabulary. total: what came
-    of all drafts, also of a `draft_model` that was set.
+    of all drafts, also of a `draft_model` that was set; on_pool: the same of those that the pool has verified.
     """
 
     drafters: Sequence[Drafter] = ()
@@ -107,11 +109,19 @@ class Drafting:
     rows: int = ROWS
     ends: frozenset[int] = frozenset()
     total: Tally = field(default_factory=Tally)
+    on_pool: Tally = field(default_factory=Tally)
 
     def after(self, speculator: Speculator) -> Drafting:
         """With what came of drafts, and without drafters that are not asked any more: these may be closed."""
         drafters = [drafter for drafter in self.drafters if drafter in speculator.drafters]
-        return replace(self, drafters=drafters, total=speculator.total)
+        return replace(self, drafters=drafters).counting_on(speculator)
+
+    def counting_on(self, speculator: Speculator | None) -> Drafting:
+        """With what came of drafts before."""
+        if speculator is None:
+            return self
+        nested = speculator.nested
+        return replace(self, total=speculator.total, on_pool=self.on_pool if nested is None else nested.total)
 
 
 def search(model: Path, spec: SpecConfig | None) -> tuple[Found, ...]:
@@ -177,17 +187,23 @@ _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, S
 
 
 def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
-    """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does."""
+    """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
+
+    For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
+    asked; with a fixed width the pool comes first.
+    """
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
-    pool = [PoolDrafter(llm)] if config.answer == "lossless" else []
-    drafters: list[Drafter] = [*given, *drafting.drafters, *pool]
-    if not drafters:
-        return None
-    controls = _controls(config.spec or SpecConfig(), drafting)
+    sources = [Asked(drafter) for drafter in (*given, *drafting.drafters)]
+    spec = config.spec or SpecConfig()
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
-    return Speculator(
-        drafters, controls, n_vocab=llm.n_vocab(), ends=ends, features=drafting.features, total=drafting.total
-    )
+    speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
+    if config.answer != "lossless":
+        controls = _controls(spec, drafting)
+        return speculator(sources, controls, features=drafting.features, total=drafting.total) if sources else None
+    nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
+    pool = Asked(PoolDrafter(llm, nested))
+    asked = [*sources, pool] if spec.width is None else [pool, *sources]
+    return speculator(asked, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 
 
 def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:

@@ -184,15 +184,10 @@ class Session(Text):
         self._repair(after)
         self._generate_step(tokens, EVERY, None, ahead=room, branches=branches)
 
-    def sketch(self, tokens: Int32s, *, room: int) -> None:
-        """Evaluate tokens ahead of the text by what is in the pool alone; the logits of the last are at hand.
-
-        Several calls follow each other, up to `room` tokens. `verify` or whatever else changes the text drops them.
-        """
-        if self.ahead == 0:
-            self._begin(room)
-            self._take_ready()
-        self.evaluate(tokens, LAST, generated=True, ahead=room, sketch=True)
+    def begin_sketch(self, room: int) -> None:
+        """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `Sketch`."""
+        self._begin(room)
+        self._take_ready()
 
     def accept(self, after: AfterStep | None = None) -> None:
         """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""

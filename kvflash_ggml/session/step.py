@@ -99,6 +99,13 @@ class Follower(Protocol):
         """A step has computed these tokens; ahead: they are not of the text yet."""
         ...
 
+    def retained(self, length: int) -> None:
+        """The rows ahead that the newest step has computed end at this position: others will follow them there.
+
+        What is settled next is that none of them has been.
+        """
+        ...
+
     def settled(self, path: Sequence[int]) -> None:
         """Of the rows ahead these are of the text now, in this order; the others have never been."""
         ...

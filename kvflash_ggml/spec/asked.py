@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .base import Drafter
+from .base import Drafter, Sometimes
 
 MAX_BAD = 3
 """Drafts in a row that cannot be verified, after which a drafter is not asked any more; the same of failed steps."""
@@ -35,10 +35,19 @@ class Asked:
     deciding: float = 0.0
     unasked: int = 0
     missing: int = 0
+    _sometimes: Sometimes | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._sometimes = self.drafter if isinstance(self.drafter, Sometimes) else None
 
     @property
     def failed(self) -> bool:
         return self.bad >= MAX_BAD
+
+    @property
+    def able(self) -> bool:
+        """May it have something to say?"""
+        return not self.failed and (self._sometimes is None or self._sometimes.able)
 
     @property
     def follows(self) -> bool:
@@ -47,10 +56,10 @@ class Asked:
 
     def reads(self, count: int, *, ahead: bool) -> bool:
         """A step has computed so many tokens: is it to be given what it wants of them?"""
-        if count > 1 and not ahead:
-            self.unasked = min(self.unasked, UNASKED - AGAIN)
-        elif not ahead:
+        if count == 1:
             self.unasked += 1
+        elif not ahead:
+            self.unasked = min(self.unasked, UNASKED - AGAIN)
         if not self.follows:
             self.missing = WARM
         return self.follows and bool(self.drafter.wants)

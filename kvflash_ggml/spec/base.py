@@ -59,6 +59,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Sometimes(Protocol):
+    """A drafter of which it is known without asking whether it has anything to say now."""
+
+    @property
+    def able(self) -> bool: ...
+
+
+@runtime_checkable
 class Remembering(Protocol):
     """A drafter that had to read what it knows of a text, and can be spared that."""
 

@@ -26,8 +26,15 @@ class Controls(Protocol):
         """An answer begins, after a text of so many tokens."""
         ...
 
-    def ask(self, source: str, behind: int = 0) -> int:
-        """How many tokens this source should be asked for now; 0 for none. behind: it has so many to read before."""
+    def apart(self) -> None:
+        """Steps of another kind came between the last step and what follows."""
+        ...
+
+    def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
+        """How many tokens this source should be asked for now; 0 for none. behind: it has so many to read before.
+
+        instead: sources that can be asked if this one is not; 0 if one of them promises more.
+        """
         ...
 
     def proposed(self, source: str, draft: Draft | None, seconds: float) -> None:
@@ -72,7 +79,10 @@ class Fixed:
     def begin(self, length: int) -> None:
         """See `Controls`."""
 
-    def ask(self, source: str, behind: int = 0) -> int:
+    def apart(self) -> None:
+        """See `Controls`."""
+
+    def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
         """See `Controls`."""
         return self._rows - 1
 

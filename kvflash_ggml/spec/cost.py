@@ -142,7 +142,11 @@ class Controller:
         """See `control.Controls`."""
         return self._plain / self._took if self._took else None
 
-    def ask(self, source: str, behind: int = 0) -> int:
+    def apart(self) -> None:
+        """See `control.Controls`."""
+        self._rows = 0
+
+    def ask(self, source: str, behind: int = 0, instead: Collection[str] = ()) -> int:
         """See `control.Controls`."""
         known = self._source(source)
         known.behind = behind if behind >= PROMPT else 0
@@ -159,6 +163,9 @@ class Controller:
             self.off = SPENT
         else:
             best = self._best(self._average(known), self._widths, known.drafting)
+            if best.rows > 1 and any(self._promise(other) > best.rate for other in instead):
+                self.off = f"{source} promises less than another source"
+                return 0
             if best.rows > 1:
                 return best.rows - 1 if known.serial else most
             self.off = SPENT if best.short else f"{source} costs more than it wins"

@@ -44,25 +44,27 @@ class Speculator:
     of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
     it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more, None while
     something may be. Steps for which it is known before that nobody will be asked are neither timed nor told of one by
-    one.
+    one. drafters: or what is known of them, where another speculator asks the same ones. nested: that one, if it asks
+    them for what one of these drafts from; it is told of the text by this one.
     """
 
     def __init__(
         self,
-        drafters: Sequence[Drafter],
+        drafters: Sequence[Drafter | Asked],
         controls: Controls,
         *,
         n_vocab: int,
         ends: Collection[int],
         features: FeatureRows | None = None,
         total: Tally | None = None,
+        nested: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controls = controls
         self._total, self._last = total or Tally(), Tally()
         self.off: str | None = None
-        self._asked = [Asked(drafter) for drafter in drafters]
-        self._any_failed = False
+        self.nested = nested
+        self._asked = [one if isinstance(one, Asked) else Asked(one) for one in drafters]
         self._refused = 0  # steps in a row that failed with a draft
         self._n_vocab = n_vocab
         self._ends = frozenset(ends)
@@ -71,6 +73,7 @@ class Speculator:
         self._end: int | None = None  # the text becomes no longer in this request
         self._prompt = 0  # where a prompt that is being read ends
         self._ahead: tuple[int, Int32s, Floats] | None = None
+        self._ahead_from: int | None = None  # where rows that are not of the text begin
         self._running: float | None = None  # when the step that is timed began, or went on
         self._spent = 0.0
         self._draft_seconds = 0.0
@@ -96,6 +99,11 @@ class Speculator:
         return tuple(drafter.name for drafter in self.drafters)
 
     @property
+    def asked(self) -> Sequence[Asked]:
+        """What is known of those that are asked, for one that asks them too."""
+        return tuple(self._asked)
+
+    @property
     def drafters(self) -> tuple[Drafter, ...]:
         """Those that are asked. Others have been closed, or will be."""
         return tuple(one.drafter for one in self._asked if not one.failed)
@@ -109,8 +117,14 @@ class Speculator:
         self._end = None if most is None else length + most
         self._prompt = length
         self.controls.begin(length)
+        if self.nested is not None:
+            self.nested.begin(length)
 
     # --- one step
+
+    def apart(self) -> None:
+        """Steps of another kind than those that are proposed for came between."""
+        self.controls.apart()
 
     def propose(self, text: Text, root: int) -> Draft | None:
         """What may follow a text and then `root`, no more than a step can verify; None to go on without.
@@ -122,15 +136,16 @@ class Speculator:
             self._passed += 1
             return None
         self._tell_passed()
-        if self._any_failed:
-            self._remove_failed()
+        self._remove_failed()
         self._spent = self._draft_seconds = 0.0
         self._running = began = self._clock()
         draft, length = None, len(text.tokens)
-        for at, one in enumerate(self._asked):
-            wanted = self.controls.ask(one.drafter.name, one.behind(length))
+        able = [one for one in self._asked if one.able]
+        for at, one in enumerate(able):
+            instead = tuple(other.drafter.name for other in able[at + 1 :])
+            wanted = self.controls.ask(one.drafter.name, one.behind(length), instead)
             if wanted:
-                draft = self._draft(at, one, text, root, wanted)
+                draft = self._draft(one, text, root, wanted, instead)
                 self._draft_seconds = self._clock() - began
                 if draft is not None:
                     break
@@ -188,11 +203,10 @@ class Speculator:
         if self._refused >= MAX_BAD:
             for one in self._asked:
                 one.bad = MAX_BAD
-            self._any_failed = True
             self.off = f"{type(why).__name__}: {why}"
             logger.warning("nothing is drafted any more: drafts cannot be verified: %s", why)
 
-    def _draft(self, at: int, one: Asked, text: Text, root: int, wanted: int) -> Draft | None:
+    def _draft(self, one: Asked, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
         """What is to be verified of what one drafter proposes."""
         tokens = text.tokens
         if not one.is_ready():
@@ -214,7 +228,6 @@ class Speculator:
         self.controls.proposed(name, draft, asked - began + one.deciding)
         if draft is None or len(draft) == 0:
             return None
-        instead = tuple(other.drafter.name for other in self._asked[at + 1 :] if not other.failed)
         rows = min(self.controls.choose(draft, instead), most + 1)
         one.deciding = self._clock() - asked
         if rows <= 1:
@@ -254,7 +267,6 @@ class Speculator:
 
     def _disable(self, one: Asked, why: str) -> None:
         one.bad = MAX_BAD
-        self._any_failed = True
         logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
         if all(other.failed for other in self._asked):
             self.off = why
@@ -262,8 +274,8 @@ class Speculator:
     def _remove_failed(self) -> None:
         """Close those that are not asked any more."""
         failed = [one.drafter for one in self._asked if one.failed]
-        self._asked = [one for one in self._asked if not one.failed]
-        self._any_failed = False
+        if failed:
+            self._asked = [one for one in self._asked if not one.failed]
         for drafter in failed:
             try:
                 drafter.close()
@@ -274,6 +286,8 @@ class Speculator:
 
     def evaluated(self, start: int, tokens: Int32s, *, ahead: bool) -> None:
         """See `session.step.Follower`."""
+        if ahead and self._ahead_from is None:
+            self._ahead_from = start
         if self._features is None:
             return
         end, newest = start + len(tokens), self._features.newest
@@ -288,8 +302,18 @@ class Speculator:
         else:
             self._observe(start, tokens, rows)
 
+    def retained(self, length: int) -> None:
+        """See `session.step.Follower`."""
+        if self._ahead is not None:
+            start, tokens, rows = self._ahead
+            self._ahead = None
+            self._observe(start, tokens[: length - start], rows[: length - start])
+
     def settled(self, path: Sequence[int]) -> None:
         """See `session.step.Follower`."""
+        if self._ahead_from is not None:
+            self._forget(self._ahead_from)
+            self._ahead_from = None
         if self._ahead is not None:
             start, tokens, rows = self._ahead
             self._ahead = None
@@ -297,7 +321,11 @@ class Speculator:
 
     def truncated(self, length: int) -> None:
         """See `session.step.Follower`."""
-        self._ahead = None
+        self._ahead = self._ahead_from = None
+        self._forget(length)
+
+    def _forget(self, length: int) -> None:
+        """Whoever was told more than so many tokens of the text is told that it ends there."""
         for one in self._asked:
             if one.known > length:
                 one.truncate(length)
@@ -310,6 +338,8 @@ class Speculator:
     def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """See `session.step.Follower`."""
         for one in self._asked:
+            if one.failed:
+                continue
             one.known = len(tokens)  # an interrupt is followed by a cut to nothing
             one.known = one.read = remember.load(one.drafter, saved, tokens)
             one.missing = 0

@@ -46,6 +46,12 @@ class SpecStats:
         return self._speculator.controls.off
 
     @property
+    def on_pool(self) -> SpecStats | None:
+        """The same of drafts that the pool has verified, where it drafts for a lossless answer and others for it."""
+        nested = self._speculator.nested
+        return None if nested is None else SpecStats(nested)
+
+    @property
     def total(self) -> Tally:
         """Since the model was loaded."""
         return deepcopy(self._speculator.total)

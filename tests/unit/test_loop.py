@@ -423,7 +423,7 @@ def test_one_that_is_not_asked_is_not_given_what_it_looks_at() -> None:
         wanted = False
         behind = 0
 
-        def ask(self, source: str, behind: int = 0) -> int:
+        def ask(self, source: str, behind: int = 0, instead: Any = ()) -> int:
             self.behind = behind
             return 3 if self.wanted else 0
 
