@@ -285,7 +285,7 @@ class GeneratingLlama(SavingLlama):
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if self._session is not None:
-            shared = self._session.prefix_to_keep(shared, len(tokens))
+            shared = self._session.prefix_to_keep(shared, np.asarray(tokens, np.int32))
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()

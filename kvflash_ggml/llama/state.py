@@ -307,7 +307,7 @@ class SavingLlama(llama_cpp.Llama):
         shared = common_prefix(self._session.tokens, tokens)
         if shared == len(tokens) == self._session.length and self._logits_at_hand:
             return
-        mine = self._session.truncates_to(self._session.prefix_to_keep(min(shared, len(tokens) - 1), len(tokens)))
+        mine = self._session.truncates_to(self._session.prefix_to_keep(min(shared, len(tokens) - 1), tokens))
         self._keep_prefix()
         prefixes.load(tokens, mine, self._follow)
 

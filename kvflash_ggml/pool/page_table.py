@@ -19,7 +19,7 @@ from ..constants import CHUNK
 from ..errors import ConfigError, PoolExhausted
 from . import residency
 from .allocator import BlockAllocator
-from .plan import ABSENT, NO_MOVES, Chunk, Images, Layout, Moves, Plan
+from .plan import ABSENT, NO_MOVES, Chunk, Images, Layout, Moves, Plan, moves_between
 from .residency import Chunks, Ranking
 
 ANY = -2
@@ -124,7 +124,7 @@ class PageTable:
     def would_recall(self, start: int, ranking: Ranking) -> bool:
         """Would reselection bring anything back, for the tokens from `start` on?"""
         keep = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
-        return any(self.chunks[c].block == ABSENT for c in self._best(keep, ranking))
+        return any(self.chunks[c].block == ABSENT for c in self._best(self.chunks, keep, ranking))
 
     def room(self, start: int, *, spare: bool = False) -> int:
         """How many tokens can be appended at `start` in one span without evicting the span itself.
@@ -165,27 +165,36 @@ class PageTable:
     def unpin_all(self) -> None:
         self.pins = set()
 
-    def reserve(self, start: int, count: int, ranking: Ranking | None = None, *, rebuild: bool = False) -> Plan:
+    def reserve(
+        self,
+        start: int,
+        count: int,
+        ranking: Ranking | None = None,
+        rebuild: bool = False,
+        places: PageTableState | None = None,
+    ) -> Plan:
         """The text with positions [start, start + count), and with whatever must be resident beside them.
 
-        ranking: who leaves first. rebuild: bring the resident set to the chunks that rank best.
+        ranking: who leaves first. rebuild: bring the resident set to the chunks that rank best. places: plan as if the
+        text lay as in this table of it.
         """
         old = self.layout
         assert start == old.length
         assert count > 0
         assert len(old.chunks) == -(-start // CHUNK), "rows ahead of the text are neither taken over nor dropped"
         first, last = start // CHUNK, (start + count - 1) // CHUNK
-        if old.settled and not rebuild and first == last and start % CHUNK:
+        if old.settled and not rebuild and places is None and first == last and start % CHUNK:
             # once a token: not `replace`, which looks at every field
             return Plan(Layout(old.chunks, start + count, old.clock, old.epoch, True), NO_MOVES)
+        known = old.chunks if places is None else self._placed(places)
         keep = self.protected(first, last)
         if rebuild and ranking is not None:
-            keep |= self._best(keep, ranking)
-        missing = sorted(c for c in keep if c >= len(old.chunks) or old.chunks[c].block == ABSENT)
-        victims = self._victims(len(missing) - len(self._free(old.chunks)), keep, ranking)
+            keep |= self._best(known, keep, ranking)
+        missing = sorted(c for c in keep if c >= len(known) or known[c].block == ABSENT)
+        victims = self._victims(known, len(missing) - len(self._free(known)), keep, ranking)
 
         moves, clock = Moves(), old.clock + 1
-        chunks = old.chunks + [Chunk() for _ in range(len(old.chunks), last + 1)]
+        chunks = known + [Chunk() for _ in range(len(known), last + 1)]
         for c in victims:
             moves.evict.append((c, chunks[c].block))
             chunks[c] = replace(chunks[c], block=ABSENT)
@@ -196,6 +205,8 @@ class PageTable:
             chunks[c] = Chunk(block, clock)
         for c in range(first, last + 1):
             chunks[c] = Chunk(chunks[c].block, clock)
+        if places is not None:
+            moves = moves_between(old.chunks, chunks, self.images)
         if first in self.images:
             moves.drop.append(first)  # its bytes are about to change
         layout = Layout(chunks=chunks, length=start + count, clock=clock, epoch=old.epoch + bool(moves))
@@ -303,14 +314,27 @@ class PageTable:
     def _free_beside(self, taken: Sequence[int]) -> list[int]:
         return self.blocks.free(self, taken)
 
-    def _best(self, keep: set[int], ranking: Ranking) -> set[int]:
+    def _best(self, chunks: list[Chunk], keep: set[int], ranking: Ranking) -> set[int]:
         """The chunks that rank best, as many as fit beside those that are kept."""
-        return residency.best(self.chunks, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
+        return residency.best(chunks, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
 
-    def _victims(self, count: int, keep: set[int], ranking: Ranking | None) -> list[int]:
+    def _placed(self, table: PageTableState) -> list[Chunk]:
+        """The chunks where a table of this text has them. One that is in the pool only stays where it is."""
+        stay = {c: chunk.block for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT and c not in self.images}
+        taken = set(stay.values())
+        places = [
+            stay.get(c, ANY if block in taken else block) for c, block in enumerate(self.place(self.length, table))
+        ]
+        free = iter(self._free_beside(places))
+        return [
+            Chunk(next(free, ABSENT) if block == ANY else block, use)
+            for block, use in zip(places, table.last_use, strict=True)
+        ]
+
+    def _victims(self, chunks: list[Chunk], count: int, keep: set[int], ranking: Ranking | None) -> list[int]:
         if count <= 0:
             return []
-        able = residency.victims(self.chunks, self.images, keep, ranking)
+        able = residency.victims(chunks, self.images, keep, ranking)
         if len(able) < count:
             raise PoolExhausted(
                 f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -55,6 +56,20 @@ class Moves:
 
 
 NO_MOVES = Moves()
+
+
+def moves_between(old: Sequence[Chunk], new: Sequence[Chunk], images: Images) -> Moves:
+    """What has to move for chunks of one text to lie as in `new`: there may be more of them than in `old`."""
+    moves = Moves()
+    for c, chunk in enumerate(new):
+        block = old[c].block if c < len(old) else ABSENT
+        if block == chunk.block:
+            continue
+        if block != ABSENT:
+            moves.evict.append((c, block))
+        if chunk.block != ABSENT:
+            (moves.recall if c in images else moves.fresh).append((c, chunk.block))
+    return moves
 
 
 @dataclass(frozen=True, slots=True)

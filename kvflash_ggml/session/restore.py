@@ -62,6 +62,8 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
             saved.rebuild = text.rebuild
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.state()
+        else:
+            saved.policy = text.policy_state(cut=length)
         _check_sound(text, saved)
     except BaseException:
         saved.release()
@@ -91,7 +93,7 @@ def kept_state(text: Text) -> SessionState:
         checkpoints={pos: blob for pos, blob in states.items() if pos <= length},
         queries=np.zeros(text.queries.size, np.float32),
         queries_from=length,
-        policy=None,
+        policy=text.policy_state(cut=length),
     )
 
 

@@ -21,6 +21,7 @@ from ..native.streamed import NOBODY, Asked
 from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
 from ..state.session import PolicyState, Statistics, done
+from .findings import Findings
 from .keys import HostKeys, most_threads
 from .masses import MassReader
 from .query_ring import QueryCopy, QueryRing
@@ -82,6 +83,7 @@ class Scoring:
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
+        self.findings = Findings()
         self.looks = 0
         self.seconds = 0.0
         self._engine = engine
@@ -140,10 +142,11 @@ class Scoring:
             if page in self._store.pages():  # else the text was cut while this was waiting
                 self._failed = self._failed or err
 
-    def truncate(self, n_chunks: int) -> None:
-        """Chunks from `n_chunks` on are gone."""
+    def truncate(self, length: int) -> None:
+        """Tokens from `length` on are gone."""
         self.restart()
-        self._run(self.scorer.truncate, n_chunks)
+        self.findings.truncate(length)
+        self._run(self.scorer.truncate, length // CHUNK)
 
     def restart(self) -> None:
         """Drop scores that nobody has used: they belong to a text that is gone."""
@@ -152,7 +155,8 @@ class Scoring:
         self.selection.restart()
 
     def use(self, heads: Pairs) -> None:
-        """From the next look on a scorer that can ask some heads only asks these."""
+        """From the next look on a scorer that can ask some heads only asks these. What others have found is past."""
+        self.findings.load(())
         self._run(self._use, heads)
 
     def _use(self, heads: Pairs) -> None:
@@ -251,6 +255,7 @@ class Scoring:
         self._raise_failure()
         saved = self.blank_state()
         saved.looks, saved.statistics, saved.reader = looks, statistics, reader
+        saved.found = self.findings.state()
         self.selection.write(saved)
         return saved
 
@@ -290,6 +295,7 @@ class Scoring:
         if known is None or not self._run(self._load, known).result():
             self.sealed(range(n_chunks))
         self.selection.load(saved)
+        self.findings.load(saved.found)
         self._pending.extend(done(scores) for scores in saved.looks)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
-from ..arrays import Floats, Int32s
+from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import ContextFull, KVFlashError
@@ -16,23 +16,20 @@ from ..state.session import Limits, PolicyState, SessionState
 from ..trace.events import Events
 from . import restore
 from .pool import Pool
+from .question import AskedText, Before
 from .reading import POOL, Loss, Reading
 from .repair import Repair, mend
 from .scoring import Scoring
 from .selection import TAU
 from .step import EVERY, LAST, AfterStep, Output
-from .text import Text
 
 if TYPE_CHECKING:
     from ..policy.base import Scorer
 
 Progress = Callable[[int, int], None]
 
-QUESTION_TOKENS = 64
-"""Tokens at the end of a prompt that are taken for its question, and read again with what it asks for."""
 
-
-class Session(Text):
+class Session(AskedText):
     """n_ctx: logical limit. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
     so that a pool that holds the whole context computes the same bits. scorer: who stays resident, None for pure
     recency. reading: what a step sees; the pool has stages if that is more than what is in it.
@@ -55,7 +52,6 @@ class Session(Text):
         self.reading = reading
         self.repair: Repair | None = None
         self.loss = Loss()
-        self.scoring: Scoring | None = None
         if self.bounded and scorer is not None:
             tau = config.tau or (TAU if config.deterministic else None)
             n_chunks = -(-n_ctx // CHUNK)
@@ -111,14 +107,28 @@ class Session(Text):
         done stay done: `length` tells how far.
         """
         self._begin(len(tokens))
-        if len(tokens) == 1 and not (prompt and self.reading.exact):
+        if not len(tokens):  # the text goes on as it is
+            self.loss = Loss()
+            return
+        exact, found = self.reading.exact, None
+        if self.scoring is not None and not exact and (prompt or len(tokens) > 1):
+            found = self.scoring.findings.at(self.length, tokens)
+        if len(tokens) == 1 and found is None and not (prompt and exact):
             self._generate_step(tokens, EVERY if output_all else LAST, after)
             self._repair(after)
             return
         self._forget_scores()
         self.loss = Loss()
         done, total = 0, len(tokens)
-        exact = self.reading.exact
+        if found is not None:
+            self._ask_again(found, output_all=output_all, after=after)
+            self.loss.add_read(total, self._share_seen(self.length - total, total))
+            if self.repair is not None:
+                self.repair.start = self.length
+            if progress is not None:
+                progress(total, total)
+            return
+        before: Before | None = None
         seen_whole = exact and self.length + total <= self.sight.tokens
         last = total - (0 if exact else self._question_size(total))
         score = self.scoring is not None and self.config.reselect_prefill and not seen_whole
@@ -132,6 +142,8 @@ class Session(Text):
                 self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
             if self.scoring is not None:
                 self._take(self.scoring.take_overlapped())
+            if done >= last:
+                before = Before.of(self)
             asked = self._asks(start + count) if exact and done + count == total else NOBODY
             output = Output(every=output_all, last=done + count == batch_end, asked=asked)
             with nullcontext() if self.scoring is None else self.scoring.before_seals(asked):
@@ -146,8 +158,8 @@ class Session(Text):
                 progress(done, total)
                 if self.length != start + count:
                     raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
-        if last < total:
-            self._reread_question(tokens[last:], output_all=output_all, after=after)
+        if before is not None:
+            self._reread_question(tokens[last:], before, output_all=output_all, after=after)
         elif exact and self.scoring is not None:
             self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
             if not self.sees_everything:
@@ -209,13 +221,18 @@ class Session(Text):
         if left < length:
             self.extend(again[left:])
 
-    def prefix_to_keep(self, shared: int, total: int) -> int:
-        """How much of a known prefix to keep for a prompt of `total` tokens.
+    def prefix_to_keep(self, shared: int, prompt: Int32s) -> int:
+        """How much of a known prefix to keep for a prompt.
 
-        Less than `shared` where queries of its newest tokens have been overwritten by those of a text that is cut off:
-        they are computed again, so that the question takes part in scoring as a whole.
+        Less than `shared` where its end has been read before, or where queries of its newest tokens have been
+        overwritten by those of a text that is cut off: they are computed again, so that the question takes part in
+        scoring as a whole.
         """
-        rows = self.queries.rows
+        total, rows = len(prompt), self.queries.rows
+        if self.scoring is not None and not self.reading.exact:
+            found = self.scoring.findings.within(shared, prompt)
+            if found is not None and self.truncates_to(found.start) == found.start:
+                return found.start
         valid_from = self.queries.valid_after(min(shared, self.length), self.length)
         if self.scoring is None or total <= self.pool.n_slots or valid_from <= total - rows:
             return shared
@@ -303,29 +320,6 @@ class Session(Text):
         if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self._request_scores(rows=1)
 
-    def _question_size(self, total: int) -> int:
-        """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
-        info = self.engine.info
-        pageable = self.scoring is not None and self.length + total > info.n_slots
-        can_go_back = self.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
-        return min(QUESTION_TOKENS, self.n_ubatch, total) if pageable and can_go_back else 0
-
-    def _reread_question(self, tokens: Int32s, *, output_all: bool, after: AfterStep | None) -> None:
-        """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it."""
-        assert self.scoring is not None
-        start = self.length - len(tokens)
-        ranking = self.scoring.take()
-        self._take(ranking)
-        if ranking is None:
-            return
-        if not self.table.would_recall(start, ranking):
-            self.events.changed(self.length, self.table.resident_chunks, generating=False)
-            return
-        left = self.truncate(start)
-        assert left == start, "a checkpoint is taken before the last step of a prompt"
-        self.ranking, self.rebuild = ranking, True
-        self.evaluate(tokens, EVERY if output_all else LAST, after)
-
     def _asks(self, end: int) -> Asked:
         """What the last step of a prompt, which ends at `end`, computes on its way if it is streamed."""
         return NOBODY if self.scoring is None else self.scoring.ask(end, end - self.queries.valid_from)
@@ -339,17 +333,6 @@ class Session(Text):
         seen = () if self.view is None else (*self.view.chunks, *range(start // CHUNK, self.length // CHUNK))
         what = self.tokens, self.length // CHUNK, protected
         self.scoring.request(*what, rows=rows, known=known, asked=asked, seen=seen)
-
-    def _take(self, ranking: Floats | None, *, sparingly: bool = False) -> None:
-        """Go by new scores, if there are any. sparingly: beside those before, and pages move only where that pays."""
-        if ranking is None or self.scoring is None:
-            return
-        self.events.score(ranking)
-        if not sparingly:
-            self.ranking, self.rebuild = ranking, True
-            return
-        lasting = self.scoring.lasting(ranking, self.ranking)
-        self.ranking, self.rebuild = self.scoring.sparing(lasting, *self.table.unprotected(), self.table.quota)
 
     def _forget_scores(self) -> None:
         """A new request: nothing that was scored for the last one may steer it."""
@@ -367,7 +350,7 @@ class Session(Text):
         if self.repair is not None:
             self.repair.truncated(length)
         if self.scoring is not None:
-            self.scoring.truncate(length // CHUNK)
+            self.scoring.truncate(length)
 
     # --- state
 
@@ -383,11 +366,19 @@ class Session(Text):
         """Replace everything by a saved session of this heap. See `restore.load`."""
         restore.load(self, saved, then)
 
-    def policy_state(self) -> PolicyState | None:
-        return None if self.scoring is None else self.scoring.state(self.length // CHUNK)
+    def policy_state(self, cut: int | None = None) -> PolicyState | None:
+        if self.scoring is None:
+            return None
+        if cut is None:
+            return self.scoring.state(self.length // CHUNK)
+        blank = self.scoring.blank_state()
+        blank.found = self.scoring.findings.state()
+        return blank.cut(cut)
 
     def load_policy(self, saved: PolicyState | None) -> None:
         if self.repair is not None:
             self.repair.start = self.length
+        if saved is None or self.scoring is None or saved.name != self.scoring.scorer.name:
+            self.ranking = None  # in the units of another policy, or of none
         if self.scoring is not None:
             self.scoring.load(saved, self.tokens)

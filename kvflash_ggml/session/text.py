@@ -15,7 +15,7 @@ from ..config import KVFlashConfig
 from ..errors import ConfigError, DeviceLost, HostMemoryError, SnapshotError
 from ..host.store import HostStore
 from ..pool.branches import Branches
-from ..pool.page_table import PageTable
+from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Moves, Plan
 from ..pool.residency import Ranking
 from ..pool.view import View, everything_is_resident
@@ -145,6 +145,7 @@ class Text:
         branches: Branches | None = None,
         sketch: bool = False,
         stream: bool = False,
+        places: PageTableState | None = None,
     ) -> None:
         """Read tokens that fit one step. Whatever goes wrong, the text has all of them then, or none.
 
@@ -152,13 +153,14 @@ class Text:
         before `keep` says which of them are; there is room for so many rows then, and others can follow before the text
         is settled. branches: how they lie if they are a tree, which cannot stream. sketch: none of them will be.
         stream: they see all of the text that the stages can hold, not only what is in the pool; there must be stages.
+        places: where the chunks before them are to lie.
         """
         if self.bounded:
             self.paging.save()
         before = self._ahead
         if before is None:
             start = self.table.length
-            plan = self.table.reserve(start, max(ahead, len(tokens)), self.ranking, rebuild=self.rebuild)
+            plan = self.table.reserve(start, max(ahead, len(tokens)), self.ranking, self.rebuild, places)
         else:
             plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
             assert start + len(tokens) <= before.start + before.room
@@ -381,8 +383,8 @@ class Text:
         if self.follower is not None:
             self.follower.truncated(length)
 
-    def policy_state(self) -> PolicyState | None:
-        """What a policy knows and plans, to be loaded later; None without one."""
+    def policy_state(self, cut: int | None = None) -> PolicyState | None:
+        """What a policy knows and plans, to be loaded later; None without. cut: what it still would after that cut."""
         return None
 
     def load_policy(self, saved: PolicyState | None) -> None:

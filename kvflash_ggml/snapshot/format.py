@@ -14,25 +14,19 @@ from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError, SnapshotMismatch
 from ..host.heap import PageHeap
 from ..host.image import PageImage
-from ..pool.page_table import ANY, PageTableState
-from ..pool.plan import ABSENT
 from ..state.blob import Blob
 from ..state.session import DrafterState, Limits, PolicyState, SessionState, Statistics, TokenAlignment, done
-from . import drafts
+from . import drafts, findings, ledger
 from .container import Container, Writer
+from .facts import LARGEST, count, fact
 from .fingerprint import Fingerprint
 
 KIND = "snapshot"
 DRAFTER = "drafter "
 
-LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last_use", "<u8")])
-"""One chunk: its block in the pool, -1 if it is on the host only, -2 for any block; whether it has a score, the score,
-and the clock of its last use."""
-
 MAX_LOOKS = 8
 MAX_CHECKPOINTS = 1024
 MAX_LAYOUT = 1 << 20
-LARGEST = 2**31 - 1
 MAX_SPELLED = 64
 """Tokens of a drafter for one of the target's, on average."""
 
@@ -57,7 +51,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     """Everything but the chunks' images and statistics. Returns the facts for the directory."""
     table, policy = saved.table, saved.policy
     writer.section("tokens", saved.tokens.astype("<i4"))
-    writer.section("ledger", _ledger(table))
+    writer.section("ledger", ledger.rows(table))
     writer.section("state", saved.state.read())
     for pos, blob in sorted(saved.checkpoints.items()):
         writer.section(f"checkpoint {pos}", blob.read())
@@ -86,6 +80,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
             "since_reselect": policy.since_reselect,
             "due": policy.due,
             "looks": len(policy.looks),
+            findings.FACT: findings.write(writer, policy.found),
         }
     return facts
 
@@ -98,7 +93,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
     if container.kind != KIND:
         raise SnapshotError(f"{container.source.name} is no snapshot but a {container.kind!r}")
     compare(container, fingerprint)
-    length = _count(container, "length")
+    length = count(container, "length")
     if length > limits.n_ctx:
         raise ContextFull(f"the saved text has {length} tokens, the context window {limits.n_ctx}")
     saved = read_sections(container, heap, limits)
@@ -140,12 +135,12 @@ def _read_reader(container: Container, length: int) -> DrafterState:
         bridge = TokenAlignment(
             ends=part.section("ends").array("<i8", most=length).astype(np.int64),
             drafted_ends=part.section("drafted ends").array("<i8", most=most).astype(np.int64),
-            settled=_count(part, "bridge"),
+            settled=count(part, "bridge"),
         )
     return DrafterState(
-        source=_facts(part, "source", str),
+        source=fact(part, "source", str),
         text=part.section("text").array("<i4", most=most).astype(np.int32),
-        base=_count(part, "base"),
+        base=count(part, "base"),
         bridge=bridge,
         session=partial(_open_reader, part),
     )
@@ -174,7 +169,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
 
     Queries of another number, as another policy has them, are of no use and left out.
     """
-    length, n_vocab = _count(container, "length", most=limits.n_ctx), limits.n_vocab
+    length, n_vocab = count(container, "length", most=limits.n_ctx), limits.n_vocab
     tokens = container.section("tokens").array("<i4", most=length).astype(np.int32, copy=False)
     if length != len(tokens) or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
         raise container.contradiction("tokens")
@@ -184,7 +179,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
     return SessionState(
         tokens=tokens,
         whole=read_whole(container, length),
-        table=_table(container, length),
+        table=ledger.read(container, length),
         heap=heap,
         pages=[],
         state=container.section("state"),
@@ -194,8 +189,8 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
             if queries.size == 4 * limits.queries
             else np.empty(0, np.float32)
         ),
-        queries_from=_count(container, "queries_from", most=length),
-        policy=_policy(container, length // CHUNK),
+        queries_from=count(container, "queries_from", most=length),
+        policy=_policy(container, length),
         logits=_logits(container, n_vocab),
         rebuild=_rebuild(container),
         seed=_seed(container),
@@ -205,46 +200,8 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
 # --- parts
 
 
-def _ledger(table: PageTableState) -> npt.NDArray[np.void]:
-    rows = np.zeros(len(table.blocks), LEDGER)
-    rows["block"] = table.blocks
-    rows["last_use"] = table.last_use
-    if table.scores is not None:
-        known = min(len(table.scores), len(rows))
-        rows["scored"][:known] = 1
-        rows["score"][:known] = table.scores[:known]
-    return rows
-
-
-def _table(container: Container, length: int) -> PageTableState:
-    rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
-    if len(rows) != -(-length // CHUNK):
-        raise container.contradiction("ledger")
-    blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), _count(container, "clock")
-    resident = [block for block in blocks if block not in (ABSENT, ANY)]
-    scored = int(rows["scored"].sum(dtype=np.int64))
-    pins = _facts(container, "pins", list)
-    sound = (
-        all(block >= 0 for block in resident)
-        and len(set(resident)) == len(resident)
-        and max(uses, default=0) <= clock
-        and np.array_equal(rows["scored"], np.arange(len(rows)) < scored)
-        and all(type(pin) is int and 0 <= pin <= LARGEST for pin in pins)
-    )
-    if not sound:
-        raise container.contradiction("ledger")
-    return PageTableState(
-        blocks=blocks,
-        last_use=uses,
-        clock=clock,
-        settled=_facts(container, "settled", bool),
-        pins=frozenset(pins),
-        scores=rows["score"][:scored].copy() if scored else None,
-    )
-
-
 def _rebuild(container: Container) -> bool:
-    return "rebuild" in container.facts and bool(_facts(container, "rebuild", bool))
+    return "rebuild" in container.facts and bool(fact(container, "rebuild", bool))
 
 
 def write_whole(writer: Writer, whole: npt.NDArray[np.bool_]) -> None:
@@ -262,14 +219,14 @@ def read_whole(container: Container, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _checkpoints(container: Container, length: int) -> dict[int, Blob]:
-    positions = _facts(container, "checkpoints", list)
+    positions = fact(container, "checkpoints", list)
     sound = all(type(pos) is int and 0 < pos <= length for pos in positions)
     if not sound or len(positions) > MAX_CHECKPOINTS:
         raise container.contradiction("checkpoints")
     return {pos: container.section(f"checkpoint {pos}") for pos in positions}
 
 
-def _policy(container: Container, chunks: int) -> PolicyState | None:
+def _policy(container: Container, length: int) -> PolicyState | None:
     facts = container.facts.get("policy")
     if facts is None:
         return None
@@ -279,15 +236,16 @@ def _policy(container: Container, chunks: int) -> PolicyState | None:
     whole = [x for x in numbers if type(x) is int and -LARGEST <= x <= LARGEST]
     if len(whole) != len(numbers) or whole[0] < 1 or not 0 <= whole[4] <= MAX_LOOKS:
         raise container.contradiction("policy")
-    tau, since_look, since_reselect, due, count = whole
+    tau, since_look, since_reselect, due, looks = whole
     return PolicyState(
         name=facts["name"],
         tau=tau,
         since_look=since_look,
         since_reselect=since_reselect,
         due=due,
-        looks=[_look(container, i, chunks) for i in range(count)],
+        looks=[_look(container, i, length // CHUNK) for i in range(looks)],
         statistics=done(None),
+        found=findings.read(container, facts, length),
     )
 
 
@@ -323,24 +281,10 @@ def _logits(container: Container, n_vocab: int) -> npt.NDArray[np.float32] | Non
 
 
 def _seed(container: Container) -> int:
-    seed: int = _facts(container, "seed", int)
+    seed: int = fact(container, "seed", int)
     if abs(seed) > 2**63:  # -1 asks for a random one
         raise container.contradiction("seed")
     return seed
-
-
-def _count(container: Container, name: str, *, most: int = LARGEST) -> int:
-    value = container.facts.get(name)
-    if type(value) is not int or not 0 <= value <= most:
-        raise container.contradiction(name)
-    return value
-
-
-def _facts(container: Container, name: str, kind: type) -> Any:
-    value = container.facts.get(name)
-    if type(value) is not kind:
-        raise container.contradiction(name)
-    return value
 
 
 def _beside(work: Callable[[], Statistics]) -> Future[Statistics | None]:

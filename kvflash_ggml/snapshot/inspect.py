@@ -19,7 +19,8 @@ from ..errors import ConfigError, SnapshotError
 from ..files import PART
 from . import codec
 from .container import MAGIC, TABLE, VERSION, Container
-from .format import KIND, LEDGER
+from .format import KIND
+from .ledger import LEDGER
 from .source import FileSource
 
 PAGES = "pages"

@@ -95,12 +95,35 @@ class Statistics:
         return Layout(self.name, len(self.rows[0]) if self.rows else 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """What the end of a prompt has found. Its last step has read `tokens` from `start` on.
+
+    table: before that step, with the scores that it went by. rebuild: did it bring the resident set to these?
+    ranking, due: the same of the answer's first step.
+    """
+
+    start: int
+    tokens: Int32s
+    table: PageTableState
+    rebuild: bool
+    ranking: Floats | None
+    due: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of it in memory, about."""
+        arrays = self.tokens, self.table.scores, self.ranking
+        return 16 * len(self.table.blocks) + sum(array.nbytes for array in arrays if array is not None)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class PolicyState:
     """A policy and its clock, between two looks.
 
     looks: scores that have been asked for and not used yet, the oldest first. statistics: of the sealed chunks, as soon
     as they are at hand; None if the policy keeps them to itself. reader: the model of its own, if the policy has one.
+    found: by the ends of prompts, the newest last.
     """
 
     name: str
@@ -111,6 +134,13 @@ class PolicyState:
     looks: list[Floats | None]
     statistics: Future[Statistics | None]
     reader: DrafterState | None = None
+    found: Sequence[Found] = ()
+
+    def cut(self, length: int) -> PolicyState:
+        """What it still is for a text that is cut to `length` tokens, without statistics."""
+        found = [one for one in self.found if one.start <= length]
+        blank = replace(self, since_look=0, since_reselect=0, due=0, looks=[], reader=None, found=found)
+        return replace(blank, statistics=done(None))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -164,9 +194,10 @@ class SessionState:
     @property
     def own_size(self) -> int:
         """Bytes that no other text has: all but page images, copies of state and statistics."""
-        arrays = [self.tokens, self.queries, self.logits, *(self.policy.looks if self.policy is not None else ())]
+        looks, found = ((), ()) if self.policy is None else (self.policy.looks, self.policy.found)
+        arrays = [self.tokens, self.queries, self.logits, *looks]
         kept: int = sum(array.nbytes for array in arrays if array is not None)
-        return kept + sum(one.size for one in self.drafts)
+        return kept + sum(one.size for one in self.drafts) + sum(one.size for one in found)
 
     def share(self) -> SessionState:
         """The same for another holder, who releases it too. Without the part of a policy's drafter."""

@@ -22,7 +22,7 @@ from kvflash_ggml import KVFlashError, PrefixCache
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.snapshot.container import Container
-from kvflash_ggml.snapshot.format import LEDGER
+from kvflash_ggml.snapshot.ledger import LEDGER
 from kvflash_ggml.snapshot.source import FileSource
 
 KINDS = ("dense", "hybrid", "iswa")
@@ -112,8 +112,7 @@ def test_conversations_that_share_a_system_prompt(kind: str, where: str, make: A
         assert again.read == 0
         # the second text has read the system prompt by itself, and the folder has it as the first one did: that may
         # differ in rounding, which the random weights of this model show
-        # and what the prompt's end had found, which lasts in an answer, is not kept with its state
-        assert again.tokens == before.tokens or kind == "iswa"
+        assert again.tokens == before.tokens or (kind == "iswa" and where == "disk")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,185 @@
+"""A prompt that is asked again is answered as it was the first time, wherever its text has been meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.harness import check, row
+from support.interrupter import Interrupter
+from support.served import answer
+
+from kvflash_ggml import PrefixCache
+from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+
+KINDS = ("dense", "hybrid", "iswa")
+POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_calibrate": False}
+LENGTH = 32
+"""Of an answer: more than the queries that are kept."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """tokens, and at each of them the chunks that were resident; row: the last logits, of the last step's bits."""
+
+    tokens: tuple[int, ...]
+    resident: tuple[tuple[int, ...], ...]
+    row: bytes
+
+    def is_like(self, other: Answered) -> bool:
+        """Up to rounding."""
+        return (self.tokens, self.resident) == (other.tokens, other.resident)
+
+
+def ask(llm: Any, prompt: Sequence[int], count: int = LENGTH) -> Answered:
+    """Greedily, from a pool that the prompt does not fit."""
+    recalled = llm.kvflash.page_ins
+    answer = llm.generate(list(prompt), temp=0.0)
+    drawn = [(token, tuple(llm.kvflash.resident_chunks)) for token in islice(answer, count)]
+    answer.close()
+    last = row(llm).tobytes()
+    assert count < LENGTH or llm.kvflash.page_ins > recalled, "nothing was brought back"
+    check(llm)
+    return Answered(tuple(token for token, _ in drawn), tuple(chunks for _, chunks in drawn), last)
+
+
+@pytest.fixture
+def prompts(tokens: Any) -> list[list[int]]:
+    """Longer than the pool, with a beginning in common."""
+    ids = tokens.tolist()
+    return [ids[:900] + ids[1500:2100], ids[:900] + ids[2500:2900]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_was_cut_parked_and_saved(kind: str, llama: Any, prompts: Any, tmp_path: Path) -> None:
+    """What follows the prompt there is an answer, of one token or many."""
+    prompt, other = prompts
+    llm = llama(kind, **POOL)
+    first = ask(llm, prompt)
+
+    def same() -> None:
+        again = ask(llm, prompt)
+        # the cells of a window are not where they were
+        assert again.is_like(first) if kind == "iswa" else again == first
+
+    same()
+    ask(llm, prompt, 2)
+    same()
+    llm.save_snapshot(tmp_path / "answered")
+    parked = llm.park()
+    ask(llm, other, 3)
+    llm.resume(parked)
+    parked.release()
+    same()
+    llm.close()
+    llm = llama(kind, **POOL)
+    llm.load_snapshot(tmp_path / "answered")
+    same()
+    (found,) = llm._session.scoring.findings.state()
+    llm.save_snapshot(tmp_path / "cut", length=found.start)
+    llm.load_snapshot(tmp_path / "cut")
+    assert llm.n_tokens == found.start
+    assert ask(llm, prompt).tokens == first.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_of_which_nothing_has_to_be_read(kind: str, llama: Any, prompts: Any, tmp_path: Path) -> None:
+    """As it is at the prompt's end: from a prefix cache in memory and in a folder, and from a file."""
+    prompt, other = prompts
+    llm = llama(kind, **POOL, kvflash_cache=PrefixCache())
+    first = ask(llm, prompt)
+    assert ask(llm, prompt) == first
+    ask(llm, other, 3)
+    assert ask(llm, prompt) == first
+    folder = PrefixCache(folder=tmp_path / "cache", memory_bytes=0)
+    llm.set_cache(folder)
+    llm.reset()
+    ask(llm, prompt)
+    llm.reset()
+    ask(llm, prompt, 1)
+    llm.save_snapshot(tmp_path / "asked")
+    llm.close()
+    for settings in ({"kvflash_cache": folder}, {}):
+        llm = llama(kind, **POOL, **settings)
+        read = []
+        llm.kvflash_progress = lambda done, total, read=read: read.append(total)
+        if not settings:
+            llm.load_snapshot(tmp_path / "asked")
+        assert ask(llm, prompt) == first
+        assert not read
+        llm.close()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, tokens: Any, tmp_path: Path) -> None:
+    """Of conversations that take turns, put aside in memory that holds one of them, and in a folder."""
+    limits = Limits(park_bytes=1 << 20)
+    scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=Folder(tmp_path))
+    scheduler.start()
+    try:
+        turns = []
+        for begin in (0, 3000):
+            text = tokens[begin : begin + 1200].tolist()
+            text += [*answer(scheduler, text, LENGTH).tokens, *tokens[begin + 1300 : begin + 1340].tolist()]
+            turns.append((text, answer(scheduler, text, LENGTH)))
+        for text, first in [*turns, *turns, turns[1]]:
+            again = answer(scheduler, text, LENGTH)
+            assert again.tokens == first.tokens
+            assert again.report["page_ins"] > 0
+            assert again.usage.prompt - again.usage.cached <= 64
+        assert scheduler.shelf.counts.stored > 0
+    finally:
+        scheduler.close()
+
+
+def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> None:
+    """A cut before the prompt's last step, and another policy."""
+    prompt, _ = prompts
+    llm = llama(**POOL)
+    ask(llm, prompt, 4)
+    session = llm._session
+    (found,) = session.scoring.findings.state()
+    assert found.start == len(prompt) - 64
+    session.truncate(found.start)
+    assert session.scoring.findings.state()
+    llm.n_tokens = session.length
+    ask(llm, prompt, 4)
+    llm.save_snapshot(tmp_path / "asked")
+    session.truncate(found.start - 1)
+    assert not session.scoring.findings.state()
+    llm.close()
+    for policy in ("quest", "lru"):
+        llm = llama(**{**POOL, "kvflash_policy": policy})
+        llm.load_snapshot(tmp_path / "asked")
+        assert llm._session.ranking is None
+        assert llm._session.scoring is None or not llm._session.scoring.findings.state()
+        check(llm)
+        llm.close()
+
+
+def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
+    """Whatever line Ctrl-C comes at, the prompt is asked once more and answered the same."""
+    text = tokens.tolist()[:830]
+    llm = llama("small", n_ctx=1024, kvflash=512, kvflash_policy="qk", kvflash_tau=8, kvflash_calibrate=False)
+    first = ask(llm, text, 12)
+    state = llm.save_state()
+    files = tuple(f"session/{name}.py" for name in ("session", "question", "findings", "text", "unfinished"))
+    k, hits = random.Random(4).randrange(1, 4), 0
+    while True:
+        interrupter = Interrupter(k, (*files, "pool/page_table.py"))
+        if not interrupter.run(lambda: ask(llm, text, 1)):
+            break
+        hits += 1
+        llm._session.settle()
+        check(llm)
+        assert ask(llm, text, 12) == first, f"line {k}, in {interrupter.stack}"
+        llm.load_state(state)
+        k += 7
+    assert hits > 20
