@@ -46,7 +46,7 @@ def others(count: int, without: Iterable[int]) -> Chunks:
     """The first `count` chunks without some."""
     able = np.ones(count, np.bool_)
     able[[c for c in without if c < count]] = False
-    return np.flatnonzero(able)
+    return able.nonzero()[0]
 
 
 def best(
@@ -84,6 +84,8 @@ def few_moves(ranking: Ranking, inside: Chunks, outside: Chunks, *, margin: floa
     the pool. The others have the scores that they had.
     """
     inside, outside = inside[inside < len(ranking)], outside[outside < len(ranking)]
+    if not len(inside) or not len(outside) or ranking[outside].max() < ranking[inside].min() + margin:
+        return None  # so it is after most looks
     leave = inside[np.lexsort((inside, ranking[inside]))]
     come = outside[np.lexsort((-outside, -ranking[outside]))]
     at_once = min(most, len(leave), len(come))

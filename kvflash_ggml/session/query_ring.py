@@ -92,12 +92,14 @@ class QueryRing:
         shapes = [(count, *shape[1:]) for shape in self._rings]
         newest: Floats = np.empty(sum(map(math.prod, shapes)), np.float32)
         for to, source in zip(_layers(newest, shapes), _layers(flat, self._rings), strict=True):
-            np.take(source, rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
+            source.take(rows, axis=0, out=to, mode="clip")  # with another mode it would fill a copy
         return newest
 
     def places(self, end: int, count: int) -> Int32s:
         """The rows of positions [end - count, end), ascending."""
-        return np.sort(self.rows_of(end, count))
+        rows = self.rows_of(end, count)
+        rows.sort()
+        return rows
 
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""

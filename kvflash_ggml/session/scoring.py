@@ -82,6 +82,7 @@ class Scoring:
         # the placement alone decides, so that equal ones give equal answers.
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
+        self._lasting = scorer if isinstance(scorer, Lasting) else None  # asked once: that takes a while
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.findings = Findings()
         self.looks = 0
@@ -230,11 +231,11 @@ class Scoring:
 
         So what a prompt's end has found stays for a while: a look at an answer sees its newest token only.
         """
-        if before is None or not isinstance(self.scorer, Lasting):
+        if before is None or self._lasting is None:
             return scores
         lasting: Floats = scores.copy()
         known = before[: len(scores)].astype(scores.dtype)  # a snapshot keeps more digits
-        lasting[: len(known)] = np.maximum(scores[: len(known)], known - self.scorer.fade * self.selection.interval)
+        lasting[: len(known)] = np.maximum(scores[: len(known)], known - self._lasting.fade * self.selection.interval)
         return lasting
 
     def sparing(self, scores: Floats, resident: Chunks, evicted: Chunks, blocks: int) -> tuple[Floats, bool]:

@@ -208,12 +208,6 @@ class Session(AskedText):
             self.settle()
             self._repair(after)
 
-    def settle(self) -> None:
-        kept = 0 if self._ahead is None else self._ahead.kept
-        super().settle()
-        if kept:  # asked before each token
-            self._generated(kept)
-
     def rewind(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
         again = self.ids[:length].copy()
@@ -316,7 +310,7 @@ class Session(AskedText):
     def _generated(self, count: int) -> None:
         """So many tokens are of the text now; fewer than none after a step that failed and took some along."""
         if count > 0:
-            self.loss.add_generated(count, whole=bool(self.whole[self.length - 1]))
+            self.loss.add_generated(count, whole=self.whole.item(self.length - 1))
         if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
             self._request_scores(rows=1)
 

@@ -80,7 +80,7 @@ class Text:
     @property
     def length(self) -> int:
         """Tokens read so far, with those of the rows ahead that count."""
-        return self.table.length if self._ahead is None else self._ahead.start + self._ahead.kept
+        return self.table.layout.length if self._ahead is None else self._ahead.start + self._ahead.kept
 
     @property
     def tokens(self) -> Int32s:
@@ -109,11 +109,15 @@ class Text:
         Of the rows ahead of the text those that were kept are of it then; the others have never been. Where recurrent
         state cannot go back to them, those that were kept are read once more.
         """
+        kept = 0 if self._ahead is None else self._ahead.kept
         self.salvage.check()
         self.unfinished.settle()
-        ahead = self._ahead
-        if ahead is None:
-            return
+        if self._ahead is not None:
+            self._settle_ahead(self._ahead)
+        if kept:  # asked before each token
+            self._generated(kept)
+
+    def _settle_ahead(self, ahead: Ahead) -> None:
         again = 0 < ahead.kept < len(ahead.tokens) and ahead.state is not None
         self.unfinished.begin(partial(self._accept, replace(ahead, path=()) if again else ahead, self.queries.order))
         self.unfinished.settle()
@@ -190,7 +194,7 @@ class Text:
         engine, events, plan = self.engine, self.events, step.plan
         start, n = step.start, len(step.tokens)
         wait = self.paging.apply(plan.moves, start)
-        if events.scored or (plan.moves and events.observer is not None):
+        if events.scored or (events.observer is not None and plan.moves):
             recalled = [chunk for chunk, _ in plan.moves.recall]
             events.changed(start + n, plan.layout.resident_chunks, recalled, generating=generated)
         slots = place(engine, self.queries, step)
@@ -221,9 +225,11 @@ class Text:
     def _follow(self, step: Step, after: AfterStep | None) -> None:
         """A step is over: what has to follow it if it is done, which can be done again."""
         self.unfinished.settle()
-        if step.computed and after is not None:
+        if not step.computed:
+            return
+        if after is not None:
             after(step.start, len(step.tokens))
-        if step.computed and self.bounded and not step.ahead:
+        if self.bounded and not step.ahead:
             self.paging.save()
 
     def _end(self, step: Step, before: Ahead | None, state: Kept | None) -> None:
@@ -373,6 +379,9 @@ class Text:
         self.table.close()
 
     # --- for a policy
+
+    def _generated(self, count: int) -> None:
+        """So many of the rows ahead are of the text."""
 
     def _sealed(self, chunks: Sequence[int]) -> None:
         """Images of sealed chunks are on the host, and their keys can be read."""
