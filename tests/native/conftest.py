@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.archs import write_arch, write_latent
+from support.archs import missing_sources, write_arch, write_latent
 from support.drafter_models import with_head
-from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_uneven
+from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_latent_heads, write_uneven
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
@@ -29,6 +29,27 @@ GPU_LAYERS = int(os.environ.get("KVFLASH_TEST_GPU_LAYERS", "0"))
 def on_gpu() -> bool:
     """Are steps of other widths computed by other kernels?"""
     return GPU_LAYERS > 0
+
+
+@pytest.fixture(scope="session")
+def fuses() -> bool:
+    """Does it depend on where buffers lie which nodes are computed by one kernel, and so how they are rounded?
+
+    ggml's CUDA does that; with GGML_CUDA_DISABLE_FUSION=1 each node has its own, as on the CPU.
+    """
+    return GPU_LAYERS > 0 and os.environ.get("GGML_CUDA_DISABLE_FUSION", "0") in ("", "0")
+
+
+@contextmanager
+def skips_what_a_gpu_cannot_attend_to() -> Iterator[None]:
+    from kvflash_ggml.errors import UnsupportedModelError
+
+    try:
+        yield
+    except UnsupportedModelError as err:
+        if GPU_LAYERS == 0 or "cannot attend" not in str(err):
+            raise
+        pytest.skip(str(err))
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +74,23 @@ def models() -> dict[str, Path]:
 def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Path of a model by kind.
 
-    "iswa", "narrow" (its heads are), "uneven" and "latent" (random weights), "f32" (the dense one, dequantised) and
-    "headed" (the hybrid one with its MTP head) are made when asked for; "of NAME" is a tiny one of that architecture.
+    "iswa", "narrow" (its heads are), "uneven", "latent" and "latent heads" (one head, several; random weights), "f32"
+    (the dense one, dequantised) and "headed" (the hybrid one with its MTP head) are made when asked for; "of NAME" is a
+    tiny one of that architecture.
     """
     made = dict(models)
 
     def find(kind: str) -> Path:
         if kind not in made:
+            if (kind == "latent" or kind.startswith("of ")) and (why := missing_sources()):
+                pytest.skip(why)
             path = tmp_path_factory.mktemp("models") / f"{kind}.gguf"
             makers: dict[str, Callable[[Path, Path], None]] = {
                 "iswa": write_iswa,
                 "narrow": partial(write_iswa, head=32),
                 "uneven": write_uneven,
                 "latent": write_latent,
+                "latent heads": write_latent_heads,
                 "f32": dequantise,
                 "headed": lambda _, path: with_head(models["hybrid"], models["mtp"], path),
             }
@@ -180,7 +205,8 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             )
             with native.pool_request(pool, query_rows):
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
-            engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
+            with skips_what_a_gpu_cannot_attend_to():
+                engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
             shared = Pool(engine, n_ubatch=longest, block_order=block_order)
             if stages:
                 shared.make_stages(stages)

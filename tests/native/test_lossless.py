@@ -66,11 +66,13 @@ def test_the_text_is_that_of_the_full_cache(
 @pytest.mark.parametrize("temp", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
 def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
-    kind: str, temp: float, llama: Any, tokens: Any, on_gpu: bool
+    kind: str, temp: float, llama: Any, tokens: Any, on_gpu: bool, fuses: bool
 ) -> None:
     """The same rows in the same steps: what differs is only where the text's keys and values are."""
-    if on_gpu:
-        pytest.skip("another layout of buffers lets CUDA fuse other nodes")
+    if fuses:
+        pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
+    if on_gpu and kind == "latent":
+        pytest.skip("flash attention there knows no heads of this size")
     prompt = (tokens[:1100] % 128 if kind == "latent" else tokens[:1100]).tolist()
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
     drafts = noted(llm)

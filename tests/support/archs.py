@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,10 +88,24 @@ def survey(only: Sequence[str] = ()) -> list[Result]:
     return sorted(results, key=lambda r: (r.arch, r.mixture))
 
 
+@cache
+def missing_sources() -> str:
+    """Why there are no sources of upstream, which a model of an architecture is made with; empty if there are."""
+    sys.path.append(str(REPO / "scripts"))
+    from vendoring.build import upstream_llama
+    from vendoring.pin import VendorError
+
+    try:
+        upstream_llama()
+    except VendorError as err:
+        return str(err)
+    return ""
+
+
 def build_maker() -> Path:
     """The program that writes the models, compiled once for each combination of sources and library."""
-    if str(REPO / "scripts") not in sys.path:
-        sys.path.insert(0, str(REPO / "scripts"))
+    if why := missing_sources():
+        raise RuntimeError(why)
     from vendoring.build import shim_files, upstream_llama
     from vendoring.pin import cache_dir, digest, digest_files, locked
 

@@ -43,6 +43,14 @@ def same_bits(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+def assert_same(ours: Logits, theirs: Logits, alike: Logits | None) -> None:
+    """The same bits; or, where that cannot be asked for, no farther than `alike`, computed in other steps, may be."""
+    if alike is None:
+        assert same_bits(ours, theirs), f"the largest difference is {np.abs(ours - theirs).max()}"
+    else:
+        assert np.abs(ours - theirs).max() <= 2 * np.abs(alike - theirs).max()
+
+
 def agreement(a: Logits, b: Logits) -> float:
     """Share of rows whose largest logit is at the same token."""
     return float((a.argmax(1) == b.argmax(1)).mean())
@@ -204,6 +212,59 @@ def write_iswa(source: Path, target: Path, *, head: int = 64) -> None:
         # large enough that some keys win clearly: otherwise every mask gives almost the same mean
         vector(f"blk.{i}.attn_q_norm", head, 1.5)
         vector(f"blk.{i}.attn_k_norm", head, 1.5)
+    _finish(writer)
+
+
+def write_latent_heads(source: Path, target: Path) -> None:
+    """A small deepseek2 with random weights: two heads read one latent key (MLA). CUDA attends to no single one."""
+    width, heads, hidden, layers, lora, rotary, part = 128, 2, 256, 2, 512, 64, 64
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "deepseek2")
+    _copy_fields(reader, writer, lambda key: key.startswith("tokenizer."))
+    writer.add_context_length(32768)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_leading_dense_block_count(layers)
+    writer.add_feed_forward_length(hidden)
+    writer.add_expert_feed_forward_length(hidden)
+    writer.add_expert_shared_count(1)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(lora + rotary)
+    writer.add_value_length(lora)
+    writer.add_key_length_mla(part + rotary)
+    writer.add_value_length_mla(part)
+    writer.add_q_lora_rank(width)
+    writer.add_kv_lora_rank(lora)
+    writer.add_rope_dimension_count(rotary)
+    writer.add_layer_norm_rms_eps(1e-6)
+
+    rng = np.random.default_rng(3)
+
+    def matrix(name: str, *dims: int) -> None:
+        data = rng.standard_normal(dims, np.float32) / np.float32(dims[-1] ** 0.5)
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(data, kind), raw_dtype=kind)
+
+    def vector(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(f"{name}.weight", np.full(size, value, np.float32))
+
+    matrix("token_embd", len(reader.fields["tokenizer.ggml.tokens"].data), width)
+    vector("output_norm", width, 4.0)
+    for i in range(layers):
+        matrix(f"blk.{i}.attn_q_a", width, width)
+        matrix(f"blk.{i}.attn_q_b", heads * (part + rotary), width)
+        matrix(f"blk.{i}.attn_kv_a_mqa", lora + rotary, width)
+        matrix(f"blk.{i}.attn_k_b", heads, lora, part)
+        matrix(f"blk.{i}.attn_v_b", heads, part, lora)
+        matrix(f"blk.{i}.attn_output", width, heads * part)
+        matrix(f"blk.{i}.ffn_gate", hidden, width)
+        matrix(f"blk.{i}.ffn_up", hidden, width)
+        matrix(f"blk.{i}.ffn_down", width, hidden)
+        for name in ("attn_norm", "ffn_norm"):
+            vector(f"blk.{i}.{name}", width)
+        vector(f"blk.{i}.attn_q_a_norm", width, 3.0)  # some keys win clearly, as above
+        vector(f"blk.{i}.attn_kv_a_norm", lora)
     _finish(writer)
 
 
