@@ -37,10 +37,26 @@ class Reading:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A document in tokens, and those of them, [first, end), that refer back. label: its row of results."""
+
+    ids: list[int]
+    label: str
+    spans: list[tuple[int, int]]
+
+
+Documents = dict[tuple[int, str, int], list[Document]]
+"""Those of a model's tokenizer by context, kind and seed."""
+
+
 def run_arm(
-    model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any], *, reselect: bool
+    model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any], documents: Documents, *, reselect: bool
 ) -> Iterator[Reading]:
-    """Every trial of every kind on one arm. reselect: also while the document is read, and not at its end only."""
+    """Every trial of every kind on one arm. reselect: also while the document is read, and not at its end only.
+
+    documents: what earlier arms have read, and what this one adds: making one takes longer than a GPU needs to read it.
+    """
     settings: dict[str, Any] = {"pool": arm.pool, "policy": arm.policy, "fields": {"reselect_prefill": reselect}}
     with opened(model, n_ctx=arm.context + 1, options=options, logits_all=True, **settings) as llm:
 
@@ -49,16 +65,25 @@ def run_arm(
 
         setting = Setting(text, tokenize, arm.context, ())
         for task in plan.tasks:
-            for trial in range(plan.trials):
-                for reference in refer(task, setting, seed=plan.seed + trial):
-                    ids = list(llm.tokenize(reference.document.encode(), special=False))
-                    shift = len(ids) - len(tokenize(reference.document))
-                    seconds, page_ins = _read(llm, ids)
-                    losses, right = losses_at(llm.scores, ids, [(lo + shift, hi + shift) for lo, hi in reference.spans])
+            for seed in range(plan.seed, plan.seed + plan.trials):
+                key = (arm.context, task, seed)
+                if key not in documents:
+                    documents[key] = list(_documents(llm, task, setting, seed))
+                for document in documents[key]:
+                    seconds, page_ins = _read(llm, document.ids)
+                    losses, right = losses_at(llm.scores, document.ids, document.spans)
                     yield Reading(
-                        task=task, label=reference.label, seed=plan.seed + trial, tokens=len(losses),
-                        nats=float(losses.mean()), right=float(right.mean()), page_ins=page_ins, seconds=seconds,
+                        task=task, label=document.label, seed=seed, tokens=len(losses), nats=float(losses.mean()),
+                        right=float(right.mean()), page_ins=page_ins, seconds=seconds,
                     )  # fmt: skip
+
+
+def _documents(llm: Llama, task: str, setting: Setting, seed: int) -> Iterator[Document]:
+    """One trial of a kind, in tokens: the first may be a bos."""
+    for reference in refer(task, setting, seed=seed):
+        ids = list(llm.tokenize(reference.document.encode(), special=False))
+        shift = len(ids) - len(setting.tokenize(reference.document))
+        yield Document(ids=ids, label=reference.label, spans=[(lo + shift, hi + shift) for lo, hi in reference.spans])
 
 
 def _read(llm: Llama, ids: list[int]) -> tuple[float, int]:

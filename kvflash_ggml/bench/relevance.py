@@ -155,15 +155,16 @@ def reading(
     from . import report
     from .opening import reads_exactly
     from .outcomes import Plan, arms
-    from .reading import run_arm, summary
+    from .reading import Documents, run_arm, summary
 
     plan = Plan(tasks=tasks, depths=(), trials=trials, seed=seed)
     rows: list[dict[str, Any]] = []
+    documents: Documents = {}
     with user_errors():
         for arm in arms(contexts, residency, policies, full=full):
             once = arm.policy in ("full", "lru") or reads_exactly(arm.policy)
             for reselect in (False,) if once else (True, False):
-                readings = list(run_arm(model, arm, plan, filler, options, reselect=reselect))
+                readings = list(run_arm(model, arm, plan, filler, options, documents, reselect=reselect))
                 made = summary(arm, readings, reselect=reselect)
                 nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in made)
                 rows += made
