@@ -84,7 +84,7 @@ class ScoreRequest:
     """One look at the text.
 
     tokens: all of them. queries: flat, per layer [rows, n_head, head]. protected: chunks that stay anyway. masses: what
-    is known already, for a scorer that is `Exact`.
+    is known already, for a scorer that is `Exact`: of the heads that it wants now.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -165,7 +165,7 @@ class QKScorer:
         n = request.n_chunks
         if n == 0:
             return None
-        known = self._known(request)
+        known = request.masses
         request = newest(request, self._rows_for(n) if known is None else known.rows, self._keys.shapes)
         ages = np.tile(self._age * np.arange(request.rows - 1, -1, -1, dtype=np.float32), len(self._heads))[:, None]
         free = others(n, request.protected)
@@ -197,11 +197,6 @@ class QKScorer:
         values = max(1, n_chunks * len(heads))
         rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MAX_FETCHED // values)
         return (heads, rows) if self.measures and rows > 0 else (heads[:0], 0)
-
-    def _known(self, request: ScoreRequest) -> Masses | None:
-        """The masses that came with a request, unless other heads have begun to count since."""
-        masses = request.masses
-        return masses if masses is not None and np.array_equal(masses.heads, self._heads) else None
 
     def _complete(self, known: Masses, request: ScoreRequest) -> Floats:
         """Those of all chunks: what was not in view is scored from the index."""

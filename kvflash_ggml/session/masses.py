@@ -68,3 +68,13 @@ class MassReader:
         self.count += 1
         self._why = ""
         return ticket, Masses(heads=asked.heads, rows=len(asked.rows), chunks=np.array(chunks, np.int64), values=values)
+
+    def still_wanted(self, masses: Masses | None, n_chunks: int, rows: int) -> Masses | None:
+        """The masses if the policy would ask for those of the same heads now; else none, and that is told."""
+        if masses is None or not isinstance(self._scorer, Exact):
+            return masses
+        heads, _ = self._scorer.masses_wanted(n_chunks, rows)
+        if np.array_equal(heads, masses.heads):
+            return masses
+        self._why = "other heads have begun to count since the prompt was read"
+        return None

@@ -335,6 +335,7 @@ class Scoring:
         self._engine.wait(ticket)
         began = time.perf_counter()
         queries = self._ring.newest(*copy, len(tokens), rows)
+        masses = self.masses.still_wanted(masses, n_chunks, rows)
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )

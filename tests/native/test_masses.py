@@ -150,6 +150,26 @@ def test_without_memory_for_it_the_index_is_asked_and_the_reason_told(
     assert llm.kvflash.last.ranked == "exact"
 
 
+def test_heads_that_change_before_the_prompt_is_scored_are_told(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has been computed for other heads than its queries are scored with."""
+    spy = Spy()
+    llm = llama("dense", kvflash_policy=spy, **SIZE)
+    scoring = llm._session.scoring
+    read = scoring.masses.read
+
+    def change(*args: Any) -> Any:
+        scoring.use(np.array([[0, 0], [2, 1]], np.int32))
+        return read(*args)
+
+    monkeypatch.setattr(scoring.masses, "read", change)
+    llm.eval(tokens[:1601].tolist())
+    assert spy.asked[-1].masses is None
+    last = llm.kvflash.last
+    assert (last.ranked, last.ranked_why) == ("index", "other heads have begun to count since the prompt was read")
+
+
 def test_computing_masses_changes_nothing(llama: Callable[..., Any], tokens: Any) -> None:
     rows = []
     for policy in ("qk", "lru"):

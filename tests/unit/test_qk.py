@@ -292,17 +292,6 @@ def test_chunks_without_masses_are_scored_from_the_index(rng):
     np.testing.assert_allclose(scorer.score(request), best, atol=1e-5)
 
 
-def test_masses_of_other_heads_are_of_no_use(rng):
-    chunks, queries = text(rng, 40), quiet(rng, 6)
-    keys = Keys(chunks)
-    scorer = made(keys, 40)
-    request = with_masses(look(queries, 40), keys, every_head(SHAPES), range(40))
-    scorer.use(as_heads([(0, 3)]))
-    assert scorer.masses_wanted(40, 6)[0].tolist() == [[0, 3]]
-    scorer.score(request)
-    assert keys.exact != []
-
-
 def test_few_masses_are_asked_of_a_long_text():
     scorer = made(Keys([]), 0)
     assert scorer.masses_wanted(1000, 32)[1] == 32

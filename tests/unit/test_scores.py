@@ -16,6 +16,7 @@ from support.saving import Digest, settle_scores
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.policy.base import Masses
 from kvflash_ggml.session.keys import HostKeys
 from kvflash_ggml.session.masses import MassReader
 from kvflash_ggml.session.query_ring import QueryRing
@@ -266,6 +267,21 @@ def test_heads_are_read_as_the_engine_counts_them() -> None:
         scorer.wanted = wanted
         with pytest.raises(ConfigError, match=r"'foreign'.*masses_wanted\(\)"):
             reader.ask(100, 1, 4)
+
+
+def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
+    engine, scorer = FakeEngine(512, 128, query_rows=4), Asking()
+    reader = MassReader(engine, scorer, QueryRing(engine))  # type: ignore[arg-type]
+    known = Masses(
+        heads=np.array([[0, 1]], np.int32), rows=2, chunks=np.zeros(1, np.int64), values=np.zeros((2, 1), np.float32)
+    )
+    scorer.wanted = [[0, 1]], 2
+    assert reader.still_wanted(known, 1, 4) is known
+    assert reader.told == ("exact", "")
+    scorer.wanted = [[0, 1], [1, 0]], 2
+    assert reader.still_wanted(known, 1, 4) is None
+    assert reader.told == ("index", "other heads have begun to count since the prompt was read")
+    assert reader.still_wanted(None, 1, 4) is None
 
 
 def test_an_interrupt_while_rows_are_looked_up_mixes_no_looks() -> None:
