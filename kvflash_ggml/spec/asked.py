@@ -24,14 +24,16 @@ WARM = 32
 class Asked:
     """A drafter. known: how much of the text it was told. read: how long the text was when it was asked last.
 
-    bad: drafts in a row that could not be verified. deciding: seconds that it took last to find out what its draft is
-    worth. unasked: steps without a draft since it was asked. missing: tokens it has to be given before it is asked.
+    bad: drafts in a row that could not be verified; why: what was wrong, of one that is not asked any more. deciding:
+    seconds that it took last to find out what its draft is worth. unasked: steps without a draft since it was asked.
+    missing: tokens it has to be given before it is asked.
     """
 
     drafter: Drafter
     known: int = 0
     read: int = 0
     bad: int = 0
+    why: str = ""
     deciding: float = 0.0
     unasked: int = 0
     missing: int = 0

@@ -201,10 +201,12 @@ class Speculator:
         self._running = None
         self._refused += 1
         if self._refused >= MAX_BAD:
-            for one in self._asked:
-                one.bad = MAX_BAD
             self.off = f"{type(why).__name__}: {why}"
-            logger.warning("nothing is drafted any more: drafts cannot be verified: %s", why)
+            logger.warning(
+                "nothing is drafted any more by %s: drafts cannot be verified: %s", ", ".join(self.types), why
+            )
+            for one in self._asked:
+                one.bad, one.why = MAX_BAD, self.off
 
     def _draft(self, one: Asked, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
         """What is to be verified of what one drafter proposes."""
@@ -266,21 +268,22 @@ class Speculator:
         self._last.bad_drafts += 1
 
     def _disable(self, one: Asked, why: str) -> None:
-        one.bad = MAX_BAD
+        one.bad, one.why = MAX_BAD, why
         logger.warning("nothing is drafted by %s any more: %s", one.drafter.name, why)
         if all(other.failed for other in self._asked):
             self.off = why
 
     def _remove_failed(self) -> None:
         """Close those that are not asked any more."""
-        failed = [one.drafter for one in self._asked if one.failed]
+        failed = [one for one in self._asked if one.failed]
         if failed:
             self._asked = [one for one in self._asked if not one.failed]
-        for drafter in failed:
+            self.off = self.off if self._asked else failed[-1].why
+        for one in failed:
             try:
-                drafter.close()
+                one.drafter.close()
             except Exception as err:
-                logger.info("%s could not be closed: %s", drafter.name, err)
+                logger.info("%s could not be closed: %s", one.drafter.name, err)
 
     # --- what becomes of the text
 
