@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.harness import TEXT, check, row, same_bits
 
@@ -171,6 +172,25 @@ def test_a_restored_tail_continues_like_the_session_that_stored_it(kind: str, ma
     again = ask(llm, turn)
     assert again == straight
     assert same_bits(row(llm), logits)
+
+
+def test_a_beginning_that_a_folder_has_from_another_reading(make: Any, llama: Any, texts: Any, tmp_path: Path) -> None:
+    """Another text has read it, in other steps. That is rounding where prompts are read exactly; the pool has had other
+    chunks resident.
+    """
+    whole, off = texts["system"] + texts["a"], {}
+    for reading in ("exact", "pool"):
+        alone = llama(**POOL | {"kvflash_reading": reading})
+        ask(alone, whole, 1)
+        other = make(kvflash_reading=reading)
+        ask(other, whole[:777] + texts["b"], 1)
+        other.close()
+        after = make(kvflash_reading=reading)
+        assert ask(after, whole, 1).read == 1500 - 768
+        off[reading] = np.abs(row(after) - row(alone)).max()
+        after.close()
+        shutil.rmtree(tmp_path / "cache")
+    assert off["exact"] < off["pool"] / 4, off
 
 
 def test_a_pool_that_holds_the_whole_context(make: Any, texts: Any) -> None:
