@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Int32s
+from ..errors import SnapshotError
 from ..pool.branches import Branches, leaving, moving
 from ..pool.plan import Layout
 from .query_ring import QueryRing
@@ -17,6 +19,9 @@ from .step import Step
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
+    from .pool import Pool
+
+logger = logging.getLogger("kvflash_ggml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +86,14 @@ def gather(
         engine.settle(where, to, ahead.moved)
     if queries.rows and source:
         queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
+
+
+def goes_back(pool: Pool, ahead: Ahead, length: int) -> bool:
+    """Can the memory forget the rows from `length` on? Then it has. Not where a window does not reach back so far."""
+    try:
+        if ahead.state is not None:
+            pool.stash.put(ahead.state, length)
+    except SnapshotError as err:
+        logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
+        return False
+    return pool.engine.truncate(length)

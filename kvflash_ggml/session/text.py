@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
-from ..errors import ConfigError, DeviceLost, HostMemoryError, SnapshotError
+from ..errors import ConfigError, DeviceLost, HostMemoryError
 from ..host.store import HostStore
 from ..pool.branches import Branches
 from ..pool.page_table import PageTable, PageTableState
@@ -21,7 +21,7 @@ from ..pool.residency import Ranking
 from ..pool.view import View, everything_is_resident
 from ..state.session import PolicyState
 from ..trace.events import Events
-from .ahead import Ahead, gather, place
+from .ahead import Ahead, gather, goes_back, place
 from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
@@ -112,19 +112,18 @@ class Text:
         kept = 0 if self._ahead is None else self._ahead.kept
         self.salvage.check()
         self.unfinished.settle()
-        if self._ahead is not None:
-            self._settle_ahead(self._ahead)
-        if kept:  # asked before each token
+        ahead = self._ahead
+        if ahead is not None:  # asked before each token
+            again = 0 < kept < len(ahead.tokens) and ahead.state is not None
+            taken = replace(ahead, path=()) if again else ahead
+            self.unfinished.begin(partial(self._accept, taken, self.queries.order))
+            self.unfinished.settle()
+            if again:
+                self.evaluate(ahead.tokens[:kept], EVERY, stream=ahead.streamed)
+            elif self.bounded:
+                self.paging.save()
+        if kept:
             self._generated(kept)
-
-    def _settle_ahead(self, ahead: Ahead) -> None:
-        again = 0 < ahead.kept < len(ahead.tokens) and ahead.state is not None
-        self.unfinished.begin(partial(self._accept, replace(ahead, path=()) if again else ahead, self.queries.order))
-        self.unfinished.settle()
-        if again:
-            self.evaluate(ahead.tokens[: ahead.kept], EVERY, stream=ahead.streamed)
-        elif self.bounded:
-            self.paging.save()
 
     def keep(self, row: int) -> None:
         """One row ahead more is of the text: `length` counts it, and whatever settles the rows keeps it.
@@ -278,7 +277,7 @@ class Text:
         if ahead.branches is not None and ahead.kept:
             gather(self.engine, self.table.layout, self.queries, ahead, ahead.branches, order)
         if length < written:
-            if not self._goes_back(ahead, length):
+            if not goes_back(self.pool, ahead, length):
                 self._ahead = None
                 self._cut(length, direct=False)
                 return
@@ -291,16 +290,6 @@ class Text:
         self._ahead = None
         if self.follower is not None:
             self.follower.settled(ahead.path)
-
-    def _goes_back(self, ahead: Ahead, length: int) -> bool:
-        """Can the memory forget the rows from `length` on? Not where a window does not reach back so far."""
-        try:
-            if ahead.state is not None:
-                self.pool.stash.put(ahead.state, length)
-        except SnapshotError as err:
-            logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
-            return False
-        return self.engine.truncate(length)
 
     def _apply(self, moves: Moves, length: int) -> None:
         """Moves that no step follows at once."""
