@@ -25,23 +25,22 @@ class Checkpoints:
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
         self._states: dict[int, Blob] = {}
-        # what was put back and not gone on from yet, so that it need not be read again
+        # what was put back and not gone on from by a prompt yet, so that it need not be read again
         self._restored: tuple[int, Blob] | None = None
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
         """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""
+        restored, self._restored = self._restored, None
         newest = max(self._states, default=0)
         if self._most == 0 or pos == newest:
             return
         if wanted or pos - newest >= self._step:
             if len(self._states) >= self._most:
                 del self._states[self._densest()]
-            self._states[pos] = self._state_at(pos)
-
-    def _state_at(self, pos: int) -> Blob:
-        """The state as it is: reading it from the device takes as long as a short step."""
-        restored, self._restored = self._restored, None
-        return restored[1] if restored is not None and restored[0] == pos else Bytes(self._engine.get_state())
+            if restored is not None and restored[0] == pos:
+                self._states[pos] = restored[1]
+            else:  # which takes as long as a short step
+                self._states[pos] = Bytes(self._engine.get_state())
 
     def state(self) -> dict[int, Blob]:
         """All states by position, to be loaded later."""

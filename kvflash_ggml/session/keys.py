@@ -35,8 +35,8 @@ def most_threads(*, idle: bool) -> int:
     return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
 
-class Images(Protocol):
-    """Where page images are: what is needed of host.store.HostStore to read keys."""
+class ReadableImages(Protocol):
+    """The page images of a text: what is needed of host.store.HostStore to read keys."""
 
     def ticket(self, chunk: int) -> int: ...
 
@@ -50,7 +50,7 @@ class Images(Protocol):
 class HostKeys:
     """The keys of sealed chunks, read from the page images. Implements `policy.base.Keys`."""
 
-    def __init__(self, engine: Engine, store: Images, *, threads: int | None = None) -> None:
+    def __init__(self, engine: Engine, store: ReadableImages, *, threads: int | None = None) -> None:
         self._engine = engine
         self._store = store
         self._threads = threads or most_threads(idle=False)
@@ -90,6 +90,11 @@ class HostKeys:
         addresses = np.concatenate([addresses[: len(known)], np.array(new, np.uint64)])
         self._known = list(rows), addresses
         return addresses
+
+    def truncate(self, n_chunks: int) -> None:
+        """Chunks from `n_chunks` on are gone: no row of theirs is held for the next look."""
+        rows, addresses = self._known
+        self._known = rows[:n_chunks], addresses[:n_chunks]
 
     def score_keys(self, chunks: Sequence[int], request: ScoreRequest, heads: Pairs | None = None) -> Floats:
         heads = every_head(self.shapes) if heads is None else heads

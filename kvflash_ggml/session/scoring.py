@@ -94,12 +94,13 @@ class Scoring:
         self._worker = Worker("kvflash-score") if beside else None
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
+        self._keys = HostKeys(engine, store, threads=threads)
         self._pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
             self._buffers += [self._buffer() for _ in range(self._lag + 2)]
-            scorer.open(HostKeys(engine, store, threads=threads), n_chunks)
+            scorer.open(self._keys, n_chunks)
         except BaseException:
             self._free()
             raise
@@ -147,6 +148,7 @@ class Scoring:
         """Tokens from `length` on are gone."""
         self.restart()
         self.findings.truncate(length)
+        self._run(self._keys.truncate, length // CHUNK)
         self._run(self.scorer.truncate, length // CHUNK)
 
     def restart(self) -> None:

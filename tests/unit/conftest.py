@@ -1,4 +1,5 @@
-"""Property tests are short unless asked, and sessions on a fake engine take little memory."""
+"""How deep property tests search: a little with `scripts/test --unit`, more in the whole suite, and longest when asked.
+Sessions on a fake engine take little memory."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from hypothesis import HealthCheck, settings
 from kvflash_ggml.host import slabs
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "kvflash",
-    derandomize=True,
-    deadline=None,
-    max_examples=40,
-    stateful_step_count=30,
-    suppress_health_check=_SLOW,
-)
+for name, examples in (("kvflash-quick", 12), ("kvflash", 40)):
+    settings.register_profile(
+        name,
+        derandomize=True,
+        deadline=None,
+        max_examples=examples,
+        stateful_step_count=30,
+        suppress_health_check=_SLOW,
+    )
 settings.register_profile(
     "kvflash-long",
     deadline=None,

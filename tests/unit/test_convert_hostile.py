@@ -56,6 +56,7 @@ def mutated(data: bytes, rng: random.Random, *, head: int) -> bytes:
 # --- a thousand of each
 
 
+@pytest.mark.slow
 def test_a_thousand_damaged_checkpoints(tmp_path: Path) -> None:
     target = small_target(tmp_path / "target.gguf")
     folder = small_checkpoint(tmp_path / "drafter")
@@ -72,6 +73,7 @@ def test_a_thousand_damaged_checkpoints(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
 
 
+@pytest.mark.slow
 def test_a_thousand_damaged_ggufs(tmp_path: Path) -> None:
     target = small_target(tmp_path / "target.gguf")
     out = tmp_path / "draft.gguf"
@@ -108,6 +110,7 @@ def stored(name: str, value: Any) -> Field:
     return Field(name, 12, struct.pack("<d", value)) if value == 1e300 else Field.of(name, value)
 
 
+@pytest.mark.slow
 def test_every_field_of_another_type(tmp_path: Path) -> None:
     target, sound, broken = small_target(tmp_path / "t.gguf"), tmp_path / "draft.gguf", tmp_path / "broken.gguf"
     folder = small_checkpoint(tmp_path / "drafter")
@@ -127,6 +130,7 @@ def test_every_field_of_another_type(tmp_path: Path) -> None:
                     outcome(lambda: draft.convert(folder, tmp_path / "new.gguf", model=broken))
 
 
+@pytest.mark.slow
 def test_every_field_of_an_older_file_of_another_type(tmp_path: Path) -> None:
     target, sound, broken = small_target(tmp_path / "t.gguf"), tmp_path / "draft.gguf", tmp_path / "broken.gguf"
     draft.convert(small_checkpoint(tmp_path / "drafter"), sound, model=target)
@@ -138,6 +142,7 @@ def test_every_field_of_an_older_file_of_another_type(tmp_path: Path) -> None:
             outcome(lambda: migrate.migrate(broken, tmp_path / "new.gguf", model=target))
 
 
+@pytest.mark.slow
 def test_every_key_of_a_configuration_of_another_type(tmp_path: Path) -> None:
     target = small_target(tmp_path / "t.gguf")
     folder = small_checkpoint(tmp_path / "drafter")

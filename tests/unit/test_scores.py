@@ -303,3 +303,14 @@ def test_an_interrupt_while_rows_are_looked_up_mixes_no_looks() -> None:
     assert keys._addresses_of([*first[:2], *second]).tolist() == [
         x.__array_interface__["data"][0] for x in [*first[:2], *second]
     ]
+
+
+def test_rows_of_a_text_that_is_gone_are_not_held() -> None:
+    keys = HostKeys(FakeEngine(512, 128), None)  # type: ignore[arg-type]
+    rows = [np.zeros(8, np.uint8) for _ in range(4)]
+    gone = [weakref.ref(row) for row in rows[2:]]
+    keys._addresses_of(rows)
+    del rows[2:]
+    keys.truncate(2)
+    assert [row() for row in gone] == [None, None]
+    assert keys._addresses_of(rows).tolist() == [x.__array_interface__["data"][0] for x in rows]

@@ -711,7 +711,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 if not settings.get_current_profile_name().endswith("long"):
-    TestStore.settings = settings(max_examples=100, stateful_step_count=40)
+    TestStore.settings = settings(max_examples=settings().max_examples * 5 // 2, stateful_step_count=40)
 
 
 def test_fresh_memory_is_not_zero(memory: FakeHost) -> None:

@@ -89,4 +89,4 @@ class TextsMachine(RuleBasedStateMachine):
 
 
 TestTexts = TextsMachine.TestCase
-TestTexts.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTexts.settings = settings(max_examples=settings().max_examples * 3 // 2, stateful_step_count=40, deadline=None)
