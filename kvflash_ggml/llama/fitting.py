@@ -12,7 +12,7 @@ import llama_cpp
 
 from .. import modelfile, policy, remote
 from ..config import KVFlashConfig
-from ..constants import KV_TYPES, POOL_STEP
+from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError
 from ..native import library
@@ -21,6 +21,7 @@ from ..placement.predict import ALL_LAYERS, predict
 from ..placement.remedies import itemised
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.table import summary
+from ..policy.base import Exact
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
 from . import parameters
@@ -39,10 +40,11 @@ NOT_MADE = "llama.cpp could not make it all the same: something else may have ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What else a model needs. query_rows: captured queries. reserved: bytes of the first device. planes: recurrent
-    states to go back to. head: one of the model's own file is loaded with it."""
+    """What else a model needs. query_rows: captured queries. exact: who asks for attention masses. reserved: bytes of
+    the first device. planes: recurrent states to go back to. head: one of the model's own file is loaded with it."""
 
     query_rows: int = 0
+    exact: Exact | None = None
     reserved: int = 0
     planes: int = 0
     head: bool = False
@@ -100,6 +102,7 @@ def beside(path: str, asked: Asked) -> Beside:
     rows = 0 if scorer is None else scorer.query_rows
     return Beside(
         query_rows=rows + (drafts.queries if rows else 0),
+        exact=scorer if isinstance(scorer, Exact) else None,
         reserved=(0 if small is None else drafter.reserve_bytes(small)) + device_bytes(found),
         planes=drafts.planes,
         head=loads_head(found),
@@ -195,8 +198,9 @@ def predicted(
 
     def request(sizes: ModelSizes, devices: tuple[Device, ...]) -> Request:
         shares = _shares(settings.get("tensor_split")) or (None if open_ else by_memory(sizes, devices, layers or 0))
+        tokens, heads = n_ctx or sizes.n_ctx_train, sum(layer.heads for layer in sizes.layers)
         return Request(
-            n_ctx=n_ctx or sizes.n_ctx_train,
+            n_ctx=tokens,
             pool=_slots(asked.config, sizes, types),
             minimum_pool=POOL_STEP if asked.config is None else asked.config.minimum_pool,
             n_ubatch=n_ubatch,
@@ -209,7 +213,8 @@ def predicted(
             use_mmap=settings.get("use_mmap", None if open_ else True),
             offload_kqv=settings.get("offload_kqv", True),
             query_rows=beside.query_rows,
-            stage=staged(asked.config, n_ctx or sizes.n_ctx_train) if open_ else 0,
+            stage=staged(asked.config, tokens) if open_ else 0,
+            masses=0 if beside.exact is None else beside.exact.most_masses(tokens // CHUNK, heads),
             fit=asked.fit or limits or Fit(),
         )
 

@@ -62,3 +62,7 @@ class Captures:
         ticket = ffi.new("uint64_t *")
         data = ffi.from_buffer("float[]", out, require_writable=True)
         return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
+
+    def masses_bytes(self, device: int) -> int:
+        """Bytes that masses take of a device by now, by its index in `info.devices`. They are kept for the next."""
+        return int(lib.kvf_masses_bytes(self._engine, device))

@@ -177,6 +177,8 @@ typedef struct kvf_layer_need {
     int32_t cells;         // of a cache that is not pooled, as that of a sliding window; 0 if it is
     int64_t state;         // bytes of recurrent state, rollback planes with it
     int64_t query;         // bytes of one captured query, 0 if the layer is not pooled
+    int32_t n_head;        // query heads, 0 if the layer is not pooled
+    int32_t n_head_kv;     // that they read
 } kvf_layer_need;
 
 // A weight.
@@ -230,6 +232,7 @@ enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, i
 enum kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens, int64_t * device_bytes);
 uint64_t        kvf_streamed_ticket(const kvf_engine * engine);  // the newest streamed step has read its page images then
 uint64_t        kvf_streamed_bytes(const kvf_engine * engine);  // copied from page images to stages so far
+int64_t         kvf_masses_bytes(const kvf_engine * engine, int32_t device);  // that attention masses take there by now
 
 // After a failure no planned token is in the cache. After DECODE recurrent state may have gone on, and queries been captured.
 enum kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan);

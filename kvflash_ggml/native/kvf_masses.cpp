@@ -210,6 +210,16 @@ void kvf_masses_submit(kvf_engine & engine, const kvf_plan & plan, size_t layer)
     }
 }
 
+int64_t kvf_masses_bytes(const kvf_engine * engine, int32_t device) {
+    const auto * stages = engine->pool.stages.get();
+    if (!stages || device < 0 || device >= (int32_t) stages->masses.parts.size()) {
+        return 0;
+    }
+    const auto & part = stages->masses.parts[device];
+    return (part.buffer ? ggml_backend_buffer_get_size(part.buffer.get()) : 0)
+         + (part.scratch ? ggml_gallocr_get_buffer_size(part.scratch.get(), 0) : 0);
+}
+
 kvf_status kvf_masses_read(kvf_engine * engine, float * out, int64_t size, uint64_t * ticket) {
     const auto * stages = engine->pool.stages.get();
     if (!stages || !stages->masses.why.empty() || stages->masses.n_done < stages->masses.n_heads) {

@@ -169,7 +169,9 @@ void describe_cache(const llama_model & model, const llama_kv_cache & kv, bool p
         need.k_values = l.k->ne[0];
         need.v_values = l.v ? l.v->ne[0] : 0;
         need.cells    = pooled ? 0 : kv.get_size();
-        need.query    = pooled ? (int64_t) sizeof(float)*model.hparams.n_head(l.il)*model.hparams.n_embd_head_k(l.il) : 0;
+        need.n_head   = pooled ? model.hparams.n_head(l.il) : 0;
+        need.n_head_kv = pooled ? model.hparams.n_head_kv(l.il) : 0;
+        need.query    = (int64_t) sizeof(float)*need.n_head*model.hparams.n_embd_head_k(l.il);
     }
 }
 

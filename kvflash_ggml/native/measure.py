@@ -48,6 +48,7 @@ class LayerNeed:
 
     k_values, v_values: of one token, over all heads; 0 without a cache of its own. cells: of a cache that is not
     pooled, 0 if it is. state: recurrent, rollback planes with it. query: one captured query, 0 if not pooled.
+    heads, heads_kv: of its queries, and of the keys that they read; 0 if not pooled.
     """
 
     device: int
@@ -56,6 +57,8 @@ class LayerNeed:
     cells: int
     state: int
     query: int
+    heads: int
+    heads_kv: int
 
     @property
     def pooled(self) -> bool:
@@ -113,7 +116,14 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
         devices=_read_needs(devices),
         layers=tuple(
             LayerNeed(
-                device=x.device, k_values=x.k_values, v_values=x.v_values, cells=x.cells, state=x.state, query=x.query
+                device=x.device,
+                k_values=x.k_values,
+                v_values=x.v_values,
+                cells=x.cells,
+                state=x.state,
+                query=x.query,
+                heads=x.n_head,
+                heads_kv=x.n_head_kv,
             )
             for x in layers
         ),

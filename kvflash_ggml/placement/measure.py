@@ -87,6 +87,8 @@ class Sketch:
                     window=_window(x.cells, params),
                     state=x.state,
                     query=x.query,
+                    heads=x.heads,
+                    heads_kv=x.heads_kv,
                 )
                 for i, x in enumerate(found.layers)
             ),

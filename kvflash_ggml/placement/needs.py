@@ -12,6 +12,15 @@ from .sizes import Device, LayerSizes, ModelSizes, Needs, Request
 MASK = 2
 """Bytes of a token and a row of a step."""
 
+F32 = 4
+"""Bytes of a number."""
+
+MASSES_AT_ONCE = 2**20
+"""Scores of a piece, in which attention masses are made, and by how many their results grow, as in `kvf_masses.cpp`."""
+
+MASSES_LIVE = 3
+"""Scores of a piece, and what is made of them at the same time."""
+
 STAGED_PAGES = 8
 """Pages that a device has room for on their way in."""
 
@@ -30,7 +39,8 @@ class Shape:
 class Part:
     """A layer, or the output, in bytes. window: its cache if that is no part of the pool. staging: on a device.
 
-    rows: a pooled layer's K and V of one token.
+    rows: a pooled layer's K and V of one token. heads: of its queries. group: those of one captured query that read the
+    same keys, and how many they are.
     """
 
     dense: int
@@ -41,6 +51,8 @@ class Part:
     staging: int = 0
     queries: int = 0
     rows: tuple[int, int] = (0, 0)
+    heads: int = 0
+    group: tuple[int, int] = (0, 0)
 
 
 def parts(sizes: ModelSizes, request: Request, shape: Shape) -> tuple[Part, ...]:
@@ -62,6 +74,8 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
         staging=slot * CHUNK * STAGED_PAGES if pooled and shape.pool < full else 0,
         queries=layer.query * (request.query_rows + 1 if request.query_rows else 0),  # one for what is not kept
         rows=layer.rows(shape.type_k, shape.type_v) if pooled else (0, 0),
+        heads=layer.heads,
+        group=(layer.query // layer.heads_kv, layer.heads // layer.heads_kv) if layer.heads_kv else (0, 0),
     )
 
 
@@ -83,6 +97,22 @@ class Bill:
         rows = (2 if device.overlaps else 1) * sum(map(sum, shapes))
         return self._stage * (rows + MASK * self._n_ubatch) if shapes else 0
 
+    def masses(self, device: Device, here: Sequence[Part]) -> int:
+        """What attention masses of the heads of these layers take: places of queries, results, and room to make them.
+
+        Nothing of a device behind a network, which makes none.
+        """
+        if not self._stage or not self._request.masses or device.kind == "remote":
+            return 0
+        rows, chunks = self._request.query_rows, self._request.n_ctx // CHUNK
+        columns = sum(part.heads for part in here) * rows
+        results = round_up(min(self._request.masses, columns * chunks), MASSES_AT_ONCE)
+        pieces = (
+            query * rows + F32 * MASSES_LIVE * min(MASSES_AT_ONCE, heads * rows * chunks * CHUNK)
+            for query, heads in (part.group for part in here)
+        )
+        return F32 * (columns + results) + max(pieces) if columns else 0
+
     def base(self, part: Part) -> int:
         """What a layer takes of the device it is on, without its experts."""
         cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
@@ -96,6 +126,7 @@ class Bill:
             + self._request.extra.get(device.name, 0)
             + budget.margin(device, self._request.fit)
             + self.stages(device, self.parts)
+            + self.masses(device, self.parts)
         )
 
     def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
@@ -115,6 +146,7 @@ class Bill:
             compute=self._compute.get(device.name, 0) if here else 0,
             staging=sum(part.staging for part in cached),
             stages=self.stages(device, cached),
+            masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
             extra=extra,
             margin=budget.margin(device, self._request.fit) if here or fixed or extra else 0,
@@ -141,6 +173,7 @@ class Bill:
             compute=self._compute.get(device.name, 0),
             staging=kv if self._paged else 0,
             stages=self.stages(device, cached),
+            masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
             extra=self._request.extra.get(device.name, 0),
             margin=budget.margin(device, self._request.fit),

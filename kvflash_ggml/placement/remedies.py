@@ -52,6 +52,7 @@ def itemised(need: Needs) -> dict[str, int]:
         "compute": need.compute,
         "staging": need.staging,
         "stages": need.stages,
+        "exact scores": need.masses,
         "queries": need.queries,
         "drafter": need.extra,
         "margin": need.margin,

@@ -19,7 +19,8 @@ class LayerSizes:
 
     k_row, v_row: values that one token's key and value have over all heads, 0 without a cache of its own. window: the
     tokens of a sliding window, whose cache is no part of the pool; 0 where all of the text counts. state: recurrent
-    state, rollback planes included. query: one captured query row, 0 if the layer is not pooled.
+    state, rollback planes included. query: one captured query row, heads: of it, heads_kv: that they read; 0 if the
+    layer is not pooled.
     """
 
     dense: int
@@ -29,6 +30,8 @@ class LayerSizes:
     window: int = 0
     state: int = 0
     query: int = 0
+    heads: int = 0
+    heads_kv: int = 0
 
     def rows(self, type_k: str, type_v: str) -> tuple[int, int]:
         """One token's K, and its V, by the names of KV types (constants.KV_TYPES)."""
@@ -137,7 +140,8 @@ class Request:
     device. overrides: the user's own (pattern, device), which come first. n_cpu_moe: layers whose experts stay on the
     host: those that are there as a whole, then the first of each device, in turn. use_mmap: as upstream's.
     offload_kqv: K and V are where their layer is, else all on the host. query_rows: captured queries a pooled layer
-    keeps. stage: tokens of stages for exact reading, which have to have room beside a pool. extra: what something else
+    keeps. stage: tokens of stages for exact reading, which have to have room beside a pool. masses: values of attention
+    masses that a policy asks of the last step of a prompt at most, heads x rows x chunks. extra: what something else
     takes, by device, such as a drafter.
     """
 
@@ -155,6 +159,7 @@ class Request:
     offload_kqv: bool = True
     query_rows: int = 0
     stage: int = 0
+    masses: int = 0
     extra: Mapping[str, int] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
 
@@ -165,7 +170,7 @@ class Needs:
 
     layers: half-open range of those that compute there. output: so does the output. experts: layers whose experts lie
     there, where that is not their own device. state: recurrent, and windows. staging: for pages on their way. stages:
-    for exact reading. queries: captured. extra: something else's.
+    for exact reading. masses: for exact scores at its end. queries: captured. extra: something else's.
     """
 
     device: str
@@ -179,6 +184,7 @@ class Needs:
     compute: int = 0
     staging: int = 0
     stages: int = 0
+    masses: int = 0
     queries: int = 0
     extra: int = 0
     margin: int = 0
@@ -186,8 +192,8 @@ class Needs:
     @property
     def total(self) -> int:
         """All of it, the margin included."""
-        ours = self.weights + self.kv + self.state + self.compute + self.staging + self.stages + self.queries
-        return ours + self.extra + self.margin
+        ours = self.weights + self.kv + self.state + self.compute + self.staging + self.queries
+        return ours + self.stages + self.masses + self.extra + self.margin
 
     @property
     def left(self) -> int:

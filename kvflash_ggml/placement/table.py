@@ -36,14 +36,14 @@ def summary(placement: Placement) -> str:
 
 
 def _row(need: Needs, device: Device) -> tuple[list[str], str]:
-    """KV with captured queries; compute with what something else takes; staging with stages."""
+    """KV with captured queries; compute with what something else takes; staging with what exact reading takes."""
     numbers = {
         "free": need.free,
         "weights": need.weights,
         "KV": need.kv + need.queries,
         "state": need.state,
         "compute": need.compute + need.extra,
-        "staging": need.staging + need.stages,
+        "staging": need.staging + need.stages + need.masses,
         "margin": need.margin,
         "left": need.left,
     }

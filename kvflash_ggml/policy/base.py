@@ -172,6 +172,13 @@ class Exact(Protocol):
         """
         ...
 
+    def most_masses(self, n_chunks: int, n_heads: int) -> int:
+        """The most that is ever asked for, heads x rows x chunks, of a model with so many heads in its pooled layers.
+
+        A placement leaves room for them. Called before `open`.
+        """
+        ...
+
 
 @runtime_checkable
 class Lasting(Protocol):

@@ -198,6 +198,10 @@ class QKScorer:
         rows = min(rows, max(MIN_ROWS, MAX_MASSES // values), MAX_FETCHED // values)
         return (heads, rows) if self.measures and rows > 0 else (heads[:0], 0)
 
+    def most_masses(self, n_chunks: int, n_heads: int) -> int:
+        values = n_chunks * n_heads
+        return min(values * self.query_rows, max(values * MIN_ROWS, MAX_MASSES), MAX_FETCHED)
+
     def _complete(self, known: Masses, request: ScoreRequest) -> Floats:
         """Those of all chunks: what was not in view is scored from the index."""
         n = request.n_chunks

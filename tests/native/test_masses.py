@@ -177,3 +177,23 @@ def test_computing_masses_changes_nothing(llama: Callable[..., Any], tokens: Any
         llm.eval(tokens[:1601].tolist())
         rows.append(row(llm))
     assert same_bits(*rows)
+
+
+@pytest.mark.parametrize("heads", [None, [[0, 0], [2, 1], [2, 3]]])
+def test_what_masses_take_has_room_set_aside(
+    heads: Any, llama: Callable[..., Any], model: Callable[[str], Any], tokens: Any
+) -> None:
+    """Of every head, which is planned for, and of a few: room is set aside as if every one might still be asked."""
+    from kvflash_ggml.llama.fitting import without_loading
+
+    scorer = QKScorer(heads=None if heads is None else np.array(heads, np.int32))
+    asked = SIZE | {"kvflash_policy": scorer, "kvflash_stage": SIZE["n_ctx"]}
+    placement, _ = without_loading(str(model("dense")), asked | {"fit": True, "kvflash_policy": "qk"})
+    planned = sum(need.masses for need in placement.needs)
+    llm = llama("dense", **asked)
+    engine = llm._session.engine
+    assert engine.masses_bytes(0) == 0
+    llm.eval(tokens[:2048].tolist())
+    taken = sum(engine.masses_bytes(device) for device in range(len(engine.info.devices)))
+    assert llm.kvflash.last.ranked == "exact"
+    assert taken == planned if heads is None else 0 < taken < planned

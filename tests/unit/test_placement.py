@@ -116,6 +116,22 @@ def test_layers_on_the_host_count_among_those_that_have_their_experts_there() ->
     assert placed(moe(), two, halves).host_experts == (10, 11, 26)
 
 
+def test_exact_scores_have_room_where_layers_have_stages() -> None:
+    """Of the heads of a device, and no more than are asked for; a device behind a network makes none."""
+    layer = LayerSizes(dense=MIB, k_row=512, v_row=512, query=16384, heads=16, heads_kv=4)
+    sizes = ModelSizes(layers=(layer,) * 8, output=0, embedding=0)
+    request = Request(n_ctx=131_072, n_ubatch=512, pool=4096, type_k="f16", type_v="f16", stage=131_072, query_rows=32)
+    (gpu, cpu), far = (*gpus(16 * GIB), host(64 * GIB)), replace(gpus(16 * GIB)[0], kind="remote")
+    plain, asked, behind = (
+        placed(sizes, (device, cpu), replace(request, masses=masses, n_gpu_layers=-1)).needs
+        for device, masses in ((gpu, 0), (gpu, 2**22 + 1), (far, 2**22 + 1))
+    )
+    pieces = 4096 * 32 + 3 * 4 * 2**20
+    assert [need.masses for need in plain] == [need.masses for need in behind] == [0, 0]
+    assert [need.masses for need in asked] == [4 * (8 * 16 * 32 + 5 * 2**20) + pieces, 0]
+    assert asked[0].total - plain[0].total == asked[0].masses
+
+
 def test_stages_that_are_asked_for_have_room_set_aside() -> None:
     """Two of a layer's K and V in turn where transfers overlap, and their columns of the mask."""
     request = Request(n_ctx=131_072, n_ubatch=512, type_k="f16", type_v="f16")
@@ -124,6 +140,7 @@ def test_stages_that_are_asked_for_have_room_set_aside() -> None:
     copies = 2 if ONE[0].overlaps else 1
     assert staged.needs[0].stages == 131_072 * (copies * 2 * 512 * 2 + 2 * 512)
     assert staged.needs[0].left >= 0
+    assert staged.needs[0].masses == 0
     assert len(staged.host_experts) > len(plain.host_experts)
     whole = placed(moe(), (*gpus(64 * GIB), host(64 * GIB)), replace(request, stage=131_072, fit=Fit(prefer="exact")))
     assert whole.needs[0].stages == 0

@@ -253,6 +253,9 @@ class Asking(Foreign):
     def masses_wanted(self, n_chunks: int, rows: int) -> Any:
         return self.wanted
 
+    def most_masses(self, n_chunks: int, n_heads: int) -> int:
+        return 2 * n_heads * n_chunks
+
 
 def test_heads_are_read_as_the_engine_counts_them() -> None:
     """As a list, or in wider integers, which would name other heads."""
