@@ -325,7 +325,6 @@ def write_hollow(path: Path, vocab: int) -> None:
     for name, dims, kind in shapes._tensors(shape):
         size = shapes._bytes(dims, kind)
         writer.add_tensor_info(name, dims[::-1], np.dtype(np.float32), size, raw_dtype=kind)
-    del writer.kv_data[0]["tokenizer.ggml.model"]
     words = [f"w{i}" for i in range(vocab)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words + [f"[{i}]" for i in range(shape.vocab - vocab)])
