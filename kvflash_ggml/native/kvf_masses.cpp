@@ -61,8 +61,8 @@ bool make_memory(const kvf_engine & engine, const kvf_lane & lane, kvf_masses::p
 // Why a device does not compute masses, or nothing.
 std::string refuses(const kvf_lane & lane) {
     const std::string name = ggml_backend_dev_name(lane.dev);
-    if (lane.mode == KVF_MODE_REMOTE) {
-        return name + " is behind a network, where another graph would take the place of the main one";
+    if (lane.mode == KVF_MODE_REMOTE) {  // it says yes to all, and an operation that is not there would end the server
+        return name + " is behind a network, where no operation can be asked for";
     }
     return lane.compute ? "" : "the context computes nothing on " + name + ", which holds keys";
 }
