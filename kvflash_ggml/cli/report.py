@@ -125,9 +125,16 @@ def drafts(spec: Any) -> list[str]:
     if not last.steps:
         why = spec.off or spec.idle or ("nobody proposed any" if last.plain_steps else "nothing was generated")
         return [f"drafts: none verified ({why})"]
-    names = ", ".join(last.by_source)
     faster = f", {spec.speedup:.1f}x" if spec.speedup is not None else ""
-    return [f"drafts by {names}: {last.mean_length:.1f} tokens a step ({last.rate * 100:.0f} % accepted){faster}"]
+    nested = None if spec.on_pool is None else spec.on_pool.last
+    on_pool = f", of {_won(nested, ' on the pool')}" if nested is not None and nested.steps else ""
+    return [f"drafts by {_won(last)}{faster}{on_pool}"]
+
+
+def _won(last: Any, where: str = "") -> str:
+    """Who has drafted, and what came of it."""
+    share = f"{last.rate * 100:.0f} % accepted"
+    return f"{', '.join(last.by_source)}{where}: {last.mean_length:.1f} tokens a step ({share})"
 
 
 def counters(stats: Any) -> dict[str, Any] | None:
@@ -147,6 +154,7 @@ def spec_counters(spec: Any) -> dict[str, Any] | None:
     """What drafts have won, None without speculative decoding."""
     if spec is None:
         return None
+    nested = {} if spec.on_pool is None else {"on_pool": spec_counters(spec.on_pool)}
     last = spec.last
     return {
         "types": spec.types,
@@ -158,6 +166,7 @@ def spec_counters(spec: Any) -> dict[str, Any] | None:
         "rate": last.rate,
         "mean_length": last.mean_length,
         "per_position": last.per_position,
+        **nested,
     }
 
 

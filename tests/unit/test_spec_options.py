@@ -93,7 +93,9 @@ def test_options_that_would_change_nothing_are_refused(
 
 
 def test_the_json_document_says_why_nothing_was_verified() -> None:
-    spec = SimpleNamespace(types=("ngram",), off=None, idle="it costs more", speedup=None, excess=0.1, last=Tally())
+    spec = SimpleNamespace(
+        types=("ngram",), off=None, idle="it costs more", speedup=None, excess=0.1, last=Tally(), on_pool=None
+    )
     told = spec_counters(spec)
     assert told is not None
     assert (told["idle"], told["off"], told["steps"], told["rate"]) == ("it costs more", None, 0, None)
