@@ -99,6 +99,29 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
     llm._session.table.check_integrity()
 
 
+@pytest.mark.parametrize(("kind", "source"), [("dense", "ngram"), ("headed", "draft-mtp")])
+def test_the_pool_proposes_what_it_would_propose_alone(
+    kind: str, source: str, nested: Any, prompt: list[int], on_gpu: bool
+) -> None:
+    """So what is not to stay of its steps has left nothing behind. Where no rounding decides: see the first ones."""
+    if on_gpu:
+        pytest.skip("rows of other widths are computed by other kernels")
+    drafts = {}
+    for alone in (True, False):
+        llm = nested(kind, source)
+        if alone:
+            (pool,) = (one for one in llm._speculator.drafters if one.name == "pool")
+            pool._nested = None
+        drafts[alone] = noted(llm)
+        told(llm, prompt, 20, temp=0.0)
+    rejected = llm.kvflash.spec.on_pool.last
+    assert rejected.drafted > rejected.accepted
+    both_proposed = sorted(drafts[True].keys() & drafts[False].keys())
+    assert len(both_proposed) > 1
+    for at in both_proposed:
+        assert drafts[True][at].tokens.tolist() == drafts[False][at].tokens.tolist()
+
+
 class Failing:
     """Works so often, and then fails so often."""
 
