@@ -118,7 +118,8 @@ class KVFlashConfig:
         time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.
     stage: tokens that can be seen so, None to size it from free memory. Of a longer text the best chunks are seen.
     answer: what a generated token sees: "pool" what is resident, "exact" all of the text, at the speed of the bus;
-        "lossless" all of it too, but what is resident drafts several tokens, and all of the text verifies them at once.
+        "lossless" all of it too, but what is resident drafts several tokens, and all of the text verifies them at once;
+        who drafts by `spec` drafts for the pool then.
     repair: after so many tokens of an answer these are evaluated again with all of the text in view; None for never.
     spec: speculative decoding; None for none.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.

@@ -147,7 +147,8 @@ pool_options = collected(
         show_default=True,
         envvar="KVFLASH_ANSWER",
         help="What the answer's tokens see: what is resident; or all of the text, at the speed of the bus; 'lossless'"
-        " all of it too, where what is resident drafts several tokens and one pass over the text verifies them.",
+        " all of it too, where what is resident drafts several tokens and one pass over the text verifies them; who"
+        " drafts otherwise (--kvflash-spec, -md) drafts for the pool then.",
     ),
     _pool(
         "--kvflash-repair",

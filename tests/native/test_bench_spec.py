@@ -72,6 +72,19 @@ def test_lossless_answers_are_drafted_by_the_pool(kind: str, models: dict[str, P
     assert all(p["same_text"] == 1 for p in document["points"] if p["arm"] != "pool")
 
 
+def test_somebody_drafts_for_the_pool(models: dict[str, Path], loaded: None) -> None:
+    document = bench(
+        models["hybrid"], "--depth", "1100", "--pool", 512, "--tokens", 40, "--lossless", "6", "--right", "90",
+        "--source", "80", "--source-rows", 3, "--repeats", 1, "--no-full", "-ub", 128,
+    )  # fmt: skip
+    alone, nested = (p for p in document["points"] if p["arm"] == "lossless")
+    assert (alone["source"], nested["source"]) == (None, 0.8)
+    assert alone["won"] == nested["won"] > 1, "who drafts for the pool changes nothing of what it drafts"
+    assert alone["pool_steps"] == alone["drafts"]
+    assert nested["pool_steps"] == pytest.approx(alone["drafts"] / (1 + 0.8 + 0.8**2), rel=0.3)
+    assert alone["same_text"] == nested["same_text"] == 1
+
+
 def test_real_drafters_are_measured_beside_plain_decoding(models: dict[str, Path], loaded: None) -> None:
     document = bench(
         models["dense"], "--types", f"wrong,ngram,draft-eagle3={models['eagle3']}", "--passage", 40, "--depth", 170,
