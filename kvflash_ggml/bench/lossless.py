@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays import Floats, Int32s, common_prefix
 from ..config import SpecConfig
 from ..llama.sketch import Draw, PoolDrafter
+from ..llama.speculating import HOPES, SERIAL
 from ..session.step import EVERY
 from ..spec.asked import Asked
 from ..spec.control import Controls, Fixed
@@ -188,7 +189,7 @@ def _controllers(arm: _Arm, plan: Plan) -> tuple[Controls, Controls]:
     if arm.name != "chosen":
         return Fixed(arm.drafts + 1), Fixed(min(plan.source_rows, arm.drafts + 1))
     widths = [width for width in WIDTHS if width <= arm.drafts + 1]
-    return Controller(widths, serial=("pool",)), Controller(widths)
+    return Controller(widths, serial=SERIAL, hopes=HOPES), Controller(widths)
 
 
 def _streamed(llm: Llama, text: Int32s, rows: int, repeats: int) -> float:

@@ -46,6 +46,10 @@ ROWS = 32
 SERIAL = ("pool", "mtp", "eagle3", "draft")
 """Drafters that compute one token after the other."""
 
+HOPES = {"pool": 0.9}
+"""How often a token of whom one has not seen much is thought to be right, if not as often as anybody's: what is in the
+pool decides as all of the text does at nine places of ten, in small models already."""
+
 BRANCHES = 4
 """Tokens of a tree that may follow another."""
 
@@ -213,7 +217,7 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
     if drafting.rows < 2:
         return Fixed(1)  # n_batch leaves no row for a draft
     widths = [width for width in WIDTHS if width <= drafting.rows]
-    return Controller(widths, serial=SERIAL)
+    return Controller(widths, serial=SERIAL, hopes=HOPES)
 
 
 def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Target:

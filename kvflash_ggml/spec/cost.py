@@ -6,14 +6,14 @@ Nothing here looks at a clock: who runs the steps tells how long they took.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from .draft import Draft
-from .survival import Shares, Survival, expected
+from .survival import FADE, HOPE, Shares, Survival, expected
 from .times import SAMPLES, Times, median
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -61,10 +61,11 @@ class _Source:
     behind: tokens of a prompt that it reads before it proposes. pace: seconds that it took last for each of such.
     """
 
-    def __init__(self, serial: bool) -> None:
-        self.survival = Survival()
+    def __init__(self, serial: bool, hope: float) -> None:
+        self.survival = Survival(hope)
         self.failed = 0  # proposals in a row that came to nothing
         self.resting = 0  # steps until it is thought of again
+        self.unasked = 0  # steps since it has proposed
         self.why = ""  # it rests
         self.serial = serial
         self.behind, self.pace = 0, 0.0
@@ -73,6 +74,7 @@ class _Source:
         self._each = 0.0  # seconds, of a token or of a proposal
 
     def proposed(self, count: int, seconds: float) -> None:
+        self.unasked = 0
         if count:
             self._counts.append(count)
         if self.behind:
@@ -106,11 +108,19 @@ class Controller:
     return: a step that could break this is not taken. What is known of times and sources outlives the answer.
 
     widths: rows that may be verified. serial: names of the sources that compute their tokens one after the other.
+    hopes: of sources, how often a token of theirs is thought to be right as long as little is known.
     """
 
     def __init__(
-        self, widths: Sequence[int] = WIDTHS, *, serial: Collection[str] = (), eps: float = EPS, credit: float = CREDIT
+        self,
+        widths: Sequence[int] = WIDTHS,
+        *,
+        serial: Collection[str] = (),
+        hopes: Mapping[str, float] | None = None,
+        eps: float = EPS,
+        credit: float = CREDIT,
     ) -> None:
+        self._hopes = hopes or {}
         self._widths = tuple(sorted(width for width in widths if width > 1))
         self._serial = frozenset(serial)
         self._eps, self._credit = eps, credit
@@ -213,6 +223,7 @@ class Controller:
         if rows > 1:
             self.off = None
         for name, source in self._sources.items():
+            source.unasked += 1
             if source.resting:
                 source.resting -= 1
             if draft is not None and name == draft.source:
@@ -323,7 +334,8 @@ class Controller:
         source = self._source(name)
         if source.resting:
             return 0.0
-        best = self._best(self._average(source), self._widths, source.drafting)
+        hoped = FADE**source.unasked  # what was dear is tried again some day
+        best = self._best(self._average(source), self._widths, lambda count: hoped * source.drafting(count))
         return best.rate if best.rows > 1 else 0.0
 
     def _fail(self, name: str) -> None:
@@ -336,5 +348,5 @@ class Controller:
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
-            self._sources[name] = _Source(name in self._serial)
+            self._sources[name] = _Source(name in self._serial, self._hopes.get(name, HOPE))
         return self._sources[name]

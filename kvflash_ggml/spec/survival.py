@@ -38,10 +38,12 @@ _UNSURE = BINS  # the row of drafts without a probability
 class Survival:
     """P(a drafted token is accepted | the one before it was), by how far off it is and how sure the drafter is.
 
-    Only tokens that were reached count. A cell that has seen little is taken to be like its row, a row like all.
+    Only tokens that were reached count. A cell that has seen little is taken to be like its row, a row like all, and
+    all to be as `hope` says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hope: float = HOPE) -> None:
+        self._hope = hope
         self._reached = np.zeros((BINS + 1, POSITIONS))
         self._accepted = np.zeros((BINS + 1, POSITIONS))
         self._rested = 0  # steps without evidence that are not accounted for yet
@@ -106,7 +108,7 @@ class Survival:
         self._accepted *= share
 
     def _overall(self) -> float:
-        return float((self._accepted.sum() + WEIGHT * HOPE) / (self._reached.sum() + WEIGHT))
+        return float((self._accepted.sum() + WEIGHT * self._hope) / (self._reached.sum() + WEIGHT))
 
     def _estimate(self) -> Shares:
         rows = (self._accepted.sum(axis=1) + TRUST * self._overall()) / (self._reached.sum(axis=1) + TRUST)
