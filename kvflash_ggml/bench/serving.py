@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..batching.folder import Folder
-from ..batching.llama import LlamaModel
+from ..batching.llama import LlamaModel, ParkedSession
 from ..batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from ..batching.scheduler import Limits, Scheduler
 from ..batching.seat import branch_of
+from ..constants import CHUNK
 from ..errors import KVFlashError
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
 
 GREEDY = Sampling(temperature=0.0)
+
+OVERHEAD = 1024
+"""Bytes a chunk of a text that is put aside, beside its page image: statistics, and our books."""
 
 
 @contextmanager
@@ -110,10 +114,30 @@ def play(scheduler: Scheduler, all_of_them: Sequence[Conversation], *, most: int
         "first_ms_p99": _percentile(first, 99) * 1e3,
         "cold_s": sum(one.took[0].prompt_s for one in all_of_them) / len(all_of_them),
         "parked_mib": scheduler.shelf.size / 2**20,
+        "expected_mib": expected_bytes(scheduler) / 2**20,
+        "heap_mib": scheduler.model.counters()["host_bytes"] / 2**20,
         "device_mib": scheduler.model.counters()["device_bytes"] / 2**20,
+        "rss_mib_first": memory[0] / 2**20,
         "rss_mib_half": memory[len(memory) // 2] / 2**20,
         "rss_mib_end": memory[-1] / 2**20,
     }
+
+
+def expected_bytes(scheduler: Scheduler) -> int:
+    """What the conversations in memory should take: their tokens, those of shared chunks once, at what one takes in the
+    pool; OVERHEAD for each chunk; and of each what only its end needs: state, newest queries, logits.
+    """
+    shared, total = dict[int, int](), 0
+    for one in scheduler.shelf:
+        if not isinstance(one.parked, ParkedSession):
+            continue
+        saved, before = one.parked.saved, 0
+        whole, rest = divmod(saved.length, CHUNK)
+        for i in range(whole):
+            before = hash((before, saved.tokens[i * CHUNK : (i + 1) * CHUNK].tobytes()))
+            shared[before] = saved.heap.page_bytes + OVERHEAD
+        total += rest * saved.heap.page_bytes // CHUNK + saved.own_size + sum(blob.size for blob in saved.blobs)
+    return total + sum(shared.values())
 
 
 def lone_answers(llm: Llama, one: Conversation, *, most: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from .chat_answer import ChatAnswer
 from .errors import ApiError
-from .front import Front
+from .front import Front, several
 from .schema import ChatRequest, Message, parse
 from .tools import messages_for, plan
 
@@ -39,9 +39,9 @@ async def chat(front: Front, http: HttpRequest) -> Response:
         grammar=grammar,
         shared_until=await front.work(_system_end, front, asked.messages, text, tokens),
     )
-    answer = ChatAnswer(front.settings.alias, request.id, asked, tools)
-    first = answer.chunk({"role": "assistant", "content": "" if tools.named is None else None})
-    return await front.respond(http, request, answer, stream=asked.stream, first=first)
+    requests = several(request, asked.n or 1)
+    answers = [ChatAnswer(front.settings.alias, request.id, asked, tools, index=i) for i in range(len(requests))]
+    return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
 
 
 class _Text:

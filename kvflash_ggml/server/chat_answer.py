@@ -17,8 +17,8 @@ from .tools import CallReader, ToolPlan, made_call
 class ChatAnswer:
     """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
 
-    def __init__(self, alias: str, id: str, asked: ChatRequest, tools: ToolPlan) -> None:
-        self._alias, self._id, self._asked, self._tools = alias, id, asked, tools
+    def __init__(self, alias: str, id: str, asked: ChatRequest, tools: ToolPlan, *, index: int) -> None:
+        self._alias, self._id, self._asked, self._tools, self._index = alias, id, asked, tools, index
         self._created = int(time.time())
         self._reader = CallReader() if tools.reads else None
         self._text: list[str] = []
@@ -28,7 +28,7 @@ class ChatAnswer:
             self._calls.append(made_call(tools.named, ""))
         self._head = (
             f'data: {{"id":{dumps(id)},"object":"chat.completion.chunk","created":{self._created},'
-            f'"model":{dumps(alias)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":0,"delta":'
+            f'"model":{dumps(alias)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":{index},"delta":'
         )
 
     def take(self, event: Event) -> None:
@@ -37,7 +37,7 @@ class ChatAnswer:
             self._logprobs += event.logprobs
             self._text.append(event.text)
 
-    def whole(self, finished: Finished) -> dict[str, Any]:
+    def choice(self, finished: Finished) -> dict[str, Any]:
         text = "".join(self._text)
         if self._tools.named is not None:
             self._calls[0]["function"]["arguments"] = text
@@ -47,19 +47,21 @@ class ChatAnswer:
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not self._calls else None}
         if self._calls:
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in self._calls]
-        choice = {
-            "index": 0,
+        return {
+            "index": self._index,
             "message": message,
             "logprobs": _chat_logprobs(self._logprobs) if self._asked.logprobs else None,
             "finish_reason": self._reason(finished),
         }
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._alias,
             "system_fingerprint": FINGERPRINT,
-            "choices": [choice],
+            "choices": list(choices),
             "usage": usage(finished.usage),
             "timings": timings(finished.usage),
             **report(self._asked.kvflash.report, finished),
@@ -69,28 +71,33 @@ class ChatAnswer:
         told = dumps(_chat_logprobs(logprobs)) if logprobs else "null"
         return f'{self._head}{dumps(delta)},"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]}}\n\n'.encode()
 
+    def opening(self) -> bytes:
+        return self.chunk({"role": "assistant", "content": "" if self._tools.named is None else None})
+
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
             yield from self._piece(event.text, event.logprobs)
         elif isinstance(event, Finished):
             yield from self._piece("", (), end=True)
             yield self.chunk({}, reason=self._reason(event))
-            last = {
-                "id": self._id,
-                "object": "chat.completion.chunk",
-                "created": self._created,
-                "model": self._alias,
-                "system_fingerprint": FINGERPRINT,
-                "choices": [],
-                "timings": timings(event.usage),
-                **report(self._asked.kvflash.report, event),
-            }
-            options = self._asked.stream_options
-            if options is not None and options.include_usage:
-                yield frame({**last, "usage": usage(event.usage)})
-            elif self._asked.kvflash.report != "none" or self._asked.timings_per_token:
-                yield frame(last)
-            yield DONE
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        last = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._alias,
+            "system_fingerprint": FINGERPRINT,
+            "choices": [],
+            "timings": timings(finished.usage),
+            **report(self._asked.kvflash.report, finished),
+        }
+        options = self._asked.stream_options
+        if options is not None and options.include_usage:
+            yield frame({**last, "usage": usage(finished.usage)})
+        elif self._asked.kvflash.report != "none" or self._asked.timings_per_token:
+            yield frame(last)
+        yield DONE
 
     def _piece(self, text: str, logprobs: Sequence[Logprob], *, end: bool = False) -> Iterator[bytes]:
         if self._tools.named is not None:

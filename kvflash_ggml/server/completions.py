@@ -9,11 +9,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..batching.messages import Event, Finished, Logprob, Piece, Started
+from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
 from .errors import ApiError
 from .exchange import DONE, frame
-from .front import Front
-from .schema import CompletionRequest, parse
+from .front import Front, several
+from .schema import MAX_ANSWERS, CompletionRequest, parse
 from .took import FINGERPRINT, report, timings, usage
 
 
@@ -25,22 +25,32 @@ async def completions(front: Front, http: HttpRequest) -> Response:
         raise ApiError(501, f"{name} is not supported: leave it out", param=name)
     if asked.echo and asked.logprobs is not None:
         raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
-    tokens = await prompt_tokens(front, asked.prompt)
+    prompts = asked.prompt if isinstance(asked.prompt, list) and not _is_tokens(asked.prompt) else [asked.prompt]
+    each = asked.n or 1
+    if len(prompts) * each > MAX_ANSWERS:
+        message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
+        raise ApiError(400, message, code="invalid_value", param="prompt")
     grammar = await front.grammar(text=asked.grammar or None, schema=None, any_json=False)
-    request = front.make(
-        http, asked, tokens, kind="cmpl", most=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
-    )
-    echoed = front.prompts.detokenize(tokens).decode("utf-8", "replace") if asked.echo else ""
-    answer = TextAnswer(front.settings.alias, request.id, asked, echoed)
-    return await front.respond(http, request, answer, stream=asked.stream)
+    requests: list[Request] = []
+    answers: list[TextAnswer] = []
+    for prompt in prompts:
+        tokens = await prompt_tokens(front, prompt)
+        request = front.make(
+            http, asked, tokens, kind="cmpl", most=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
+        )
+        echoed = front.prompts.detokenize(tokens).decode("utf-8", "replace") if asked.echo else ""
+        for one in several(request, each):
+            requests.append(one)
+            answers.append(TextAnswer(front.settings.alias, requests[0].id, asked, echoed, index=len(answers)))
+    return await front.respond(http, requests, answers, each=each, stream=asked.stream)
+
+
+def _is_tokens(prompt: list[Any]) -> bool:
+    return not prompt or isinstance(prompt[0], int)
 
 
 async def prompt_tokens(front: Front, prompt: Any) -> list[int]:
-    """The tokens of one prompt, however it is given."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise ApiError(501, f"{len(prompt)} prompts in one request: send one request for each", param="prompt")
-        prompt = prompt[0]
+    """The tokens of one prompt, as text or as tokens."""
     if isinstance(prompt, str):
         return await front.work(front.prompts.tokenize, prompt, add_special=True, parse_special=True)
     n_vocab = front.prompts.n_vocab
@@ -53,8 +63,8 @@ async def prompt_tokens(front: Front, prompt: Any) -> list[int]:
 class TextAnswer:
     """Events as OpenAI's completion objects."""
 
-    def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str) -> None:
-        self._asked, self._echoed = asked, echoed
+    def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str, *, index: int) -> None:
+        self._asked, self._echoed, self._index = asked, echoed, index
         self._base = {
             "id": id, "object": "text_completion", "created": int(time.time()), "model": alias,
             "system_fingerprint": FINGERPRINT,
@@ -68,15 +78,20 @@ class TextAnswer:
             self._text.append(event.text)
             self._logprobs += event.logprobs
 
-    def whole(self, finished: Finished) -> dict[str, Any]:
-        choice = self._choice("".join(self._text), self._logprobs, finished.reason)
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        return self._choice("".join(self._text), self._logprobs, finished.reason)
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
         return {
             **self._base,
-            "choices": [choice],
+            "choices": list(choices),
             "usage": usage(finished.usage),
             "timings": timings(finished.usage),
             **report(self._asked.kvflash.report, finished),
         }
+
+    def opening(self) -> bytes:
+        return b""
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Started) and self._echoed:
@@ -85,12 +100,14 @@ class TextAnswer:
             yield frame({**self._base, "choices": [self._choice(event.text, event.logprobs, None)]})
         elif isinstance(event, Finished):
             yield frame({**self._base, "choices": [self._choice("", (), event.reason)]})
-            options, shown = self._asked.stream_options, report(self._asked.kvflash.report, event)
-            if options is not None and options.include_usage:
-                yield frame({**self._base, "choices": [], "usage": usage(event.usage), **shown})
-            elif shown:
-                yield frame({**self._base, "choices": [], **shown})
-            yield DONE
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        options, shown = self._asked.stream_options, report(self._asked.kvflash.report, finished)
+        if options is not None and options.include_usage:
+            yield frame({**self._base, "choices": [], "usage": usage(finished.usage), **shown})
+        elif shown:
+            yield frame({**self._base, "choices": [], **shown})
+        yield DONE
 
     def _choice(self, text: str, told: Sequence[Logprob], reason: str | None) -> dict[str, Any]:
         logprobs = None
@@ -106,4 +123,4 @@ class TextAnswer:
                 "top_logprobs": [{p.decode("utf-8", "replace"): value for _, p, value in one.top} for one in told],
                 "text_offset": offsets,
             }
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -16,12 +16,35 @@ from ..batching.scheduler import Scheduler
 from ..batching.waiting import QueueFull
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
+from .took import together
 
 MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+
+
+class Answer(Protocol):
+    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
+
+    def opening(self) -> bytes:
+        """Of a stream, before any event."""
+        ...
+
+    def frames(self, event: Event, /) -> Iterable[bytes]: ...
+
+    def ending(self, finished: Finished, /) -> Iterable[bytes]:
+        """Of a stream, behind the last of several answers; finished: of all of them together."""
+        ...
+
+    def take(self, event: Event, /) -> None: ...
+
+    def choice(self, finished: Finished, /) -> dict[str, Any]: ...
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished, /) -> dict[str, Any]:
+        """Of all answers, this one among them."""
+        ...
 
 
 class Inbox:
@@ -128,7 +151,7 @@ class Exchange:
 
 
 class EventStream(Response):
-    """An answer in frames as they come. frames: of an event, as bytes to be sent; errors are a frame, then the end.
+    """Answers in frames as they come, one after the other; errors are a frame, then the end. each: answers to a prompt.
 
     A client that takes nothing for `stall_s` is given up. The headers go out at once, so that nobody on the way cuts
     the connection while a long prompt is read.
@@ -138,39 +161,31 @@ class EventStream(Response):
 
     def __init__(
         self,
-        exchange: Exchange,
-        frames: Callable[[Event], Iterable[bytes]],
+        exchanges: Sequence[Exchange],
+        answers: Sequence[Answer],
         *,
+        each: int,
         ping_s: float,
         stall_s: float,
-        first: bytes = b"",
     ) -> None:
         self.status_code = 200
         self.background = None
-        self._exchange = exchange
-        self._frames = frames
+        self._exchanges = exchanges
+        self._answers = answers
+        self._each = each
         self._ping_s = ping_s
         self._stall_s = stall_s
-        self._first = first
         self._stalled = False
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if self._first:
-                await self._send(send, _more(self._first))
-            async for event in self._exchange.events(ping_s=self._ping_s):
-                if event is None:
-                    await self._send(send, _more(PING))
-                elif isinstance(event, Failed):
-                    if event.code == CANCELLED:
-                        return
-                    await self._send(send, _more(frame(self._exchange.error(event).body) + DONE))
-                else:
-                    data = b"".join(self._frames(event))
-                    if data:
-                        await self._send(send, _more(data))
+            failed = await self._all(send)
+            if failed is not None and failed.code == CANCELLED:
+                return
+            if failed is not None:
+                await self._send(send, _more(frame(self._exchanges[0].error(failed).body) + DONE))
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             return  # the client is gone
@@ -178,7 +193,26 @@ class EventStream(Response):
             if not self._stalled:
                 raise
         finally:
-            self._exchange.close()
+            for exchange in self._exchanges:
+                exchange.close()
+
+    async def _all(self, send: Send) -> Failed | None:
+        """Send what comes; what has failed ends it."""
+        ended = []
+        for exchange, answer in zip(self._exchanges, self._answers, strict=True):
+            await self._bytes(send, answer.opening())
+            async for event in exchange.events(ping_s=self._ping_s):
+                if isinstance(event, Failed):
+                    return event
+                await self._bytes(send, PING if event is None else b"".join(answer.frames(event)))
+                if isinstance(event, Finished):
+                    ended.append(event)
+        await self._bytes(send, b"".join(answer.ending(together(ended, each=self._each))))
+        return None
+
+    async def _bytes(self, send: Send, data: bytes) -> None:
+        if data:
+            await self._send(send, _more(data))
 
     async def _send(self, send: Send, message: Message) -> None:
         task = asyncio.current_task()
@@ -208,14 +242,20 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-async def collected(exchange: Exchange, take: Callable[[Event], Any]) -> Finished:
-    """Read an exchange to its end; each event to `take`. ApiError if it fails."""
-    last: Event | None = None
-    async for event in exchange.events():
-        assert event is not None
-        take(event)
-        last = event
-    if isinstance(last, Failed):
-        raise exchange.error(last)
-    assert isinstance(last, Finished)
-    return last
+async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer], *, each: int) -> dict[str, Any]:
+    """All answers as one value, read to their ends one after the other. ApiError if one fails."""
+    ended: list[Finished] = []
+    try:
+        for exchange, answer in zip(exchanges, answers, strict=True):
+            async for event in exchange.events():
+                if isinstance(event, Failed):
+                    raise exchange.error(event)
+                assert event is not None
+                answer.take(event)
+                if isinstance(event, Finished):
+                    ended.append(event)
+    finally:
+        for exchange in exchanges:
+            exchange.close()
+    choices = [answer.choice(end) for answer, end in zip(answers, ended, strict=True)]
+    return answers[0].whole(choices, together(ended, each=each))

@@ -7,37 +7,28 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Request, Sampling
+from ..batching.messages import Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..errors import ConfigError
 from . import schemas
 from .errors import ApiError
-from .exchange import EventStream, Exchange, collected
+from .exchange import Answer, EventStream, Exchange, collected
 from .prompts import Prompts
 from .schema import _Sampled
 from .settings import ServerSettings
 from .speed import Speed
 
 T = TypeVar("T")
-
-
-class Answer(Protocol):
-    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
-
-    def frames(self, event: Event, /) -> Iterable[bytes]: ...
-
-    def take(self, event: Event, /) -> object: ...
-
-    def whole(self, finished: Finished, /) -> object: ...
 
 
 THREADS = 4
@@ -119,9 +110,6 @@ class Front:
     ) -> Request:
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
-        if asked.n not in (None, 1):
-            message = f"n: {asked.n} answers in one request: ask {asked.n} times, the prompt is not read again"
-            raise ApiError(501, message, code="not_served", param="n")
         if not tokens:
             raise ApiError(400, "the prompt is empty", param="prompt", code="invalid_value")
         if len(tokens) + 1 > n_ctx:
@@ -210,21 +198,32 @@ class Front:
             ) from err
         return grammar
 
-    def exchange(self, http: HttpRequest, request: Request) -> Exchange:
-        return Exchange(self.scheduler, request, http.receive)
-
     async def respond(
-        self, http: HttpRequest, request: Request, answer: Answer, *, stream: bool, first: bytes = b""
+        self, http: HttpRequest, requests: Sequence[Request], answers: Sequence[Answer], *, each: int, stream: bool
     ) -> Response:
-        """Put the request in line, and answer it as it comes or as a whole. first: of a stream, before any event."""
-        exchange = self.exchange(http, request)
+        """Put requests in line, all or none of them, and answer them as they come or as a whole. each: to a prompt."""
+        exchanges: list[Exchange] = []
+        try:
+            for request in requests:
+                exchanges.append(Exchange(self.scheduler, request, http.receive))
+        except ApiError:
+            for exchange in exchanges:
+                exchange.close()
+            raise
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
-            return EventStream(exchange, answer.frames, ping_s=ping_s, stall_s=stall_s, first=first)
-        return JSONResponse(answer.whole(await collected(exchange, answer.take)))
+            return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s)
+        return JSONResponse(await collected(exchanges, answers, each=each))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def several(request: Request, count: int) -> list[Request]:
+    """So many answers to one prompt, each with random numbers of its own."""
+    seed = request.sampling.seed
+    samplings = [replace(request.sampling, seed=(seed + i) & 0xFFFFFFFF) for i in range(count)]
+    return [replace(request, id=f"{request.id}-{i}" if i else request.id, sampling=s) for i, s in enumerate(samplings)]
 
 
 def _loads(data: bytes) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -111,13 +111,15 @@ async def apply_template(front: Front, http: HttpRequest) -> Response:
 async def completion(front: Front, http: HttpRequest) -> Response:
     asked: RawRequest = parse(RawRequest, await front.body(http))
     front.admit()
+    if asked.n not in (None, 1):
+        message = f"n: {asked.n} answers in one request: use /v1/completions, or ask {asked.n} times"
+        raise ApiError(501, message, code="not_served", param="n")
     tokens = await prompt_tokens(front, asked.prompt)
     grammar = await front.grammar(text=asked.grammar or None, schema=asked.json_schema, any_json=False)
     most = None if asked.n_predict < 0 else asked.n_predict
     logprobs = asked.n_probs or None
     request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)
-    answer = RawAnswer(front.settings.alias, asked)
-    return await front.respond(http, request, answer, stream=asked.stream)
+    return await front.respond(http, [request], [RawAnswer(front.settings.alias, asked)], each=1, stream=asked.stream)
 
 
 class RawAnswer:
@@ -133,8 +135,17 @@ class RawAnswer:
             self._text.append(event.text)
             self._logprobs += event.logprobs
 
-    def whole(self, finished: Finished) -> dict[str, Any]:
+    def choice(self, finished: Finished) -> dict[str, Any]:
         return {**self._last(finished, "".join(self._text)), **self._told(self._logprobs)}
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        return choices[0]
+
+    def opening(self) -> bytes:
+        return b""
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        return iter(())
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import ApiError
 
 Stops = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16)]
+MAX_ANSWERS = 16
+"""In one request."""
+
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
@@ -51,7 +54,7 @@ class _Sampled(_Strict):
     seed: int | None = None
     stop: str | Stops | None = None
     logit_bias: Bias | None = Field(None, max_length=1024)
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     cache_prompt: bool | None = None
     id_slot: int | None = None
     ignore_eos: bool = False

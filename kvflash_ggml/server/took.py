@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..batching.messages import Finished, Usage
 
 FINGERPRINT = f"kvflash-{__version__}"
+
+
+def together(ended: Sequence[Finished], *, each: int) -> Finished:
+    """Several answers, so many to each prompt, whose tokens count once; the last one's report."""
+    took, read = [end.usage for end in ended], [end.usage for end in ended[::each]]
+    sums = Usage(
+        prompt=sum(one.prompt for one in read),
+        cached=sum(one.cached for one in read),
+        generated=sum(one.generated for one in took),
+        queue_s=took[0].queue_s,
+        restore_s=sum(one.restore_s for one in took),
+        prompt_s=sum(one.prompt_s for one in took),
+        generation_s=sum(one.generation_s for one in took),
+    )
+    return replace(ended[-1], usage=sums)
 
 
 def usage(took: Usage) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from support.fake_model import TEMPLATE, FakeModel, FakePrompts
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.logs import Formatter
 from kvflash_ggml.server import exchange
 from kvflash_ggml.server.app import make_app
@@ -128,7 +129,86 @@ def test_a_completion_streams() -> None:
     assert text == "helloan answer"
 
 
+def test_several_answers() -> None:
+    """One after the other, to a prompt that is read once; each draws numbers of its own."""
+    server, seeds = Server(), []
+    server.model.reply = lambda prompt: b"x" * (1 + len(seeds))
+    generate = server.model.generate
+
+    def spy(request: Any, **more: Any) -> Any:
+        seeds.append(request.sampling.seed)
+        return generate(request, **more)
+
+    server.model.generate = spy  # type: ignore[method-assign]
+    asked = {"messages": [{"role": "user", "content": "x" * 400}], "n": 3, "seed": 2**32 - 2}
+
+    async def work(client: Client) -> tuple[Reply, Reply]:
+        whole = await client.post("/v1/chat/completions", asked)
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        return whole, await client.post("/v1/chat/completions", {**asked, **more})
+
+    whole, stream = server.run(work)
+    assert seeds == [2**32 - 2, 2**32 - 1, 0] * 2
+    answers = [(one["index"], one["message"]["content"], one["finish_reason"]) for one in whole.json["choices"]]
+    assert answers == [(0, "xx", "stop"), (1, "xxx", "stop"), (2, "xxxx", "stop")]
+    size = len("user: \nassistant: ") + 400
+    assert whole.json["usage"] == {
+        "prompt_tokens": size, "completion_tokens": 9, "total_tokens": size + 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    assert server.model.read_tokens == size + 5, "and its last token for each other answer"
+    assert stream.frames.count("[DONE]") == 1
+    choices = [frame["choices"][0] for frame in stream.frames[:-2]]
+    assert [one["index"] for one in choices if "role" in one["delta"]] == [0, 1, 2]
+    assert [one["index"] for one in choices if one["finish_reason"]] == [0, 1, 2]
+    texts = ["".join(one["delta"].get("content", "") for one in choices if one["index"] == i) for i in range(3)]
+    assert texts == ["x" * 5, "x" * 6, "x" * 7]
+    assert stream.frames[-2]["usage"]["completion_tokens"] == 18
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_find_room_together_or_not_at_all(stream: bool) -> None:
+    async def work(client: Client) -> Reply:
+        reply = await client.post("/v1/completions", {"prompt": "hello", "n": 6, "stream": stream})
+        while not server.scheduler.idle:
+            await asyncio.sleep(0.001)
+        return reply
+
+    server = Server(FakeModel(on_step=lambda: time.sleep(0.002)), limits=Limits(most=4))
+    assert server.run(work).status == 429
+    assert set(server.scheduler.totals.finished) == {"cancelled"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_of_several_answers_fails(stream: bool) -> None:
+    """The client is told, and nobody makes the others."""
+    server = Server()
+    generate = server.model.generate
+
+    def second_fails(request: Any, **more: Any) -> Any:
+        if request.id.endswith("-1"):
+            raise HostMemoryError("no memory")
+        return generate(request, **more)
+
+    server.model.generate = second_fails  # type: ignore[method-assign]
+    reply = server.post("/v1/completions", {"prompt": "hello", "n": 3, "stream": stream})
+    told = reply.frames[-2] if stream else reply.json
+    assert told["error"]["message"] == "no memory"
+    assert (reply.status, reply.frames[-1:]) == ((200, ["[DONE]"]) if stream else (500, []))
+    assert server.scheduler.totals.finished["internal_error"] == 1
+
+
+def test_several_prompts() -> None:
+    data = {"prompt": ["one", "two"], "n": 2, "echo": True, "max_tokens": 2}
+    reply = Server().post("/v1/completions", data)
+    texts = [(one["index"], one["text"]) for one in reply.json["choices"]]
+    assert texts == [(0, "onean"), (1, "onean"), (2, "twoan"), (3, "twoan")]
+    assert reply.json["usage"]["prompt_tokens"] == 6
+    assert reply.json["usage"]["completion_tokens"] == 8
+
+
 def test_llama_servers_own_shape() -> None:
+    assert Server().post("/completion", {"prompt": "hello", "n": 2}).status == 501
     data = {"prompt": "hello", "n_predict": 30, "stop": ["swe"], "return_tokens": True}
     reply = Server().post("/completion", data)
     assert reply.json["content"] == "an an"
@@ -235,7 +315,7 @@ def test_metrics() -> None:
             400,
             "pool or exact here, not 'lossless': start the server with --kvflash-answer lossless",
         ),
-        ({"n": 2}, 501, "n: 2 answers in one request"),
+        ({"n": 17}, 400, "n: "),
         ({"n": 0}, 400, "n: "),
         ({"top_logprobs": 3}, 400, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
@@ -262,7 +342,8 @@ def test_what_is_refused(data: dict[str, Any], status: int, said: str) -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        ({"prompt": ["a", "b"]}, 501),
+        ({"prompt": ["a", ""]}, 400),
+        ({"prompt": ["a", "b"], "n": 9}, 400),
         ({"prompt": "a", "suffix": "b"}, 501),
         ({"prompt": "a", "best_of": 2}, 501),
         ({"prompt": "a", "echo": True, "logprobs": 1}, 501),

@@ -55,6 +55,8 @@ def plain(client: openai.OpenAI) -> dict:
     found["tool"] = sorted(json.loads(call.choices[0].message.tool_calls[0].function.arguments))
     trip = client.chat.completions.parse(model=model, messages=HELLO, response_format=Trip, max_tokens=300, seed=1)
     found["parsed"] = type(trip.choices[0].message.parsed).__name__
+    several = client.chat.completions.create(model=model, messages=HELLO, max_tokens=6, n=3, seed=1)
+    found["several"] = [[one.index for one in several.choices], several.usage.completion_tokens]
     done = client.completions.create(model=model, prompt="Once upon a time", max_tokens=5, temperature=0, logprobs=1)
     found["completion"] = [done.usage.completion_tokens, len(done.choices[0].logprobs.tokens)]
     return found
@@ -62,7 +64,7 @@ def plain(client: openai.OpenAI) -> dict:
 
 def errors(client: openai.OpenAI) -> list[str]:
     found = []
-    for more in ({"temperature": -1}, {"n": 3}, {"messages": [{"role": "user", "content": "x " * 20000}]}):
+    for more in ({"temperature": -1}, {"n": 99}, {"messages": [{"role": "user", "content": "x " * 20000}]}):
         try:
             client.chat.completions.create(**{"model": "m", "messages": HELLO, **more})
         except openai.APIStatusError as err:
