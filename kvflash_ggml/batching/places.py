@@ -15,6 +15,9 @@ LONGEST_S = 3600.0
 GRACE_S = 3.0
 """How late somebody may be: clients round a time up, and the network takes its part."""
 
+KEPT_FOR = 4.0
+"""A place that becomes free so many requests before somebody is due is kept for him."""
+
 TWINS = 4
 """Requests that are alike may be of several clients: so many more than wait already are told times of their own."""
 
@@ -79,10 +82,21 @@ class Places:
             self._leave_line(place)
             self._give_up(place)
 
-    def expected(self, now: float) -> int:
-        """How many will probably come about now, of those who were told to."""
+    def expected(self, now: float, pace: float, *, but: Hashable) -> int:
+        """How many others will probably come before the seat has taken KEPT_FOR more, of those who were told to."""
         self._advance(now)
-        return round(self._share * sum(not one.gone for one in self._expected))
+        late = sum(not one.gone and one.who != but for one in self._expected)
+        return round(self._share * (late + self._due_before(now + KEPT_FOR * pace, but)))
+
+    def _due_before(self, until: float, but: Hashable) -> int:
+        """How many others of those ahead; looks at these only, and what is next to them in the heap."""
+        count, places = 0, [0]
+        while places:
+            i = places.pop()
+            if i < len(self._ahead) and self._ahead[i].due <= until:
+                count += not self._ahead[i].gone and self._ahead[i].who != but
+                places += (2 * i + 1, 2 * i + 2)
+        return count
 
     def clear(self) -> None:
         """Nobody waits any more: there is room at once, whatever those were told who have not come again."""

@@ -67,7 +67,7 @@ class Waiting:
         request, size, now = job.request, len(job.request.tokens), job.submitted
         with self._lock:
             awaited = self._places.came(job.who, now)
-            kept = 0 if awaited else min(self._places.expected(now), self._most // 2)
+            kept = 0 if awaited else min(self._places.expected(now, pace, but=job.who), self._most // 2)
             full = self._full(size, kept)
             if full is not None:
                 alike = self._alike[job.who]
