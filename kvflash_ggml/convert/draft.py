@@ -66,6 +66,7 @@ def convert(
 def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
     """What llama.cpp is told of a drafter. The tokenizer is the target's, byte for byte."""
     own: dict[str, bool | int | float | list[int] | list[bool]] = {
+        "context_length": it.context or aim.context,  # llama.cpp loads no file without one
         "embedding_length": it.hidden,
         "block_count": it.layers,
         "feed_forward_length": it.ff,
@@ -77,8 +78,6 @@ def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
         "rope.freq_base": it.theta,
         "rope.dimension_count": it.rotary,
     }
-    if it.context is not None:
-        own["context_length"] = it.context
     if it.causal is not None:
         own["attention.causal"] = it.causal
     if it.window is not None:

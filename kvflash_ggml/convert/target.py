@@ -30,14 +30,16 @@ _REMEDY = "Give the GGUF file of the whole target model, the first one if it is 
 class Target:
     """The model that decides.
 
-    layers: without those that predict further tokens. mask: its mask token, if it has one. sections: does its RoPE
-    count in sections (M-RoPE)? tokenizer: its fields as they lie in the file. vocabulary: a hash of its tokens.
+    layers: without those that predict further tokens. context: the length it was made for. mask: its mask token, if it
+    has one. sections: does its RoPE count in sections (M-RoPE)? tokenizer: its fields as they lie in the file.
+    vocabulary: a hash of its tokens.
     """
 
     where: str
     architecture: str
     layers: int
     hidden: int
+    context: int
     vocab: int
     theta: float
     mask: int | None
@@ -63,6 +65,7 @@ def describe(file: GGUF) -> Target:
         architecture=file.architecture,
         layers=layers,
         hidden=_whole(file, "embedding_length"),
+        context=_whole(file, "context_length"),
         vocab=tokens.count,
         theta=theta,
         mask=mask if type(mask) is int else None,

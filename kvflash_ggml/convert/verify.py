@@ -82,7 +82,7 @@ def describe(file: GGUF) -> Drafter:
         block=_whole(file, "block_size"),
         mask=_integer(file, MASK),
         target_layers=target_layers(file),
-        context=_optional(file, "context_length"),
+        context=_whole(file, "context_length"),
         causal=file.own("attention.causal") is True,
         window=_optional(file, "attention.sliding_window") or None,
         sliding=tuple(pattern) if isinstance(pattern, list) else (),

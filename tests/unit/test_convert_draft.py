@@ -106,6 +106,11 @@ def test_a_length_is_told_and_sizes_nothing(tmp_path: Path, target: Path) -> Non
     assert made.own("context_length") == 1 << 30
 
 
+def test_without_a_length_it_is_the_targets(tmp_path: Path, target: Path) -> None:
+    made = converted(small_checkpoint(tmp_path / "drafter", max_position_embeddings=None), target)
+    assert made.own("context_length") == gguf_read.read(target).own("context_length")
+
+
 def test_a_nested_theta_goes_before_the_top_level(tmp_path: Path, target: Path) -> None:
     nested = {"rope_theta": THETA, "rope_type": "default"}
     made = converted(small_checkpoint(tmp_path / "drafter", rope_theta=5.0, rope_parameters=nested), target)
