@@ -301,7 +301,8 @@ class Controller:
         tokens: what a step of 1, 2 ... rows wins. drafting: what it takes to have so many tokens drafted.
         """
         change = self._times.switch / max(1.0, self._stay)
-        tried = max(self._widths[0], 4 * self._times.most)  # what is unknown is come near to by and by
+        most = self._times.most  # what is unknown is come near to by and by, and begins where it costs least
+        tried = max(self._widths[0], most * (4 if most > 3 else 2))
         rates = {1: 1 / (self._times(1) + (change if self._rows > 1 else 0.0))}
         left, dear = self._left(), 0.0
         for rows in widths:
@@ -342,7 +343,7 @@ class Controller:
         """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""
         source = self._source(name)
         source.failed += 1
-        repaid = source.drafting(1) / (self._eps / 2 * self._times(1)) if self._times.known else 0.0
+        repaid = source.drafting(1) / (self._eps / 4 * self._times(1)) if self._times.known else 0.0
         source.resting = min(1 << min(source.failed, 16), round(repaid))
         source.why = f"{name} rests: its last {source.failed} proposals came to nothing"
 

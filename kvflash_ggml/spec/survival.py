@@ -23,6 +23,9 @@ FORGET = 0.99
 FADE = 0.98
 """The same for a step without evidence: what was bad is tried again some day."""
 
+PATIENCE = 2
+"""And so many times later where it was tried again already, for nothing."""
+
 HOPE, WEIGHT = 0.8, 4.0
 """What is expected of a source that nothing is known of, and how many drafts it takes to think otherwise."""
 
@@ -47,6 +50,8 @@ class Survival:
         self._reached = np.zeros((BINS + 1, POSITIONS))
         self._accepted = np.zeros((BINS + 1, POSITIONS))
         self._rested = 0  # steps without evidence that are not accounted for yet
+        self._again = False  # there were such steps since the last evidence
+        self._patience = 1  # steps without evidence that count as one
         self._misses = 0
         self._likelihood = 1.0  # of these misses, as things were thought to be
 
@@ -73,6 +78,11 @@ class Survival:
         tested = set([ROOT, *path][: len(path) if stopped else None])
         if not tested or not len(draft):
             return
+        if path:
+            self._patience = 1
+        elif self._again:
+            self._patience = PATIENCE
+        self._again = False
         rows, columns = _cells(draft)
         chance = self.of(draft)[draft.parent == ROOT].sum()
         self._fade(FORGET)
@@ -85,10 +95,11 @@ class Survival:
     def rest(self, steps: int = 1) -> None:
         """So many steps went by without a draft of this source."""
         self._rested += steps
+        self._again = True
 
     def _age(self) -> None:
         if self._rested:
-            self._fade(FADE**self._rested)
+            self._fade(FADE ** (self._rested / self._patience))
             self._rested = 0
 
     def _doubt(self, accepted: bool, chance: float, rows: npt.NDArray[np.intp]) -> None:

@@ -31,11 +31,13 @@ class Times:
         times = self._firsts if first else self._steady
         news = first or rows not in self._steady
         times.setdefault(rows, deque(maxlen=SAMPLES)).append(seconds)
-        if not first or (rows > 1 and rows not in self._steady):
-            # The first step stands for the others as long as no other was seen.
+        if not first:
             self._known[rows] = median(times[rows])
         if news:
             self.switch = self._late()
+            for others in self._firsts.keys() - self._steady.keys() - {1}:
+                # First steps stand for the others as long as no other was seen, but for what changing rows takes.
+                self._known[others] = median(self._firsts[others]) - self.switch
         self.most = max(self.most, rows)
         if self._guessed:
             self._guessed = {}

@@ -81,3 +81,20 @@ def test_odd_probabilities_fit_in_a_bin() -> None:
     survival = Survival()
     survival.told(draft, [0])
     assert np.all(np.isfinite(survival.of(draft)))
+
+
+def test_what_was_tried_again_for_nothing_is_forgotten_later() -> None:
+    survival, draft = Survival(), chain([1], "made up")
+
+    def forgotten(steps: int) -> float:
+        survival.rest(steps)
+        return float(survival.of(draft)[0])
+
+    for _ in range(5):
+        survival.told(draft, [])
+    once = forgotten(40)
+    survival.told(draft, [])
+    before = forgotten(0)
+    assert before < forgotten(40) < once
+    survival.told(draft, [0])
+    assert forgotten(40) > once, "it is worth it again"
