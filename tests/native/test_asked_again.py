@@ -17,6 +17,7 @@ from support.served import answer
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 
 KINDS = ("dense", "hybrid", "iswa")
@@ -127,16 +128,23 @@ def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, tokens: Any, 
         turns = []
         for begin in (0, 3000):
             text = tokens[begin : begin + 1200].tolist()
-            text += [*answer(scheduler, text, LENGTH).tokens, *tokens[begin + 1300 : begin + 1340].tolist()]
-            turns.append((text, answer(scheduler, text, LENGTH)))
-        for text, first in [*turns, *turns, turns[1]]:
-            again = answer(scheduler, text, LENGTH)
-            assert again.tokens == first.tokens
-            assert again.report["page_ins"] > 0
-            assert again.usage.prompt - again.usage.cached <= 64
+            text += [*served(scheduler, text)[0].tokens, *tokens[begin + 1300 : begin + 1340].tolist()]
+            turns.append((text, *served(scheduler, text)))
+        for text, first, _ in [*turns, *turns, turns[1]]:
+            again, end = served(scheduler, text)
+            assert again == first
+            assert end.report["page_ins"] > 0
+            assert end.usage.prompt - end.usage.cached <= 64
         assert scheduler.shelf.counts.stored > 0
     finally:
         scheduler.close()
+
+
+def served(scheduler: Scheduler, text: list[int]) -> tuple[Answered, Finished]:
+    """Only what is resident in the end is known of it."""
+    end, llm = answer(scheduler, text, LENGTH, ignore_eos=True), scheduler.model.llm
+    resident, last = scheduler.call(lambda: (llm.kvflash.resident_chunks, llm.newest_logits().tobytes())).result()
+    return Answered(end.tokens, (tuple(resident),), last), end
 
 
 def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> None:
@@ -169,6 +177,7 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
     text = tokens.tolist()[:830]
     llm = llama("small", n_ctx=1024, kvflash=512, kvflash_policy="qk", kvflash_tau=8, kvflash_calibrate=False)
     first = ask(llm, text, 12)
+    ask(llm, text)
     state = llm.save_state()
     files = tuple(f"session/{name}.py" for name in ("session", "question", "findings", "text", "unfinished"))
     k, hits = random.Random(4).randrange(1, 4), 0

@@ -355,6 +355,11 @@ def test_the_layout_is_what_the_document_says(data: bytes) -> None:
     policy = facts["policy"]
     assert (policy["name"], policy["tau"]) == ("digest", 16)
     assert [f"look {i}" in parts.sections for i in range(policy["looks"] + 1)] == [True] * policy["looks"] + [False]
+    (found,) = policy["found"]
+    assert found["start"] == LENGTH - CHUNK
+    assert parts.sections["found 0 tokens"] == text(LENGTH)[-CHUNK:].astype("<i4").tobytes()
+    assert len(parts.sections["found 0 ledger"]) == 24 * -(-found["start"] // CHUNK)
+    assert len(parts.sections["found 0 ranking"]) == 8 * (LENGTH // CHUNK)
     assert len(parts.sections["statistics"]) == length // CHUNK * 4
     assert "logits" not in parts.sections
     assert facts["fingerprint"]["chunk"] == CHUNK
@@ -562,6 +567,19 @@ HARM: dict[str, Harm] = {
     "due": policy(due=2**40),
     "looks without end": policy(looks=9),
     "looks that are not there": policy(looks=5),
+    "findings a number": policy(found=7),
+    "a finding a number": policy(found=[7]),
+    "findings without end": lambda parts: policy(found=parts.facts["policy"]["found"] * 17)(parts),
+    "a finding that is not there": lambda parts: policy(found=parts.facts["policy"]["found"] * 2)(parts),
+    "a finding beyond": lambda parts: parts.facts["policy"]["found"][0].update(start=LENGTH + 10),
+    "a finding from elsewhere": lambda parts: parts.facts["policy"]["found"][0].update(start=64),
+    "a finding from a fraction": lambda parts: parts.facts["policy"]["found"][0].update(start=1.5),
+    "a finding that is due a number": lambda parts: parts.facts["policy"]["found"][0].update(due=1),
+    "a finding before its clock": lambda parts: parts.facts["policy"]["found"][0].update(clock=0),
+    "a finding of endless tokens": section("found 0 tokens", lambda data: bytes(4 << 17)),
+    "a finding's row less": section("found 0 ledger", lambda data: data[:-24]),
+    "a finding's block twice": section("found 0 ledger", lambda data: data[:24] * (len(data) // 24)),
+    "a finding's scores for more chunks": section("found 0 ranking", lambda data: bytes(8 * 99)),
     "statistics": section("statistics", lambda data: data[:-1]),
     "half a score": lambda parts: (policy(looks=1)(parts), parts.sections.update({"look 0": b"\0" * 7})),
     "scores for more chunks": lambda parts: (policy(looks=1)(parts), parts.sections.update({"look 0": bytes(8 * 99)})),

@@ -1,0 +1,166 @@
+"""A prompt that is asked again: on an engine whose scores depend on everything, beside a text that nobody disturbs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import plain_reader
+from support.saving import decode, dump, load, make, settle_scores, text
+
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.pool.plan import ABSENT
+from kvflash_ggml.session.session import Session
+
+PROMPT = text(900, 3)
+MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asynchronous": True}]
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., Session]]:
+    made: list[Session] = []
+
+    def build(*args: Any, **kwargs: Any) -> Session:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for session in made:
+        session.close()
+
+
+def places(session: Session) -> list[int]:
+    settle_scores(session)
+    session.table.check_integrity()
+    return [chunk.block for chunk in session.table.chunks]
+
+
+def ask(session: Session, prompt: Any = PROMPT) -> None:
+    """As `Llama.generate` does: what is shared stays, and the end is read."""
+    shared = 0
+    while shared < min(session.length, len(prompt) - 1) and session.tokens[shared] == prompt[shared]:
+        shared += 1
+    left = session.truncate(session.prefix_to_keep(shared, prompt))
+    session.extend(prompt[left:], prompt=True)
+
+
+def answer(session: Session, count: int) -> list[list[int]]:
+    """Where the chunks are after each of the next tokens."""
+    seen = [places(session)]
+    for token in text(count, 5):
+        session.extend(np.array([token], np.int32))
+        seen.append(places(session))
+    return seen
+
+
+def reload(session: Session, other: Session) -> Session:
+    load(other, dump(session))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    return other
+
+
+@pytest.mark.parametrize("info", MEMORIES)
+def test_wherever_the_text_has_been(info: dict[str, Any], world: Any) -> None:
+    """Cut, saved and put back at random, while other prompts go on from it: the same again as a text left alone."""
+    chance = random.Random(str(info))
+    session = world(**info)
+    ask(session)
+    want = answer(session, 60)
+    assert len({tuple(blocks) for blocks in want}) > 2, "nothing moved"
+    for _ in range(6):
+        session.truncate(max(len(PROMPT) - CHUNK, session.length - chance.randrange(90)))
+        for _ in range(chance.randrange(3)):
+            session.truncate(len(PROMPT) + chance.randrange(40))
+            decode(session, chance.randrange(1, 90))
+            if chance.random() < 0.5:
+                session = reload(session, world(**info))
+        ask(session)
+        assert answer(session, 60) == want
+
+
+def test_two_questions_take_turns(world: Any) -> None:
+    """The text they have in common reaches as far as the last step of each."""
+    prompts = [np.concatenate([PROMPT, text(CHUNK, seed)]) for seed in (7, 8)]
+    session, want = world(), []
+    ask(session, prompts[0])
+    want.append(answer(session, 20))
+    session.truncate(len(PROMPT))
+    session.extend(prompts[1][len(PROMPT) :], prompt=True)
+    want.append(answer(session, 20))
+    for number in (0, 1, 1, 0):
+        ask(session, prompts[number])
+        assert answer(session, 20) == want[number]
+    assert len(session.scoring.findings.state()) == 2
+
+
+def test_only_the_newest_are_kept(world: Any) -> None:
+    session = world()
+    session.extend(PROMPT)
+    for _ in range(10):
+        session.extend(text(20, session.length))
+    found = session.scoring.findings.state()
+    assert [one.start for one in found] == [len(PROMPT) + 20 * at for at in range(2, 10)]
+    session.truncate(found[4].start)
+    assert session.scoring.findings.state() == found[:5]
+    assert session.state().own_size > sum(one.size for one in found[:5]) > 0
+    saved = session.state(found[2].start)
+    assert [one.start for one in saved.policy.found] == [one.start for one in found[:3]]
+    saved.release()
+    session.reset()
+    assert not session.scoring.findings.state()
+
+
+def test_other_heads_have_found_nothing(world: Any) -> None:
+    session = world()
+    session.extend(PROMPT)
+    session.scoring.use(np.zeros((1, 2), np.int32))
+    assert not session.scoring.findings.state()
+
+
+def test_a_file_without(world: Any) -> None:
+    """As an older version has written it: the prompt's end is read as that of any prompt."""
+    session = world()
+    ask(session)
+    decode(session, 30)
+    parts = plain_reader.read(dump(session))
+    del parts.facts["policy"]["found"]
+    other = world()
+    load(other, plain_reader.write(parts))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    assert not other.scoring.findings.state()
+    ask(other)
+    assert other.scoring.findings.state()
+
+
+@pytest.mark.parametrize("n_slots", [320, 704])
+def test_in_another_pool(n_slots: int, world: Any) -> None:
+    """Blocks that are not there, and more that could be resident: the best that can be had."""
+    session = world()
+    ask(session)
+    decode(session, 30)
+    other = reload(session, world(n_slots))
+    ask(other)
+    assert other.length == len(PROMPT)
+    np.testing.assert_array_equal(other.ranking, session.scoring.findings.state()[0].ranking)
+    assert sum(block != ABSENT for block in places(other)) <= n_slots // CHUNK
+    answer(other, 30)
+
+
+def test_what_the_steps_lead_to_is_what_the_plan_says(world: Any) -> None:
+    """A chunk that is in the pool only stays where it is, and who was there goes elsewhere."""
+    session = world()
+    ask(session)
+    table = session.table
+    (found,) = session.scoring.findings.state()
+    session.truncate(found.start + 10)
+    (newest,) = [chunk for chunk in range(len(table.chunks)) if chunk not in session.store]
+    block = table.chunks[newest].block
+    (taken,) = [c for c, chunk in enumerate(table.chunks) if chunk.block == 1]
+    state = table.state()
+    state.blocks[newest], state.blocks[taken] = 1, block
+    plan = table.reserve(session.length, 1, None, False, state)
+    assert plan.layout.chunks[newest].block == block
+    assert plan.layout.chunks[taken].block == 1 or plan.layout.chunks[taken].block not in {block, ABSENT}
