@@ -119,22 +119,24 @@ def test_a_text_of_which_nothing_has_to_be_read(kind: str, llama: Any, prompts: 
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, tokens: Any, tmp_path: Path) -> None:
+def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, prompts: Any, tokens: Any, tmp_path: Path) -> None:
     """Of conversations that take turns, put aside in memory that holds one of them, and in a folder."""
     limits = Limits(park_bytes=1 << 20)
     scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=Folder(tmp_path))
     scheduler.start()
     try:
         turns = []
-        for begin in (0, 3000):
-            text = tokens[begin : begin + 1200].tolist()
-            text += [*served(scheduler, text)[0].tokens, *tokens[begin + 1300 : begin + 1340].tolist()]
-            turns.append((text, *served(scheduler, text)))
-        for text, first, _ in [*turns, *turns, turns[1]]:
+        for prompt in prompts:
+            first, _ = served(scheduler, prompt)
+            text = [*prompt, *first.tokens, *tokens[3500:3540].tolist()]
+            turns += [(prompt, first), (text, served(scheduler, text)[0])]
+        moved = 0
+        for text, first in [*turns, turns[2], turns[2]]:
             again, end = served(scheduler, text)
             assert again == first
-            assert end.report["page_ins"] > 0
+            moved += end.report["page_ins"]
             assert end.usage.prompt - end.usage.cached <= 64
+        assert moved
         assert scheduler.shelf.counts.stored > 0
     finally:
         scheduler.close()
