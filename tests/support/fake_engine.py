@@ -260,7 +260,8 @@ class FakeEngine(FakeHost):
         distance = self.pos[:count, None] - cells
         shown = np.where(self.info.alibi, -distance, 0)
         want = np.where((cells >= 0) & (distance >= 0), shown, -np.inf).astype(self._mask.dtype)
-        np.testing.assert_array_equal(self._mask[:count], want)
+        if not np.array_equal(self._mask[:count], want):  # what says where takes longer than the step
+            np.testing.assert_array_equal(self._mask[:count], want)
         self.seen = ((cells >= 0) & (distance >= 0)).sum(axis=1).tolist()
 
     def _check_state(self, start: int) -> None:

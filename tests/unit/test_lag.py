@@ -21,7 +21,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 15 // 2)
 def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None:
     lag, length = Lag(MOST), 0
     model: dict[int, int] = {}  # position to token, of what is to be read
