@@ -355,4 +355,5 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
         policy=saved.policy and saved.policy.cut(pos),
         logits=None,
         rebuild=False,
+        repaired=None,
     )

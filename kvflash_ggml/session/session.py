@@ -350,7 +350,10 @@ class Session(AskedText):
 
     def state(self, length: int | None = None, *, drafts: bool = True) -> SessionState:
         """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
-        return restore.state(self, length, drafts=drafts)
+        saved = restore.state(self, length, drafts=drafts)
+        if self.repair is not None and saved.length == self.length:
+            saved.repaired = self.repair.start
+        return saved
 
     def kept_state(self) -> SessionState:
         """What is left of it without its devices, to be loaded on others. See `restore.kept_state`."""
@@ -359,6 +362,8 @@ class Session(AskedText):
     def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
         """Replace everything by a saved session of this heap. See `restore.load`."""
         restore.load(self, saved, then)
+        if self.repair is not None and saved.repaired is not None:
+            self.repair.start = saved.repaired
 
     def policy_state(self, cut: int | None = None) -> PolicyState | None:
         if self.scoring is None:

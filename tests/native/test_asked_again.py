@@ -192,5 +192,5 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
         check(llm)
         assert ask(llm, text, 12) == first, f"line {k}, in {interrupter.stack}"
         llm.load_state(state)
-        k += 7
-    assert hits > 20
+        k += 13
+    assert hits > 10

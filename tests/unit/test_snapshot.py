@@ -559,6 +559,7 @@ HARM: dict[str, Harm] = {
     "checkpoints without end": lambda p: (fact(checkpoints=[1] * 2000)(p), p.sections.update({"checkpoint 1": b""})),
     "queries from beyond": fact(queries_from=9999),
     "half a query": section("queries", lambda data: data[:-1]),
+    "repaired beyond": fact(repaired=9999),
     "seed": fact(seed=2**64),
     "policy a list": fact(policy=[]),
     "policy without a name": policy(name=None),
