@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import KV_TYPES, assert_same, pages, row, same_bits
+from support import resume
+from support.harness import KV_TYPES, assert_same, evaluate, pages, put_pages, row, same_bits
+
+from kvflash_ggml.session.sight import Sight
 
 POOL = 512
 N_CTX = 2048
@@ -86,6 +91,33 @@ def test_a_text_longer_than_the_stages(llama: Any, tokens: Any) -> None:
     assert "1024 tokens in view" in llm.kvflash.banner()
 
 
+def test_a_part_of_a_text_is_seen_as_a_pool_sees_it(
+    bare: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through stages, and in a pool that has the same chunks, up to the order of sums: rung 4."""
+    size = {"n_ctx": N_CTX, "n_ubatch": 128}
+    ours, pool = bare(pool=POOL, stages=1024, answers_exactly=True, **size), bare(pool=N_CTX, **size)
+    views, real = [], Sight.of
+
+    def noted(self: Sight, *args: Any, **kwargs: Any) -> Any:
+        views.append(real(self, *args, **kwargs))
+        return views[-1]
+
+    for one in (ours, pool):
+        one.session.extend(tokens[:1500])
+    put_pages(pool.session.engine, pages(ours.session))
+    monkeypatch.setattr(Sight, "of", noted)
+    ours.session.extend(tokens[1500:1501])
+    view, whole = views[-1]
+    assert not whole
+    assert len(view.chunks) == (1024 - 1 - 1500 % 64) // 64 < 1500 // 64
+    seen = [slot for chunk in view.chunks for slot in range(chunk * 64, chunk * 64 + 64)]
+    token, rows = int(tokens[1500]), [[*seen, *range(1472, 1500)], range(1500)]
+    part, everything = evaluate(pool, [token] * 2, [1500] * 2, [1500, 1501], rows)
+    assert np.abs(ours.row() - part).max() < 0.6  # Q8_0 weights: see rung 4
+    assert np.abs(everything - part).max() > 4 * np.abs(ours.row() - part).max()
+
+
 def test_repair_writes_what_exact_reading_writes(llama: Any, tokens: Any) -> None:
     """The pages of repaired tokens, and their logits, are those of the same tokens read exactly in the same steps."""
     size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128, "kvflash_policy": "qk", "kvflash_reading": "exact"}
@@ -133,6 +165,29 @@ def test_a_page_that_is_lost_is_read_again(llama: Any, stock: Any, tokens: Any, 
     theirs = stock("dense", **STOCK, **size)
     theirs.eval(tokens[:1400].tolist())
     assert same_bits(row(llm), row(theirs))
+
+
+def test_a_text_that_another_process_goes_on_with(
+    llama: Any, stock: Any, model: Any, tokens: Any, tmp_path: Any
+) -> None:
+    """Restored from a file, read on and answered exactly: the bits of a full cache that was never away."""
+    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
+    exact = {"kvflash": POOL, "kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_answer": "exact"}
+    file, plan, then = tmp_path / "text.kvs", tmp_path / "plan.json", tokens[1100:1250].tolist()
+    llm = llama("dense", **exact, **size)
+    llm.eval(tokens[:1100].tolist())
+    llm.save_snapshot(file)
+    points = {"end": {"path": str(file), "then": then}}
+    settings = exact | size | {"kvflash_calibrate": False}
+    plan.write_text(json.dumps({"model": str(model("dense")), "settings": settings, "points": points}))
+    run = subprocess.run([*resume.COMMAND, plan], cwd=resume.TESTS, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout)["end"]
+    theirs = stock("dense", **STOCK, **size)
+    theirs.eval(tokens[:1100].tolist())
+    theirs.eval(then)
+    assert found["length"] == 1100
+    assert {name: found[name] for name in ("tokens", "digests")} == resume.go_on(theirs)
 
 
 def test_memory_for_stages_that_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
