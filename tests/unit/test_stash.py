@@ -11,6 +11,7 @@ from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.session.session import Session
+from kvflash_ggml.session.sketch import Sketch
 from kvflash_ggml.session.stash import Stash
 
 PROMPT = 300
@@ -43,8 +44,10 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
     engine.faults = Faults(full=full)
     copies, kept = counted(engine, "get_state"), counted(engine, "put_state")
     for accepted in (0, 2, 4):
-        for token in (7, 8, 9):
-            one.sketch(np.array([token], np.int32), room=4)
+        with Sketch(one, 4) as sketch:
+            for token in (7, 8, 9):
+                sketch.write([token])
+            assert engine.tokens == [*text, 7, 8, 9]
         one.verify(np.arange(1000, 1004, dtype=np.int32))
         accept(one, accepted)
         text += range(1000, 1000 + accepted)
@@ -55,6 +58,30 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
     assert len(copies) == 6, "the fake one has no other way to keep it"
     told = [x for x in caplog.messages if "goes to the host and back" in x]
     assert len(told) == full
+    one.close()
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_sketch_goes_on_behind_the_rows_that_stay(recurrent: bool) -> None:
+    """As often as it likes; where the memory cannot go back over the others nothing follows, and nothing is lost."""
+    engine = FakeEngine(448, 128, recurrent=recurrent)
+    one, text = session(engine), [*range(PROMPT)]
+    with Sketch(one, 8) as sketch:
+        assert sketch.room_ahead == (1 if recurrent else 8), "without planes there is no way back"
+        sketch.write([7])
+        assert sketch.retain(PROMPT + 1)
+        sketch.write([1, 2, 3])
+        assert sketch.retain(PROMPT + 2) == (not recurrent)
+        kept = [7, 1, 2, 3] if recurrent else [7, 1]
+        assert sketch.tokens.tolist() == engine.tokens == [*text, *kept]
+        if not recurrent:
+            sketch.write([4, 5])
+            assert sketch.retain(PROMPT + 4)
+            assert sketch.tokens.tolist() == engine.tokens == [*text, 7, 1, 4, 5]
+            assert (sketch.left, sketch.room_ahead) == (4, 4)
+    assert one.tokens.tolist() == engine.tokens == text
+    one.extend(np.array([5], np.int32))
+    assert engine.tokens == [*text, 5]
     one.close()
 
 
