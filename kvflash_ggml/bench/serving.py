@@ -127,7 +127,7 @@ def expected_bytes(scheduler: Scheduler) -> int:
     """What the conversations in memory should take: their tokens, those of shared chunks once, at what one takes in the
     pool; OVERHEAD for each chunk; and of each what only its end needs: state, newest queries, logits.
     """
-    shared, total = dict[int, int](), 0
+    shared, states, total = dict[int, int](), dict[int, int](), 0
     for one in scheduler.shelf:
         if not isinstance(one.parked, ParkedSession):
             continue
@@ -136,8 +136,9 @@ def expected_bytes(scheduler: Scheduler) -> int:
         for i in range(whole):
             before = hash((before, saved.tokens[i * CHUNK : (i + 1) * CHUNK].tobytes()))
             shared[before] = saved.heap.page_bytes + OVERHEAD
-        total += rest * saved.heap.page_bytes // CHUNK + saved.own_size + sum(blob.size for blob in saved.blobs)
-    return total + sum(shared.values())
+        total += rest * saved.heap.page_bytes // CHUNK + saved.own_size
+        states.update((id(blob), blob.size) for blob in saved.blobs)
+    return total + sum(shared.values()) + sum(states.values())
 
 
 def lone_answers(llm: Llama, one: Conversation, *, most: int) -> list[tuple[int, ...]]:

@@ -15,9 +15,10 @@ import pytest
 from support.served import answer, ask
 
 from kvflash_ggml.batching.folder import Folder
-from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.bench.serving import expected_bytes
 
 Turns = list[list[int]]
 POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}
@@ -105,6 +106,26 @@ def test_each_answer_is_that_of_a_lone_run(
     assert answers == wanted
     # what is new, and the drawn token that was not read yet
     assert all(end.usage.prompt - end.usage.cached <= 41 for end in later)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_what_conversations_take(kind: str, llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
+    """Their tokens, those of shared chunks once, and what each has of its own; the newest chunk takes a whole page."""
+    apart = conversations(tokens, count=4, length=900, turns=1)
+    begun = apart[0][0]
+    alike = [[[*begun, *tokens[at : at + 100].tolist()]] for at in (2000, 3000)]
+    with served(llama(kind, **POOL)) as scheduler:
+        play(scheduler, [*apart, *alike], 4)
+        scheduler.call(scheduler.seat.park).result()
+        held = [one.parked.saved for one in scheduler.shelf if isinstance(one.parked, ParkedSession)]
+        page = held[0].heap.page_bytes
+        expected, chunks = expected_bytes(scheduler), len({id(image) for saved in held for image in saved.pages})
+        rows = {id(row): row.nbytes for saved in held for row in saved.rows}  # here of all heads
+        assert len(held) >= 5
+        assert chunks < sum(len(saved.pages) for saved in held), "beginnings are shared"
+        assert scheduler.model.counters()["host_bytes"] == chunks * page, "nothing else is held"
+        size = scheduler.shelf.size - sum(rows.values())
+        assert 0.95 * expected < size < 1.05 * expected + len(held) * page
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])

@@ -293,9 +293,20 @@ def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> 
         reader.start()
         while len(frames) < 3:
             time.sleep(0.005)
+        ends: list[int] = []
+        waiting = [
+            threading.Thread(target=lambda n=n: ends.append(server.post("/v1/completions", completion(n))[0]))
+            for n in range(4, 9)
+        ]
+        for one in waiting:
+            one.start()
+        while server.get("/kvflash/state")[1]["queue"]["waiting"] < len(waiting):
+            time.sleep(0.005)
         assert server.stop() == 0
-        reader.join(10)
+        for one in (reader, *waiting):
+            one.join(10)
         assert frames[-1]["choices"][0]["finish_reason"] == "length", "a running answer is carried to its end"
+        assert ends == [200] * len(waiting), "and so is whoever was admitted"
     with serve(models["hybrid"], *options) as server:
         for seed in (1, 2, 3):
             reply = server.post("/v1/completions", completion(seed))[1]
