@@ -40,13 +40,13 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("--vocab", type=int, default=16384, help="tokens that it can draft; 0 for all")
     ap.add_argument("--length", type=int, default=512, help="tokens of a chat")
     ap.add_argument("--batch", type=int, default=2048, help="chats at once")
-    ap.add_argument("--rounds", type=int, default=7, help="of so many chats, at most")
+    ap.add_argument("--rounds", type=int, default=16, help="of so many chats, at most")
     ap.add_argument("--chat-seconds", type=float, default=80)
     ap.add_argument("--train-seconds", type=float, default=140)
     ap.add_argument("--rows", type=int, default=64, help="chats of a step")
     ap.add_argument("--anchors", type=int, default=64, help="blocks of each")
-    ap.add_argument("--tries", default="target:3e-3,target:1e-2,fresh:3e-3,fresh:1e-2", help="beginning:rate,...")
-    ap.add_argument("--try-seconds", type=float, default=9, help="for each; the best begins anew")
+    ap.add_argument("--tries", default="fresh:1e-2", help="beginning:rate,... of which the best is taken")
+    ap.add_argument("--try-seconds", type=float, default=9, help="for each, if there are several")
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return ap.parse_args()
@@ -73,12 +73,13 @@ def main() -> None:
         return fresh(p) if kind == "fresh" else p
 
     found = dict[str, float]()
-    for way in args.tries.split(","):
+    ways = args.tries.split(",")
+    for way in ways if len(ways) > 1 else ():
         kind, rate = way.split(":")
         tried = replace(run, lr=float(rate))
         found[way] = training.train(target, plan, store, parameters(kind), ids=ids, run=tried, save=None)
         print(f"[try] {way}: loss {found[way]:.3f}", flush=True)
-    kind, rate = min(found, key=lambda way: found[way] if found[way] == found[way] else math.inf).split(":")
+    kind, rate = min(found or ways, key=lambda way: found.get(way, math.inf)).split(":")
     run = replace(run, seconds=args.train_seconds, lr=float(rate))
 
     def save(p: Params) -> None:

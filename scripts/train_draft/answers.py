@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,16 @@ def chat(
     return tokens, said, greedy
 
 
+def room(target: Target, *, n: int, batch: int, taps: int) -> int:
+    """Rounds of chats whose `Store` fits in the device's memory beside the chats' own KV and what training takes."""
+    if target.embed.device.type != "cuda":
+        return 1
+    s, size = target.shape, target.embed.element_size()
+    kept, memory = (taps + 1) * s.d * size + 5, 2 * s.layers * s.kv * s.dim * size
+    free = torch.cuda.mem_get_info()[0] - 12 * 2**30
+    return max(1, int((free / (batch * n) - memory) / kept))
+
+
 @torch.no_grad()
 def collect(
     target: Target,
@@ -123,9 +134,11 @@ def collect(
     """As many rounds of chats as fit in ``seconds``, ``rounds`` at most; the first always."""
     dev = target.embed.device
     rng = torch.Generator(device=dev).manual_seed(seed)
-    store = Store.empty(target, rows=rounds * batch, n=n, taps=len(taps))
-    start = time.time()
-    for i in range(rounds):
+    store = Store.empty(
+        target, rows=min(rounds, room(target, n=n, batch=batch, taps=len(taps))) * batch, n=n, taps=len(taps)
+    )
+    start, took = time.time(), math.inf
+    for i in range(len(store.tokens) // batch):
         begun = time.time()
         tokens, said, greedy = chat(target, prompts, n=n, batch=batch, held_out=i == 0, rng=rng)
         for lo in range(0, batch, 128):
@@ -134,12 +147,10 @@ def collect(
         part = slice(store.rows, store.rows + batch)
         store.tokens[part], store.said[part], store.greedy[part] = tokens.int(), said, greedy
         store.rows += batch
-        answered = said.float().mean().item()
-        took = time.time() - begun
-        print(
-            f"[chats] round {i}: {batch * n / 1e6:.2f}M tokens in {took:.1f}s, {100 * answered:.0f} % of them answers",
-            flush=True,
-        )
+        share, seconds_taken = 100 * said.float().mean().item(), time.time() - begun
+        took = min(took, seconds_taken)  # the first is slower: everything is made in it
+        size = f"{batch * n / 1e6:.2f}M tokens in {seconds_taken:.1f}s"
+        print(f"[chats] round {i}: {size}, {share:.0f} % of them answers", flush=True)
         if time.time() - start + took > seconds:
             break
     return store

@@ -145,8 +145,8 @@ def main() -> None:
     ap.add_argument("model")
     ap.add_argument("out")
     ap.add_argument("text", nargs="*", help="files of plain text to take passages from")
-    ap.add_argument("--count", type=int, default=12000)
-    ap.add_argument("--invented", type=float, default=0.3, help="share of chats whose user the model plays too")
+    ap.add_argument("--count", type=int, default=40000)
+    ap.add_argument("--invented", type=float, default=0.4, help="share of chats whose user the model plays too")
     ap.add_argument("--seed", type=int, default=1)
     args = ap.parse_args()
     from kvflash_ggml import Llama

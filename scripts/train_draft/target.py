@@ -10,6 +10,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Of attention over a memory that grows: cuDNN, the default on some devices, makes a new plan for every length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class Target:
             qk = turn(qkv[:, : s.heads + s.kv], cos, sin)
             keys[i, :, :, at], values[i, :, :, at] = qk[:, s.heads :], qkv[:, s.heads + s.kv :]
             q = qk[:, : s.heads].reshape(rows, s.kv, -1, s.dim)  # the queries of one KV head are rows of it
-            o = F.scaled_dot_product_attention(q, keys[i, :, :, : at + 1], values[i, :, :, : at + 1])
+            with sdpa_kernel(BACKENDS):
+                o = F.scaled_dot_product_attention(q, keys[i, :, :, : at + 1], values[i, :, :, : at + 1])
             x = self._rest(layer, x, o.reshape(rows, -1))
         return F.linear(F.rms_norm(x, (s.d,), self.norm, s.eps), self.head)
 

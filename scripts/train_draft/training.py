@@ -28,7 +28,7 @@ class Settings:
     anchors: int = 64
     held_out: int = 64
     lr: float = 2e-3
-    save_every: float = 60.0
+    save_every: float = 20.0
     seed: int = 1
 
 
@@ -56,20 +56,21 @@ def train(
 ) -> float:
     """Train ``p`` for ``run.seconds``; returns the loss of the last fifth of them.
 
-    ``save`` gets it every ``run.save_every`` seconds and at the end; None for a trial, which tells nothing either.
+    ``save`` gets it, every ``run.save_every`` seconds and at the end, if none before won more on what is held out. None
+    for a trial, which tells nothing either.
     """
     dev, blk = store.tokens.device, plan.block
     head = target.head[ids].contiguous()
     matrices = [v for v in p.values() if v.dim() == 2]
     opts = [
-        torch.optim.Muon(matrices, lr=run.lr, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=run.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([v for v in p.values() if v.dim() == 1], lr=run.lr, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
     rng = torch.Generator(device=dev).manual_seed(run.seed)
     ahead = torch.arange(1, blk, device=dev)
     order = torch.empty(0, dtype=torch.long, device=dev)
     start = saved = time.time()
-    step, losses = 0, list[tuple[float, Tensor]]()
+    best, step, losses = 0.0, 0, list[tuple[float, Tensor]]()
     while (frac := (time.time() - start) / run.seconds) < 1:
         if len(order) < run.rows:
             order = run.held_out + torch.randperm(store.rows - run.held_out, generator=rng, device=dev)
@@ -99,28 +100,34 @@ def train(
             print(f"[train] step {step} {time.time() - start:.0f}s loss {mean:.3f}", flush=True)
         if save and time.time() - saved > run.save_every:
             saved = time.time()
-            report(target, plan, store, p, ids=ids, run=run, when=f"{saved - start:.0f}s")
-            save(p)
-    if save:
-        report(target, plan, store, p, ids=ids, run=run, when=f"end, {step} steps")
+            won = report(target, plan, store, p, ids=ids, run=run, when=f"{saved - start:.0f}s")
+            if won > best:
+                best = won
+                save(p)
+    if save and report(target, plan, store, p, ids=ids, run=run, when=f"end, {step} steps") > best:
         save(p)
     return torch.stack([x for frac, x in losses if frac > 0.8] or [losses[-1][1]]).mean().item()
 
 
 @torch.no_grad()
-def report(target: Target, plan: Plan, store: Store, p: Params, *, ids: Tensor, run: Settings, when: str) -> None:
-    """Print what steps would win on the greedy chats that are held out: of prompts written by hand, and of others."""
+def report(target: Target, plan: Plan, store: Store, p: Params, *, ids: Tensor, run: Settings, when: str) -> float:
+    """Print what steps would win on the greedy chats that are held out: of prompts written by hand, and of others.
+
+    Returns the sum of both.
+    """
     rows = torch.arange(run.held_out, device=store.tokens.device)
     right = agreement(target, plan, store, p, ids=ids, rows=rows, at_once=run.anchors)
     share = right.float().cumprod(-1)
     greedy = store.greedy[: run.held_out]
-    text = []
+    text, total = [], 0.0
     for name, chosen in (("by hand", greedy & (rows < 16)), ("others", greedy & (rows >= 16))):
         said = store.said[rows[chosen], 1 : right.shape[1] + 1]
         places = share[chosen][said].mean(0).tolist()
         won = simulated(right[chosen].cpu(), said.cpu())
+        total += won
         text.append(f"{name} {won:.2f} a step, of each place {' '.join(f'{100 * x:.0f}' for x in places)} %")
     print(f"[held out, {when}] {'; '.join(text)}", flush=True)
+    return total
 
 
 @torch.no_grad()
