@@ -352,7 +352,7 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
         checkpoints={},
         queries=np.empty(0, np.float32),
         queries_from=pos,
-        policy=saved.policy and saved.policy.cut(pos),
+        policy=saved.policy and saved.policy.before(pos),
         logits=None,
         rebuild=False,
         repaired=None,

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import Int32s
 from ..state.session import Found
 
-MOST = 8
+MAX_FOUND = 8
 """Ends of prompts that are known of a text."""
 
 
@@ -22,7 +22,7 @@ class Findings:
     def keep(self, found: Found) -> None:
         """The newest one."""
         others = [one for one in self._known if not _asks(one, found.start, found.tokens)]
-        self._known = (*others, found)[-MOST:]
+        self._known = (*others, found)[-MAX_FOUND:]
 
     def at(self, start: int, tokens: Int32s) -> Found | None:
         """What was found when a text of `start` tokens went on with these, and its prompt ended with them."""
@@ -44,7 +44,7 @@ class Findings:
 
     def load(self, found: Sequence[Found]) -> None:
         """Take over those of a text that has been put back, or the newest of them."""
-        self._known = tuple(found[-MOST:])
+        self._known = tuple(found[-MAX_FOUND:])
 
 
 def _asks(one: Found, start: int, tokens: Int32s) -> bool:

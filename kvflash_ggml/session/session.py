@@ -372,7 +372,7 @@ class Session(AskedText):
             return self.scoring.state(self.length // CHUNK)
         blank = self.scoring.blank_state()
         blank.found = self.scoring.findings.state()
-        return blank.cut(cut)
+        return blank.before(cut)
 
     def load_policy(self, saved: PolicyState | None) -> None:
         if self.repair is not None:

@@ -9,7 +9,7 @@ from ..state.draft import Origin, SavedDraft
 from .container import Container, Writer
 
 FACT = "speculation"
-MOST = 16
+MAX_DRAFTS = 16
 LARGEST = 2**31 - 1
 
 
@@ -34,7 +34,7 @@ def read(container: Container, length: int) -> list[SavedDraft]:
     Their sections are read when a drafter adopts them.
     """
     facts = container.facts.get(FACT, [])
-    if not isinstance(facts, list) or len(facts) > MOST:
+    if not isinstance(facts, list) or len(facts) > MAX_DRAFTS:
         raise container.contradiction(FACT)
     return [_read(container, number, fact, length) for number, fact in enumerate(facts)]
 

@@ -14,8 +14,8 @@ from .container import Container, Writer
 from .facts import count, fact
 
 FACT = "found"
-MOST = 16
-MOST_TOKENS = 1 << 16
+MAX_FOUND = 16
+MAX_TOKENS = 1 << 16
 """Of one step."""
 
 
@@ -39,14 +39,14 @@ def write(writer: Writer, found: Sequence[Found]) -> list[dict[str, Any]]:
 def read(container: Container, policy: dict[str, Any], length: int) -> list[Found]:
     """Those of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say."""
     facts = policy.get(FACT, [])
-    if not isinstance(facts, list) or len(facts) > MOST or not all(isinstance(one, dict) for one in facts):
+    if not isinstance(facts, list) or len(facts) > MAX_FOUND or not all(isinstance(one, dict) for one in facts):
         raise container.contradiction(FACT)
     return [_read(container.part(_prefix(number), one), length) for number, one in enumerate(facts)]
 
 
 def _read(part: Container, length: int) -> Found:
     start = count(part, "start", most=length)
-    tokens = part.section("tokens").array("<i4", most=MOST_TOKENS).astype(np.int32, copy=False)
+    tokens = part.section("tokens").array("<i4", most=MAX_TOKENS).astype(np.int32, copy=False)
     ranking = None
     if "ranking" in part:
         ranking = part.section("ranking").array("<f8", most=(start + len(tokens)) // CHUNK).copy()

@@ -136,7 +136,7 @@ class PolicyState:
     reader: DrafterState | None = None
     found: Sequence[Found] = ()
 
-    def cut(self, length: int) -> PolicyState:
+    def before(self, length: int) -> PolicyState:
         """What it still is for a text that is cut to `length` tokens, without statistics."""
         found = [one for one in self.found if one.start <= length]
         blank = replace(self, since_look=0, since_reselect=0, due=0, looks=[], reader=None, found=found)
