@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from support.harness import CHUNK, check
+from support.harness import CHUNK, MODELS, check
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import SpecConfig
@@ -178,6 +179,50 @@ def test_a_step_that_fails_with_drafts_is_done_without(
     check(llm)
 
 
+@pytest.mark.parametrize("computed", [0, 1, 4])
+def test_a_step_that_breaks_off_after_rows_were_computed(computed: int, llama: Any, tokens: Any) -> None:
+    """Each row is a graph of its own: those before the device breaks off are written, and are no rows of the text."""
+    import llama_cpp
+
+    prompt = tokens[:150].tolist()
+    plain = answer(llama(**STRICT), prompt)
+    llm = drafting(llama, prompt, plain)
+    engine, context = llm._session.engine, llm._ctx.ctx
+    step, asked, failed = engine.step, [0, 0], []
+
+    def counted(_: Any) -> bool:
+        asked[0] += 1
+        return asked[1] > 0 and asked[0] > asked[1]
+
+    def steps(count: int, *args: Any, **settings: Any) -> Any:
+        asked[:] = [0, computed * row + row // 2 if count > 1 and not failed else 0]
+        try:
+            return step(count, *args, **settings)
+        except DecodeError:
+            failed.append(count)
+            raise
+
+    stream = llm.generate(prompt, **GREEDY)
+    told = [next(stream)]
+    row = 0
+    abort = llama_cpp.ggml_abort_callback(counted)
+    llama_cpp.llama_set_abort_callback(context, abort, None)
+    engine.synchronize()
+    llm._speculator.controls = Fixed(1)
+    told.append(next(stream))  # a plain one, to know how often it asks
+    row = asked[0]
+    llm._speculator.controls = Fixed(WIDTH)
+    with mock.patch.object(engine, "step", steps):
+        told += islice(stream, COUNT - 2)
+    stream.close()
+    llama_cpp.llama_set_abort_callback(context, llama_cpp.ggml_abort_callback(0), None)
+    assert row > 10
+    assert failed == [WIDTH]
+    assert told == plain
+    assert llm.kvflash.spec.off is None
+    check(llm)
+
+
 def test_where_a_plain_step_fails_too_the_error_is_the_callers(llama: Any, tokens: Any) -> None:
     prompt = tokens[:150].tolist()
     plain = answer(llama(**STRICT), prompt)
@@ -218,6 +263,35 @@ def test_pages_that_cannot_be_saved(kind: str, what: str, error: BaseException, 
     told += answer(llm, [*prompt, *told], COUNT - len(told))
     assert told == plain
     check(llm)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_drafter_whose_context_has_no_room(
+    named: bool, models: Any, tokens: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """It is refused where it was asked for, and done without, with a warning, where it was only found."""
+    import llama_cpp
+
+    from kvflash_ggml import Llama
+
+    class NoRoom:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: None) if name == "llama_init_from_model" else getattr(llama_cpp, name)
+
+    target, draft = (tmp_path / name for name in ("model.gguf", "model-dflash.gguf"))
+    target.symlink_to(models["dense"])
+    draft.symlink_to(MODELS / "recall-dflash.gguf")
+    monkeypatch.setattr("kvflash_ggml.spec.context.llama_cpp", NoRoom())
+    settings: Any = {"n_ctx": 512, "kvflash": 512, "n_threads": 1, "verbose": False, "kvflash_calibrate": False}
+    if named:
+        with pytest.raises(HostMemoryError, match="a smaller window"):
+            Llama(str(target), **settings, kvflash_spec=SpecConfig(types=("draft-dflash",), draft=draft))
+        return
+    llm = Llama(str(target), **settings, kvflash_spec="auto")
+    assert [r.message for r in caplog.records if "by the text alone" in r.message]
+    assert llm.kvflash.spec.types == ("ngram",)
+    assert len(answer(llm, tokens[:50].tolist(), 10)) == 10
+    llm.close()
 
 
 # --- Ctrl-C

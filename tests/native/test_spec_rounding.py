@@ -103,10 +103,10 @@ def reserving(session: Any, forced: dict[int, Room] | None = None) -> dict[int, 
     made: dict[int, Room] = {}
     reserve = session.table.reserve
 
-    def reserved(start: int, count: int, ranking: Any = None, *, rebuild: bool = False) -> Any:
+    def reserved(start: int, count: int, ranking: Any = None, rebuild: bool = False, places: Any = None) -> Any:
         if forced is not None and start in forced:
             count, ranking, rebuild, _ = forced[start]
-        plan = reserve(start, count, ranking, rebuild=rebuild)
+        plan = reserve(start, count, ranking, rebuild, places)
         made.setdefault(start, (count, ranking, rebuild, [chunk.block for chunk in plan.layout.chunks]))
         return plan
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.drafting import Bush, let_draft, oracle, told
+from support.harness import KV_TYPES, check
 
 from kvflash_ggml.config import SpecConfig
 
@@ -61,10 +62,12 @@ def test_everything_is_equal_in_other_memories(kind: str, right: float, llama: A
 
 @pytest.mark.parametrize(
     ("kind", "type_kv"),
-    [(kind, type_kv) for kind in ("dense", "hybrid", "iswa") for type_kv in (0, 1, 8)] + [("latent", 0), ("latent", 1)],
+    [("dense", type_kv) for type_kv in (0, *KV_TYPES.values())]
+    + [(kind, type_kv) for kind in ("hybrid", "iswa") for type_kv in (0, 1, 8)]
+    + [("latent", 0), ("latent", 1)],
 )
 def test_one_row_that_is_verified_is_a_plain_step(kind: str, type_kv: int, bare: Any, tokens: Any) -> None:
-    """Bit for bit, with F32, F16 and Q8_0 in the cache; a latent row is no whole number of blocks."""
+    """Bit for bit, with F32 and whatever else may be in the cache; a latent row is no whole number of blocks."""
     text = tokens[:80] % 128 if kind == "latent" else tokens[:80]
     plain, other = (bare(kind, pool=256, n_ctx=256, n_ubatch=64, type_kv=type_kv) for _ in range(2))
     for one in (plain, other):
@@ -121,19 +124,19 @@ def test_processors_and_criteria_see_the_text_only(llama: Any, tokens: Any) -> N
     assert llm.kvflash.spec.total.accepted > 0
 
 
-@pytest.mark.parametrize("stop", range(1, 14))
-def test_a_stream_that_is_closed_leaves_the_text_that_was_told(stop: int, llama: Any, tokens: Any) -> None:
+@pytest.mark.parametrize(("kind", "stop"), [*(("dense", n) for n in range(1, 14)), ("hybrid", 3), ("hybrid", 8)])
+def test_a_stream_that_is_closed_leaves_the_text_that_was_told(kind: str, stop: int, llama: Any, tokens: Any) -> None:
     """Wherever it is closed, the text goes on as after plain decoding."""
     prompt = tokens[:150].tolist()
-    plain = told(llama(**STRICT), prompt, 40, temp=0.0)[0]
-    llm = llama(**STRICT, kvflash_spec=SpecConfig(width=6))
+    plain = told(llama(kind, **STRICT), prompt, 40, temp=0.0)[0]
+    llm = llama(kind, **STRICT, kvflash_spec=SpecConfig(width=6))
     llm.draft_model = oracle([*prompt, *plain], 0.8, 5)
     stream = llm.generate(prompt, temp=0.0)
     assert [*islice(stream, stop)] == plain[:stop]
     assert llm.kvflash.length == llm.n_tokens == len(prompt) + stop - 1
     stream.close()
     assert llm._session.tokens.tolist() == [*prompt, *plain[: stop - 1]]
-    llm._session.table.check_integrity()
+    check(llm)
     going_on = llm.generate([*prompt, *plain[:stop]], temp=0.0)
     assert [*islice(going_on, 16)] == plain[stop : stop + 16]
 
