@@ -1,7 +1,7 @@
 """Train a DFlash drafter for a plain Llama on its own answers: chats of it, then a drafter that knows how they go on.
 
 python -m scripts.train_draft.prompts MODEL.gguf prompts.npz TEXT...
-python -m scripts.train_draft MODEL.gguf prompts.npz OUT.gguf
+python -m scripts.train_draft MODEL.gguf prompts.npz OUT.gguf --mask TOKEN
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("model")
     ap.add_argument("prompts")
     ap.add_argument("out")
-    ap.add_argument("--layers", type=numbers, required=True, help="the target's, that the drafter's begin as")
-    ap.add_argument("--taps", type=numbers, required=True, help="the target's, whose inputs it reads; ascending")
+    ap.add_argument(
+        "--layers", type=numbers, help="the target's, that the drafter's begin as; default: 1 and its last two"
+    )
+    ap.add_argument("--taps", type=numbers, help="the target's, whose inputs it reads, ascending; default: 4 spread")
     ap.add_argument("--mask", type=int, required=True, help="a token that texts have not")
     ap.add_argument("--block", type=int, default=8)
     ap.add_argument("--vocab", type=int, default=16384, help="tokens that it can draft; 0 for all")
@@ -58,7 +60,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     target = load(args.model, device=args.device, dtype=torch.bfloat16)
     prompts = Prompts.load(args.prompts, args.device)
-    plan = Plan(args.layers, args.taps, args.block, args.mask)
+    last = target.shape.layers - 1
+    taps = args.taps or tuple(2 + round(i * (last - 2) / 3) for i in range(4))
+    plan = Plan(args.layers or (1, last - 1, last), taps, args.block, args.mask)
     print(f"[model] {target.shape} after {time.time() - begun:.1f}s", flush=True)
     store = collect(
         target, prompts, taps=plan.taps, n=args.length, batch=args.batch, rounds=args.rounds,
