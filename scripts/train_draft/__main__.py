@@ -33,9 +33,7 @@ def parse_args() -> argparse.Namespace:
     ap.add_argument("model")
     ap.add_argument("prompts")
     ap.add_argument("out")
-    ap.add_argument(
-        "--layers", type=numbers, help="the target's, that the drafter's begin as; default: 1 and its last two"
-    )
+    ap.add_argument("--layers", type=numbers, help="the target's, that its own begin as; default: 1 and the last two")
     ap.add_argument("--taps", type=numbers, help="the target's, whose inputs it reads, ascending; default: 4 spread")
     ap.add_argument("--mask", type=int, required=True, help="a token that texts have not")
     ap.add_argument("--block", type=int, default=8)
