@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Of attention over a memory that grows: cuDNN, the default on some devices, makes a new plan for every length."""
+"""Of attention over a memory that grows: not cuDNN, which plans anew for every shape."""
 
 
 @dataclass(frozen=True, slots=True)
