@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class ParkedSession:
-    """A saved session on the shelf."""
+    """A saved session on the shelf. read_otherwise: see `LlamaModel`."""
 
-    def __init__(self, saved: SessionState, *, stateful: bool) -> None:
+    def __init__(self, saved: SessionState, *, stateful: bool, read_otherwise: bool = False) -> None:
         self.saved = saved
+        self.read_otherwise = read_otherwise
         self._stateful = stateful
 
     @property
@@ -51,7 +52,11 @@ class ParkedSession:
 
 
 class LlamaModel:
-    """Drives a `Llama` with a pool by its public calls. KVFlashError for one without."""
+    """Drives a `Llama` with a pool by its public calls. KVFlashError for one without.
+
+    A text of which a request had some read in another way than the model reads is not kept in the prefix cache: who
+    opens its folder is promised that of the model.
+    """
 
     def __init__(self, llm: Llama) -> None:
         if llm.kvflash is None:
@@ -66,6 +71,8 @@ class LlamaModel:
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
         self.readings, self.answers = readings(llm), answers(llm)
+        self._reading = self._stats.reading
+        self._read_otherwise = False
 
     @property
     def llm(self) -> Llama:
@@ -114,8 +121,10 @@ class LlamaModel:
             llm.kvflash_sampler = paused.sampler
         llm.kvflash_progress, llm.kvflash_branch = progress, branch
         llm.kvflash_most = request.max_tokens - (0 if paused is None else len(paused.drawn))
+        self._read_otherwise |= request.reading not in {None, self._reading}
         # a folder is shared by all that read it
-        shared = nullcontext() if request.reuse and not request.salt else llm.without_cache()
+        sharing = request.reuse and not request.salt and not self._read_otherwise
+        shared = nullcontext() if sharing else llm.without_cache()
         try:
             with (
                 shared,
@@ -170,15 +179,17 @@ class LlamaModel:
             self._llm.checkpoint()
 
     def park(self) -> ParkedSession:
-        return ParkedSession(self._llm.park(), stateful=self.stateful)
+        return ParkedSession(self._llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
 
     def resume(self, parked: Parked) -> None:
         assert isinstance(parked, ParkedSession)
         self._llm.resume(parked.saved)
+        self._read_otherwise = parked.read_otherwise
 
     def reset(self) -> None:
         self.unpin()
         self._llm.reset()
+        self._read_otherwise = False
 
     def unpin(self) -> None:
         self._stats.unpin()

@@ -250,6 +250,23 @@ def test_a_salted_text_is_not_in_the_folder(
             assert cached or end.usage.cached == 0
 
 
+def test_what_was_read_otherwise_is_not_in_the_folder(
+    llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+) -> None:
+    """Nor what goes on from it, in the usual way, where it was put aside meanwhile."""
+    first, longer, other = (tokens[at:end].tolist() for at, end in ((0, 1000), (0, 1200), (2000, 2600)))
+    for cached in (0, 999):
+        llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_cache=tmp_path)
+        with served(llm) as scheduler:
+            if not cached:
+                answer(scheduler, first, reading="pool")
+                answer(scheduler, other, reading="exact")
+                assert answer(scheduler, longer).usage.cached >= 936
+            else:
+                assert answer(scheduler, other).usage.cached >= 536
+                assert answer(scheduler, longer).usage.cached == 0
+
+
 def test_a_request_says_what_is_seen(llama: Callable[..., Any], tokens: npt.NDArray[Any]) -> None:
     llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_spec="ngram")
     prompt = tokens[:2000].tolist()
