@@ -16,6 +16,7 @@ from support.saving import Digest, settle_scores
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.policy import resolve
 from kvflash_ggml.policy.base import Masses
 from kvflash_ggml.session.keys import HostKeys
 from kvflash_ggml.session.masses import MassReader
@@ -270,6 +271,22 @@ def test_heads_are_read_as_the_engine_counts_them() -> None:
         scorer.wanted = wanted
         with pytest.raises(ConfigError, match=r"'foreign'.*masses_wanted\(\)"):
             reader.ask(100, 1, 4)
+
+
+def test_masses_need_room() -> None:
+    """A policy that does not say how many it asks for would be given none, and nobody told."""
+
+    class Roomless(Foreign):
+        index_bytes = 0
+
+        def masses_wanted(self, n_chunks: int, rows: int) -> Any: ...
+
+    class Whole(Asking):
+        index_bytes = 0
+
+    with pytest.raises(ConfigError, match=r"'foreign'.*most_masses\(\)"):
+        resolve(Roomless())
+    assert isinstance(resolve(Whole()), Whole)
 
 
 def test_masses_of_other_heads_are_of_no_use_and_that_is_told() -> None:
