@@ -193,7 +193,7 @@ class PageTable:
         missing = sorted(c for c in keep if c >= len(known) or known[c].block == ABSENT)
         victims = self._victims(known, len(missing) - len(self._free(known)), keep, ranking)
 
-        moves, clock = Moves(), old.clock + 1
+        moves, clock = Moves(), max(old.clock, 0 if places is None else places.clock) + 1
         chunks = known + [Chunk() for _ in range(len(known), last + 1)]
         for c in victims:
             moves.evict.append((c, chunks[c].block))

@@ -79,6 +79,12 @@ class AskedText(Text):
         )
         self.scoring.findings.keep(found)
 
+    def _in_one_step(self, found: Found | None) -> Found | None:
+        """The same if its tokens fit a step here, else None: a file may come from a session with longer steps."""
+        if found is None or len(found.tokens) > min(self.pool.n_ubatch, self.table.room(found.start)):
+            return None
+        return found
+
     def _ask_again(self, found: Found, *, output_all: bool, after: AfterStep | None) -> None:
         """Read the end of a prompt that has been read from here before, as it was then: where everything lay, and who
         stays. The text is then what it was when its answer began.

@@ -295,10 +295,11 @@ class Scoring:
         if saved.reader is not None and isinstance(self.scorer, Reading):
             self._run(self.scorer.load_reader, saved.reader, tokens.copy()).result()
         known = saved.statistics.result()
-        if known is None or not self._run(self._load, known).result():
+        taken = known is not None and self._run(self._load, known).result()
+        if not taken:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
-        self.findings.load(saved.found)
+        self.findings.load(saved.found if taken or known is None else ())  # else other heads have found them
         self._pending.extend(done(scores) for scores in saved.looks)
 
     @property

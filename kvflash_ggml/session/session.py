@@ -112,7 +112,7 @@ class Session(AskedText):
             return
         exact, found = self.reading.exact, None
         if self.scoring is not None and not exact and (prompt or len(tokens) > 1):
-            found = self.scoring.findings.at(self.length, tokens)
+            found = self._in_one_step(self.scoring.findings.at(self.length, tokens))
         if len(tokens) == 1 and found is None and not (prompt and exact):
             self._generate_step(tokens, EVERY if output_all else LAST, after)
             self._repair(after)
@@ -224,7 +224,7 @@ class Session(AskedText):
         """
         total, rows = len(prompt), self.queries.rows
         if self.scoring is not None and not self.reading.exact:
-            found = self.scoring.findings.within(shared, prompt)
+            found = self._in_one_step(self.scoring.findings.within(shared, prompt))
             if found is not None and self.truncates_to(found.start) == found.start:
                 return found.start
         valid_from = self.queries.valid_after(min(shared, self.length), self.length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def _read(part: Container, length: int) -> Found:
     return Found(
         start=start,
         tokens=tokens,
-        table=ledger.read(part, start),
+        table=replace(ledger.read(part, start), pins=frozenset()),  # these are of a request
         rebuild=fact(part, "rebuild", bool),
         ranking=ranking,
         due=fact(part, "due", bool),

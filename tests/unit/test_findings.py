@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support import plain_reader
-from support.saving import decode, dump, load, make, settle_scores, text
+from support.saving import Digest, decode, dump, load, make, settle_scores, text
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.session.session import Session
+from kvflash_ggml.state.session import Layout
 
 PROMPT = text(900, 3)
 MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asynchronous": True}]
@@ -164,3 +166,59 @@ def test_what_the_steps_lead_to_is_what_the_plan_says(world: Any) -> None:
     plan = table.reserve(session.length, 1, None, False, state)
     assert plan.layout.chunks[newest].block == block
     assert plan.layout.chunks[taken].block == 1 or plan.layout.chunks[taken].block not in {block, ABSENT}
+
+
+def test_a_step_that_does_not_fit_here_is_none(world: Any) -> None:
+    """A file of a session with longer steps: the prompt's end is read as that of any prompt."""
+    session = world()
+    ask(session)
+    (found,) = session.scoring.findings.state()
+    start = found.start - CHUNK
+    table = replace(found.table, blocks=found.table.blocks[:-1], last_use=found.table.last_use[:-1])
+    session.scoring.findings.load((replace(found, start=start, tokens=PROMPT[start:], table=table),))
+    decode(session, 30)
+    ask(session)
+    assert session.length == len(PROMPT)
+    assert session.scoring.findings.state()[-1].start > found.start
+
+
+def test_behind_a_table_with_an_older_clock(world: Any) -> None:
+    """As a folder has the text at a checkpoint: what the step uses is the newest, and a file of it can be read."""
+    session = world()
+    ask(session)
+    (found,) = session.scoring.findings.state()
+    session.truncate(found.start)
+    state = replace(found.table, clock=1000, last_use=[1000] * len(found.table.last_use))
+    plan = session.table.reserve(session.length, 1, None, False, state)
+    assert max(chunk.last_use for chunk in plan.layout.chunks) == plan.layout.clock == 1001
+    session.scoring.findings.load((replace(found, table=state),))
+    ask(session)
+    load(world(), dump(session))
+
+
+def test_pins_of_a_file_are_of_another_request(world: Any) -> None:
+    session = world()
+    ask(session)
+    parts = plain_reader.read(dump(session))
+    parts.facts["policy"]["found"][0]["pins"] = list(range(1000))
+    other = world()
+    load(other, plain_reader.write(parts))
+    other.engine.adopt(session.engine.truth, session.engine.tokens)
+    decode(other, 3)
+    ask(other)
+    assert other.length == len(PROMPT)
+
+
+def test_what_other_heads_have_found_is_not_taken_from_a_file(world: Any) -> None:
+    class Other(Digest):
+        """Of other heads, as its statistics say."""
+
+        @property
+        def layout(self) -> Layout:
+            return Layout("other", 4)
+
+    session = world()
+    ask(session)
+    other = world(scorer=Other)
+    load(other, dump(session))
+    assert not other.scoring.findings.state()
