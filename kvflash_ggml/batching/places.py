@@ -21,6 +21,9 @@ KEPT_FOR = 4.0
 TWINS = 4
 """Requests that are alike may be of several clients: so many more than wait already are told times of their own."""
 
+MOST = 1 << 14
+"""Places that are known. Beyond, who is refused is told a time that nobody remembers."""
+
 SHARE_STEP = 0.05
 """What the newest that has come, or has not, counts in the share of those who do."""
 
@@ -53,14 +56,17 @@ class Places:
     def book(self, who: Hashable, key: Hashable, now: float, pace: float, *, alike: int = 0) -> float:
         """In how many seconds to come again, where one request is taken every `pace` seconds. alike: how many wait."""
         self._advance(now)
-        told = self._told.setdefault(who, [])
+        told = self._told.get(who, [])
         if len(told) >= alike + TWINS:
             told.append(told.pop(0))
             return max(told[-1].due - now, 0.0)
         mine = self._line[key]
         before = sum(min(count, mine + 1) for other, count in self._line.items() if other != key) + mine
         place = _Place(now + min(SLACK * pace * (1 + self._share * before), LONGEST_S), who, key)
+        if len(self._ahead) >= MOST:
+            return place.due - now
         told.append(place)
+        self._told[who] = told
         heapq.heappush(self._ahead, place)
         self._line[key] += 1
         return place.due - now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import KVFlashError
@@ -58,6 +58,18 @@ class Waiting:
     def tokens(self) -> int:
         """Prompt tokens that wait."""
         return self._tokens
+
+    def never(self, sizes: Sequence[int]) -> str | None:
+        """Why requests of so many tokens each can never wait together, however empty the queue is; None if they can."""
+        instead = "ask for fewer at once, or start the server with a larger"
+        if len(sizes) > max(self._most, 1):
+            return f"{len(sizes)} answers in one request, and {self._most} may wait: {instead} --max-queue"
+        if len(sizes) > 1 and sum(sizes) > self._most_tokens:
+            return (
+                f"{len(sizes)} answers in one request with {sum(sizes)} tokens of prompts, and {self._most_tokens} may "
+                f"wait: {instead} --max-queued-tokens"
+            )
+        return None
 
     def put(self, job: Job, *, pace: float) -> None:
         """QueueFull, and nothing has changed, if there is no room, or what there is is kept for those who were told to

@@ -201,10 +201,17 @@ class Front:
     async def respond(
         self, http: HttpRequest, requests: Sequence[Request], answers: Sequence[Answer], *, each: int, stream: bool
     ) -> Response:
-        """Put requests in line, all or none of them, and answer them as they come or as a whole. each: to a prompt."""
+        """Put requests in line, all or none of them, and answer them as they come or as a whole. each: to a prompt.
+
+        Those behind the first wait for each other, which --queue-timeout does not count. ApiError if there is no room.
+        """
+        never = self.scheduler.waiting.never([len(request.tokens) for request in requests])
+        if never is not None:
+            raise ApiError(400, never, code="invalid_value", param="n")
+        first, *others = requests
         exchanges: list[Exchange] = []
         try:
-            for request in requests:
+            for request in (first, *(replace(other, queue_timeout_s=None) for other in others)):
                 exchanges.append(Exchange(self.scheduler, request, http.receive))
         except ApiError:
             for exchange in exchanges:

@@ -169,14 +169,32 @@ def test_several_answers() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_find_room_together_or_not_at_all(stream: bool) -> None:
     async def work(client: Client) -> Reply:
-        reply = await client.post("/v1/completions", {"prompt": "hello", "n": 6, "stream": stream})
-        while not server.scheduler.idle:
+        before = [client.call("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 99}) for prompt in "ab"]
+        while len(server.scheduler.waiting) != 1 or server.scheduler.running is None:
             await asyncio.sleep(0.001)
+        reply = await client.post("/v1/completions", {"prompt": "hello", "n": 4, "stream": stream})
+        assert [(await call.done()).status for call in before] == [200, 200]
         return reply
 
-    server = Server(FakeModel(on_step=lambda: time.sleep(0.002)), limits=Limits(most=4))
+    server = Server(FakeModel(on_step=lambda: time.sleep(0.002), reply=lambda prompt: b"x" * 99), limits=Limits(most=4))
     assert server.run(work).status == 429
-    assert set(server.scheduler.totals.finished) == {"cancelled"}
+    assert server.scheduler.totals.finished == {"length": 2, "cancelled": 3}
+
+
+@pytest.mark.parametrize(
+    ("limits", "remedy"), [(Limits(most=4), "--max-queue"), (Limits(most_tokens=24), "--max-queued-tokens")]
+)
+def test_more_answers_than_can_ever_wait(limits: Limits, remedy: str) -> None:
+    """Nobody is told to come again for nothing."""
+    reply = Server(limits=limits).post("/v1/completions", {"prompt": "hello", "n": 5})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "n")
+    assert reply.json["error"]["message"].endswith(f"a larger {remedy}")
+
+
+def test_several_answers_do_not_wait_too_long_for_each_other() -> None:
+    server = Server(FakeModel(on_step=lambda: time.sleep(0.02)), queue_timeout_s=0.15)
+    reply = server.post("/v1/completions", {"prompt": "hello", "n": 4})
+    assert [one["text"] for one in reply.json["choices"]] == ["an answer"] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

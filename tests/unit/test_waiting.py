@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 from support.served import request
 
+from kvflash_ggml.batching import places
+from kvflash_ggml.batching.places import Places
 from kvflash_ggml.batching.waiting import Job, QueueFull, Waiting
 
 
@@ -164,6 +166,17 @@ def test_who_never_comes_again_is_not_waited_for() -> None:
     newest = [times[-1] for times in crowd.told.values()][-100:]
     longest = max(max(times) for times in crowd.told.values())
     assert min(newest) < longest / 4
+
+
+def test_who_asks_for_ever_new_things_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MOST", 8)
+    known = Places()
+    for who in range(100):
+        assert known.book(who, "", 0.0, 1.0) > 0
+    assert len(known._told) == len(known._ahead) == 8
+    assert sum(known.came(who, 100.0) for who in range(100)) == 0, "all are late"
+    assert not known._told
+    assert not known._line
 
 
 def test_keys_wait_for_themselves() -> None:
