@@ -30,11 +30,14 @@ SHARE_STEP = 0.05
 
 @dataclass(order=True, slots=True)
 class _Place:
-    """due: when whoever was told of it may come. gone: it has come, or is not awaited any more."""
+    """due: when whoever was told of it may come. size: with how many requests at once. gone: it has come, or is not
+    awaited any more.
+    """
 
     due: float
     who: Hashable = field(compare=False)
     key: Hashable = field(compare=False)
+    size: int = field(compare=False)
     gone: bool = field(compare=False, default=False)
 
 
@@ -52,9 +55,12 @@ class Places:
         self._told: dict[Hashable, list[_Place]] = {}  # of each: ahead, or expected
         self._line: Counter[Hashable] = Counter()  # of each key: how many are ahead
         self._share = 1.0
+        self._largest = 1
 
-    def book(self, who: Hashable, key: Hashable, now: float, pace: float, *, alike: int = 0) -> float:
-        """In how many seconds to come again, where one request is taken every `pace` seconds. alike: how many wait."""
+    def book(self, who: Hashable, key: Hashable, now: float, pace: float, *, size: int = 1, alike: int = 0) -> float:
+        """In how many seconds to come again, where one request is taken every `pace` seconds. size: how many come at
+        once. alike: how many wait.
+        """
         self._advance(now)
         told = self._told.get(who, [])
         if len(told) >= alike + TWINS:
@@ -62,13 +68,14 @@ class Places:
             return max(told[-1].due - now, 0.0)
         mine = self._line[key]
         before = sum(min(count, mine + 1) for other, count in self._line.items() if other != key) + mine
-        place = _Place(now + min(SLACK * pace * (1 + self._share * before), LONGEST_S), who, key)
+        place = _Place(now + min(SLACK * pace * (size + self._share * before), LONGEST_S), who, key, size)
         if len(self._ahead) >= MOST:
             return place.due - now
+        self._largest = max(self._largest, size)
         told.append(place)
         self._told[who] = told
         heapq.heappush(self._ahead, place)
-        self._line[key] += 1
+        self._line[key] += size
         return place.due - now
 
     def came(self, who: Hashable, now: float) -> bool:
@@ -91,16 +98,21 @@ class Places:
     def expected(self, now: float, pace: float, *, but: Hashable) -> int:
         """How many others will probably come before the seat has taken KEPT_FOR more, of those who were told to."""
         self._advance(now)
-        late = sum(not one.gone and one.who != but for one in self._expected)
-        return round(self._share * (late + self._due_before(now + KEPT_FOR * pace, but)))
+        late = sum(one.size for one in self._expected if not one.gone and one.who != but)
+        return round(self._share * (late + self._due_soon(now, pace, but)))
 
-    def _due_before(self, until: float, but: Hashable) -> int:
-        """How many others of those ahead; looks at these only, and what is next to them in the heap."""
+    def _due_soon(self, now: float, pace: float, but: Hashable) -> int:
+        """How many others of those ahead, each for so much longer as it comes with more; looks only at what is due
+        before that of the largest, and what is next to it in the heap.
+        """
         count, places = 0, [0]
+        until = now + (KEPT_FOR + self._largest - 1) * pace
         while places:
             i = places.pop()
             if i < len(self._ahead) and self._ahead[i].due <= until:
-                count += not self._ahead[i].gone and self._ahead[i].who != but
+                place = self._ahead[i]
+                if not place.gone and place.who != but and place.due <= now + (KEPT_FOR + place.size - 1) * pace:
+                    count += place.size
                 places += (2 * i + 1, 2 * i + 2)
         return count
 
@@ -110,6 +122,7 @@ class Places:
         self._expected.clear()
         self._told.clear()
         self._line.clear()
+        self._largest = 1
 
     def _advance(self, now: float) -> None:
         while self._ahead and self._ahead[0].due <= now:
@@ -124,7 +137,7 @@ class Places:
                 self._share -= SHARE_STEP * self._share
 
     def _leave_line(self, place: _Place) -> None:
-        self._line[place.key] -= 1
+        self._line[place.key] -= place.size
         if not self._line[place.key]:
             del self._line[place.key]
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -143,14 +143,20 @@ class Scheduler(ConversationControl):
 
         full: while it is true the answer is put aside, and others have the seat; `wake` when it is not any more.
         """
+        self.submit_together([(request, sink, full)])
+
+    def submit_together(self, asked: Sequence[tuple[Request, Callable[[Event], None], Callable[[], bool]]]) -> None:
+        """All of one client's requests, each with its `sink` and `full`, or none of them. Errors: those of `submit`."""
         if self._stopping:
             raise KVFlashError("the server is shutting down: try again later")
-        job = Job(request=request, sink=sink, full=full, submitted=self._clock())
-        self._jobs[request.id] = job
+        now = self._clock()
+        jobs = {request.id: Job(request=request, sink=sink, full=full, submitted=now) for request, sink, full in asked}
+        self._jobs |= jobs
         try:
-            self.waiting.put(job, pace=self._pace)
+            self.waiting.put(*jobs.values(), pace=self._pace)
         except KVFlashError:
-            del self._jobs[request.id]
+            for id in jobs:
+                del self._jobs[id]
             raise
         self._wake.set()
 

@@ -71,29 +71,31 @@ class Waiting:
             )
         return None
 
-    def put(self, job: Job, *, pace: float) -> None:
-        """QueueFull, and nothing has changed, if there is no room, or what there is is kept for those who were told to
-        come now. A request never waits behind an empty queue's bound: one that is alone is taken, however long it is.
-        pace: seconds that a request has the seat.
+    def put(self, *jobs: Job, pace: float) -> None:
+        """All of them, of one client. QueueFull, and nothing has changed, if there is no room, or what there is is kept
+        for those who were told to come now. A request never waits behind an empty queue's bound: one that is alone is
+        taken, however long it is. pace: seconds that a request has the seat.
         """
-        request, size, now = job.request, len(job.request.tokens), job.submitted
+        first, size = jobs[0], sum(len(job.request.tokens) for job in jobs)
+        who, now = first.who, first.submitted
         with self._lock:
-            awaited = self._places.came(job.who, now)
-            kept = 0 if awaited else min(self._places.expected(now, pace, but=job.who), self._most // 2)
-            full = self._full(size, kept)
+            awaited = self._places.came(who, now)
+            kept = 0 if awaited else min(self._places.expected(now, pace, but=who), self._most // 2)
+            full = self._full(len(jobs), size, kept)
             if full is not None:
-                alike = self._alike[job.who]
-                raise QueueFull(full, self._places.book(job.who, request.key, now, pace, alike=alike))
+                key, alike = first.request.key, self._alike[who]
+                raise QueueFull(full, self._places.book(who, key, now, pace, size=len(jobs), alike=alike))
             if not awaited:
-                self._places.found(job.who)
-            lane = (request.priority, request.key)
-            self._lanes.setdefault(lane, deque()).append(job)
-            self._count_in(job)
+                self._places.found(who)
+            for job in jobs:
+                lane = (job.request.priority, job.request.key)
+                self._lanes.setdefault(lane, deque()).append(job)
+                self._count_in(job)
 
-    def _full(self, size: int, kept: int) -> str | None:
-        """Why there is no room for so many tokens, with so many places kept for others; None if there is."""
+    def _full(self, more: int, size: int, kept: int) -> str | None:
+        """Why there is no room for so many, of so many tokens, so many places being kept; None if there is."""
         later, count, tokens = "try again later, or start the server with a larger", self._count, self._tokens
-        if count + kept >= self._most:
+        if count + more + kept > self._most:
             others = f" and {kept} more were told to come now" if kept else ""
             return f"{count} requests wait{others}, and {self._most} may: {later} --max-queue"
         if count and tokens + size > self._most_tokens:

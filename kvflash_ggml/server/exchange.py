@@ -103,19 +103,27 @@ def _size(event: Event) -> int:
     return 256 + 128 * told + (len(event.text) if isinstance(event, Piece) else 0)
 
 
-class Exchange:
-    """Submits at once; ApiError if the queue is full. Whoever makes one reads it to its end, or closes it."""
+def submitted(scheduler: Scheduler, requests: Sequence[Request], receive: Receive) -> list[Exchange]:
+    """Put all of them in line; ApiError, and none of them is, if there is no room for all."""
+    inboxes = [Inbox(on_room=scheduler.wake) for _ in requests]
+    try:
+        scheduler.submit_together(
+            [(request, inbox.put, inbox.full) for request, inbox in zip(requests, inboxes, strict=True)]
+        )
+    except QueueFull as err:
+        raise ApiError(429, str(err), code="queue_full", retry_after_s=err.retry_after_s) from None
+    except KVFlashError as err:
+        raise ApiError(503, str(err), code="shutdown", retry_after_s=scheduler.retry_after_s) from None
+    return [Exchange(scheduler, *one, receive) for one in zip(requests, inboxes, strict=True)]
 
-    def __init__(self, scheduler: Scheduler, request: Request, receive: Receive) -> None:
+
+class Exchange:
+    """A request that has been submitted. Whoever makes one reads it to its end, or closes it."""
+
+    def __init__(self, scheduler: Scheduler, request: Request, inbox: Inbox, receive: Receive) -> None:
         self._scheduler = scheduler
         self.request = request
-        self._inbox = Inbox(on_room=scheduler.wake)
-        try:
-            scheduler.submit(request, self._inbox.put, full=self._inbox.full)
-        except QueueFull as err:
-            raise ApiError(429, str(err), code="queue_full", retry_after_s=err.retry_after_s) from None
-        except KVFlashError as err:
-            raise ApiError(503, str(err), code="shutdown", retry_after_s=scheduler.retry_after_s) from None
+        self._inbox = inbox
         self._watcher = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:

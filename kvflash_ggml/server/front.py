@@ -22,7 +22,7 @@ from ..batching.scheduler import Scheduler
 from ..errors import ConfigError
 from . import schemas
 from .errors import ApiError
-from .exchange import Answer, EventStream, Exchange, collected
+from .exchange import Answer, EventStream, collected, submitted
 from .prompts import Prompts
 from .schema import _Sampled
 from .settings import ServerSettings
@@ -209,14 +209,8 @@ class Front:
         if never is not None:
             raise ApiError(400, never, code="invalid_value", param="n")
         first, *others = requests
-        exchanges: list[Exchange] = []
-        try:
-            for request in (first, *(replace(other, queue_timeout_s=None) for other in others)):
-                exchanges.append(Exchange(self.scheduler, request, http.receive))
-        except ApiError:
-            for exchange in exchanges:
-                exchange.close()
-            raise
+        others = [replace(other, queue_timeout_s=None) for other in others]
+        exchanges = submitted(self.scheduler, [first, *others], http.receive)
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s)

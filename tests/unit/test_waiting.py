@@ -84,6 +84,7 @@ class Crowd:
     def __init__(self, pace: float = 0.5) -> None:
         self.waiting, self.pace, self._dice = Waiting(most=16, most_tokens=10**6), pace, random.Random(1)
         self.refused, self.told, self._waits = Counter[int](), dict[int, list[float]](), set[int]()
+        self.sizes = Counter[int]()  # of who asks for several at once
         self._events: list[tuple[float, int, str, bool]] = [(0.0, -1, "", False)]  # -1: the seat is free
 
     def arrive(self, times: float, seconds: float, *, first: int = 0, key: str = "", returns: bool = True) -> range:
@@ -93,6 +94,11 @@ class Crowd:
             heapq.heappush(self._events, (came, who, key, returns))
             who += 1
         return range(first, who)
+
+    def ask(self, every: float, who: range) -> None:
+        """One of them after the other."""
+        for i, one in enumerate(who, 1):
+            heapq.heappush(self._events, (i * every, one, "", True))
 
     def hammer(self, every: float, seconds: float, who: int, key: str = "") -> None:
         """The same request again and again, but while it waits for its answer."""
@@ -109,9 +115,10 @@ class Crowd:
                 continue
             if who in self._waits:
                 continue
-            asked = Job(request=request([who], key=key), sink=lambda event: None, submitted=now)
+            count = max(self.sizes[who], 1)
+            asked = [Job(request=request([who], key=key), sink=lambda event: None, submitted=now) for _ in range(count)]
             try:
-                self.waiting.put(asked, pace=self.pace)
+                self.waiting.put(*asked, pace=self.pace)
                 self._waits.add(who)
             except QueueFull as err:
                 self.refused[who] += 1
@@ -131,6 +138,19 @@ def test_who_comes_again_when_told_finds_room() -> None:
     assert max(crowd.refused.values()) > 1
     assert len(crowd.refused) > len(all_of_them) / 2
     assert sum(crowd.refused[who] <= 1 for who in all_of_them) >= 0.95 * len(all_of_them)
+
+
+def test_who_asks_for_several_at_once_finds_room() -> None:
+    """Among those who ask for one each: as many places are kept as come."""
+    crowd = Crowd()
+    many = range(1000, 1003)
+    crowd.sizes.update(dict.fromkeys(many, 6))
+    crowd.ask(20.0, many)
+    few = crowd.arrive(2, 300)
+    crowd.run(1000)
+    assert min(crowd.refused[who] for who in many) > 0
+    assert max(crowd.refused[who] for who in many) <= 3
+    assert sum(crowd.refused[who] <= 2 for who in few) >= 0.95 * len(few)
 
 
 def test_who_does_not_wait_lengthens_nobodys_time() -> None:
