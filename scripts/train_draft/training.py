@@ -16,6 +16,7 @@ from .target import Target
 
 DECAY = 0.8  # loss weight of a place in a block against the one before
 WARM_UP = 60  # steps
+BEGINNING = 160  # tokens of answers, as `measure` takes them: later on greedy text goes round in circles
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +114,20 @@ def train(
 def report(target: Target, plan: Plan, store: Store, p: Params, *, ids: Tensor, run: Settings, when: str) -> float:
     """Print what steps would win on the greedy chats that are held out: of prompts written by hand, and of others.
 
-    Returns the sum of both.
+    Returns the sum of both, on their beginnings.
     """
     rows = torch.arange(run.held_out, device=store.tokens.device)
     right = agreement(target, plan, store, p, ids=ids, rows=rows, at_once=run.anchors)
     share = right.float().cumprod(-1)
-    greedy = store.greedy[: run.held_out]
+    greedy, every = store.greedy[: run.held_out], store.said[: run.held_out, 1 : right.shape[1] + 1]
+    begins = every & (every.cumsum(-1) <= BEGINNING)
     text, total = [], 0.0
     for name, chosen in (("by hand", greedy & (rows < 16)), ("others", greedy & (rows >= 16))):
-        said = store.said[rows[chosen], 1 : right.shape[1] + 1]
-        places = share[chosen][said].mean(0).tolist()
-        won = simulated(right[chosen].cpu(), said.cpu())
+        places = share[chosen][begins[chosen]].mean(0).tolist()
+        won, whole = (simulated(right[chosen].cpu(), said[chosen].cpu()) for said in (begins, every))
         total += won
-        text.append(f"{name} {won:.2f} a step, of each place {' '.join(f'{100 * x:.0f}' for x in places)} %")
+        shares = " ".join(f"{100 * x:.0f}" for x in places)
+        text.append(f"{name} {won:.2f} a step, of each place {shares} % (whole chats {whole:.2f})")
     print(f"[held out, {when}] {'; '.join(text)}", flush=True)
     return total
 
