@@ -34,7 +34,7 @@ class PoolDrafter:
     """
 
     name = "pool"
-    wants = Features()
+    wants = Features(newest=0)  # nor has it anything to read before it drafts
 
     def __init__(self, made: GeneratingLlama, nested: Speculator | None = None) -> None:
         self._made = weakref.ref(made)

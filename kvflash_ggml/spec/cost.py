@@ -143,6 +143,8 @@ class Controller:
         self._pending = 0.0  # seconds of proposals of this step
         self._rows = 0  # of the last step
         self._due = 0  # plain steps to take, to time them
+        for source in self._sources.values():
+            source.behind = 0  # of another text
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
         self._want_times(2 if self._times.known else 3)
@@ -165,7 +167,7 @@ class Controller:
             self.off = "plain steps are being timed"
         elif known.resting:
             self.off = known.why
-        elif known.behind and self._beyond(self._widths[0], known.behind * known.pace) > self._left():
+        elif self._is_late(known):
             self.off = SPENT
         elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
             if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
@@ -248,6 +250,7 @@ class Controller:
         self._run += steps
         self._since += steps
         for source in self._sources.values():
+            source.unasked += steps
             source.resting = max(0, source.resting - steps)
             source.survival.rest(steps)
         return seconds
@@ -333,11 +336,18 @@ class Controller:
     def _promise(self, name: str) -> float:
         """Tokens a second with this source instead, 0 if it would not be asked."""
         source = self._source(name)
-        if source.resting:
+        if source.resting or self._is_late(source):
+            return 0.0
+        average = self._average(source)
+        if self._best(average, self._widths, source.drafting).rows == 1:
             return 0.0
         hoped = FADE**source.unasked  # what was dear is tried again some day
-        best = self._best(self._average(source), self._widths, lambda count: hoped * source.drafting(count))
+        best = self._best(average, self._widths, lambda count: hoped * source.drafting(count))
         return best.rate if best.rows > 1 else 0.0
+
+    def _is_late(self, source: _Source) -> bool:
+        """Does what it reads before it drafts take longer than the budget allows?"""
+        return bool(source.behind) and self._beyond(self._widths[0], source.behind * source.pace) > self._left()
 
     def _fail(self, name: str) -> None:
         """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""

@@ -207,6 +207,8 @@ class Speculator:
             )
             for one in self._asked:
                 one.bad, one.why = MAX_BAD, self.off
+            if self.nested is not None:
+                self.nested.off = self.off  # it is not asked any more either
 
     def _draft(self, one: Asked, text: Text, root: int, wanted: int, instead: Collection[str]) -> Draft | None:
         """What is to be verified of what one drafter proposes."""

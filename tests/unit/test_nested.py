@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvflash_ggml.cli.report import drafts as closing
 from kvflash_ggml.cli.report import spec_counters
+from kvflash_ggml.errors import DecodeError
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.cost import Controller
@@ -173,6 +175,31 @@ def test_who_drafts_dearly_is_not_asked_where_another_promises_more() -> None:
     assert controls.ask("pool", 0, ("head",)) > 0
 
 
+@pytest.mark.parametrize(("seconds", "behind"), [(1.2, 0), (0.05, 100_000)])
+def test_who_would_not_be_asked_is_not_waited_for(seconds: float, behind: int) -> None:
+    """A drafter that costs more than it wins, or has a prompt to read that is too long for the budget."""
+    controls = Controller(serial=("head", "pool"))
+    for _ in range(3):
+        controls.told(1, 1.0)
+    for name, took, to_read in (("head", 0.1, 0), ("pool", seconds, 0), ("pool", 1.0, behind // 10)):
+        controls.ask(name, to_read)
+        controls.proposed(name, chain([1], name), took)
+        controls.told(1, 1.0)
+    plain = 0
+    for _ in range(500):
+        wanted = controls.ask("head", 0, ("pool",))
+        other = 0 if wanted else controls.ask("pool", behind)
+        if not wanted and not other:
+            plain += 1
+            controls.told(1, 1.0)
+            continue
+        name = "head" if wanted else "pool"
+        draft = chain([1] * (wanted or other), name)
+        controls.proposed(name, draft, 0.0)
+        controls.told(len(draft) + 1, 1.1, draft, range(min(2, len(draft))))
+    assert plain < 15
+
+
 def test_steps_that_follow_others_are_timed_apart() -> None:
     controls = Controller()
     for rows in (1, 1, 1):
@@ -184,6 +211,16 @@ def test_steps_that_follow_others_are_timed_apart() -> None:
         controls.told(1, 1.0)
     controls.begin(0)
     assert controls.passed(1) == 1.0, "what came first in its place took longer"
+
+
+def test_where_all_of_the_text_verifies_no_drafts_none_are_made_for_the_pool() -> None:
+    outer, nested, _, _ = make(Drafter("ngram"))
+    for _ in range(3):
+        assert outer.propose(Text(1, 2, 3, 4), 5) is not None
+        outer.refused(DecodeError("no luck"))
+    assert outer.propose(Text(1, 2, 3, 4), 5) is None
+    assert nested.drafters == ()
+    assert str(outer.off) == str(nested.off) == "DecodeError: no luck"
 
 
 def test_both_levels_are_told() -> None:

@@ -15,6 +15,7 @@ import pytest
 from kvflash_ggml.llama import sketch as pool_sketch
 from kvflash_ggml.llama.sketch import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
+from kvflash_ggml.spec.asked import Asked
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.cost import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
@@ -112,6 +113,11 @@ class Pool(PoolDrafter):
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
         world = self._llm._session.world  # type: ignore[union-attr]
         return lambda row: int(world.drawn(world.length + world.sketched + row + 1))
+
+
+def test_the_pool_is_not_charged_for_a_prompt_that_it_need_not_read() -> None:
+    llm: Any = Model(World("32K", 0.9, 0.0, 1))
+    assert Asked(PoolDrafter(llm)).behind(100_000) == 0
 
 
 def speed(
