@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Chats, then the drafter, which is written every minute."""
+    """Chats, then the drafter, which is written whenever it has become better."""
     args, begun = parse_args(), time.time()
     torch.manual_seed(args.seed)
     target = load(args.model, device=args.device, dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ class Arm:
     same: int = 0
     steps: int = 0
     accepted: int = 0
-    agreed: list[int] = field(default_factory=lambda: [0] * max(WIDTHS))
+    agreed: list[int] = field(default_factory=list)
 
     def answer(self, prompt: list[int], most: int) -> list[int]:
         """The greedy answer, counted."""
@@ -46,6 +46,7 @@ class Arm:
         if self.llm.kvflash.spec is not None:
             last = self.llm.kvflash.spec.last
             self.steps, self.accepted = self.steps + last.steps, self.accepted + last.accepted
+            self.agreed += [0] * (len(last.agreed) - len(self.agreed))
             for place, count in enumerate(last.agreed):
                 self.agreed[place] += count
         return out
