@@ -11,6 +11,7 @@ from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..session.sketch import Sketch
 from ..spec.base import Features
+from ..spec.cost import PROMPT
 from ..spec.draft import Draft, chain
 from ..spec.loop import Speculator
 
@@ -34,7 +35,7 @@ class PoolDrafter:
     """
 
     name = "pool"
-    wants = Features(newest=0)  # nor has it anything to read before it drafts
+    wants = Features(newest=PROMPT)  # its first draft after a prompt is timed apart, but takes as long after any
 
     def __init__(self, made: GeneratingLlama, nested: Speculator | None = None) -> None:
         self._made = weakref.ref(made)
