@@ -21,7 +21,7 @@ KEPT_FOR = 4.0
 TWINS = 4
 """Requests that are alike may be of several clients: so many more than wait already are told times of their own."""
 
-MOST = 1 << 14
+MAX_REMEMBERED = 1 << 14
 """Places that are known. Beyond, who is refused is told a time that nobody remembers."""
 
 SHARE_STEP = 0.05
@@ -69,7 +69,7 @@ class Places:
         mine = self._line[key]
         before = sum(min(count, mine + 1) for other, count in self._line.items() if other != key) + mine
         place = _Place(now + min(SLACK * pace * (size + self._share * before), LONGEST_S), who, key, size)
-        if len(self._ahead) >= MOST:
+        if len(self._ahead) >= MAX_REMEMBERED:
             return place.due - now
         self._largest = max(self._largest, size)
         told.append(place)

@@ -51,7 +51,7 @@ class SavingLlama(llama_cpp.Llama):
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
         session.settle()
         if self.n_tokens < session.length:
-            session.rewind(self.n_tokens)
+            session.rewind_to(self.n_tokens)
         elif self.n_tokens > session.length:
             session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
 

@@ -51,7 +51,7 @@ class SlotMask:
         self.slot_pos[:] = FREE
         self._base = -2
 
-    def rewind(self) -> None:
+    def truncate(self) -> None:
         """Positions have been taken back: the next row is built from scratch."""
         self._base = -2
 

@@ -141,7 +141,7 @@ class DiskTier:
                 state=Bytes(b""),
                 checkpoints={},
                 queries=np.empty(0, np.float32),
-                queries_from=found.length,
+                queries_valid_from=found.length,
                 policy=None,
             )
         else:
@@ -351,7 +351,7 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
         state=saved.checkpoints[pos],
         checkpoints={},
         queries=np.empty(0, np.float32),
-        queries_from=pos,
+        queries_valid_from=pos,
         policy=saved.policy and saved.policy.before(pos),
         logits=None,
         rebuild=False,

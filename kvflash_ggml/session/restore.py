@@ -53,7 +53,7 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
         state=unpooled,
         checkpoints={pos: blob for pos, blob in text.checkpoints.state().items() if pos <= length},
         queries=text.queries.read(length),
-        queries_from=text.queries.saved_from(length, text.length),
+        queries_valid_from=text.queries.saved_from(length, text.length),
         policy=None,
     )
     try:
@@ -92,7 +92,7 @@ def kept_state(text: Text) -> SessionState:
         state=states.get(length, Bytes(b"")),
         checkpoints={pos: blob for pos, blob in states.items() if pos <= length},
         queries=np.zeros(text.queries.size, np.float32),
-        queries_from=length,
+        queries_valid_from=length,
         policy=text.policy_state(cut=length),
     )
 
@@ -120,7 +120,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.paging.load(saved.pages, text.length)
         text.engine.set_state(state, text.length)
         text.checkpoints.load(saved.checkpoints, text.length, state)
-        text.queries.load(saved.queries, saved.queries_from, text.length)
+        text.queries.load(saved.queries, saved.queries_valid_from, text.length)
         text.load_policy(saved.policy)
         text.rebuild = saved.rebuild
         if text.follower is not None:

@@ -208,7 +208,7 @@ class Session(AskedText):
             self.settle()
             self._repair(after)
 
-    def rewind(self, length: int) -> None:
+    def rewind_to(self, length: int) -> None:
         """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
         again = self.ids[:length].copy()
         left = self.truncate(length)

@@ -78,7 +78,7 @@ class Sketch:
         if count < len(ahead.tokens):
             if not session.engine.truncate(length):
                 return
-            session.mask.rewind()
+            session.mask.truncate()
             session._ahead = replace(ahead, tokens=ahead.tokens[:count])
         if session.follower is not None:
             session.follower.retained(length)

@@ -262,7 +262,7 @@ class Text:
             self._accept(replace(before, path=()), self.queries.order)
             return
         self.paging.undo(step.plan.moves)
-        self.mask.rewind()
+        self.mask.truncate()
         if step.codes:
             self.queries.valid_from = self.length  # it may have captured some before it failed
         if not self.engine.truncate(self.length):  # recurrent state has gone on: an earlier one is known
@@ -281,7 +281,7 @@ class Text:
                 self._ahead = None
                 self._cut(length, direct=False)
                 return
-            self.mask.rewind()
+            self.mask.truncate()
         plan = self.table.accept(length)
         self._apply(plan.moves, length)
         self.queries.valid_from = self.queries.valid_after(length, written)
@@ -322,7 +322,7 @@ class Text:
         self._apply(plan.moves, length)
         self.table.commit(plan)
         self.checkpoints.truncate(length)
-        self.mask.rewind()
+        self.mask.truncate()
         self._truncated(length)
         self.events.truncated(length, self.table.resident_chunks)
 

@@ -65,7 +65,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
         "settled": table.settled,
         "pins": sorted(table.pins),
         "checkpoints": sorted(saved.checkpoints),
-        "queries_from": saved.queries_from,
+        "queries_from": saved.queries_valid_from,
         "rebuild": saved.rebuild,
         "seed": saved.seed,
         "policy": None,
@@ -191,7 +191,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
             if queries.size == 4 * limits.queries
             else np.empty(0, np.float32)
         ),
-        queries_from=count(container, "queries_from", most=length),
+        queries_valid_from=count(container, "queries_from", most=length),
         policy=_policy(container, length),
         logits=_logits(container, n_vocab),
         rebuild=_rebuild(container),

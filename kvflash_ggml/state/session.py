@@ -147,8 +147,8 @@ class PolicyState:
 class SessionState:
     """tokens: all that were read. whole: of each, has it seen the whole text before it? pages: an image per chunk,
     retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
-    flat, true for positions from `queries_from` on. logits: of the last token, if it was just evaluated. rebuild: does
-    the next step bring the resident set to the scores of the table? seed: of the next random numbers. drafts: what
+    flat, true for positions from `queries_valid_from` on. logits: of the last token, if it was just evaluated. rebuild:
+    does the next step bring the resident set to the scores of the table? seed: of the next random numbers. drafts: what
     drafters know of the text. repaired: the tokens from there on are still to be read again with all of it in view;
     None if none are.
     """
@@ -161,7 +161,7 @@ class SessionState:
     state: Blob
     checkpoints: dict[int, Blob]
     queries: Floats
-    queries_from: int
+    queries_valid_from: int
     policy: PolicyState | None
     logits: Floats | None = None
     rebuild: bool = False

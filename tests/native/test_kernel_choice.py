@@ -15,10 +15,10 @@ from vendoring.source import LLAMA, pristine_tree
 
 HOPPER = 900
 Type = gguf.GGMLQuantizationType
-MOST_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
+MAX_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
 
 
-def most_rows(llama: Path, folder: Path) -> dict[Type, int]:
+def max_rows(llama: Path, folder: Path) -> dict[Type, int]:
     """Rows up to which the vector kernel is taken, by the weights' type."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -43,12 +43,12 @@ extern "C" bool vector(int type, int cc, int64_t rows) { return ggml_cuda_should
     loaded = ctypes.CDLL(str(library))
     loaded.vector.restype = ctypes.c_bool
     loaded.vector.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    return {type: max(rows for rows in range(1, 17) if loaded.vector(type, HOPPER, rows)) for type in MOST_ROWS}
+    return {type: max(rows for rows in range(1, 17) if loaded.vector(type, HOPPER, rows)) for type in MAX_ROWS}
 
 
 def test_a_few_rows_go_to_the_faster_kernel(tmp_path: Path) -> None:
-    assert most_rows(upstream_llama(), tmp_path) == MOST_ROWS
+    assert max_rows(upstream_llama(), tmp_path) == MAX_ROWS
 
 
 def test_that_takes_the_patch(tmp_path: Path) -> None:
-    assert set(most_rows(pristine_tree() / LLAMA, tmp_path).values()) == {8}
+    assert set(max_rows(pristine_tree() / LLAMA, tmp_path).values()) == {8}

@@ -17,7 +17,7 @@ from kvflash_ggml.arrays import Floats, Int32s
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
-MOST = 4
+MAX_DRAFT = 4
 
 pytestmark = pytest.mark.parametrize("kind", list(FILES))
 """headed: the head is in the target's own file, and computed in a second context on the same weights."""
@@ -79,17 +79,17 @@ def accepted(drafter: Any, text: Told) -> list[int]:
     """How many of each chain are the target's own tokens."""
     tokens, found = text.tokens, []
     read, root = 0, text.prompt
-    while root + MOST < len(tokens):
+    while root + MAX_DRAFT < len(tokens):
         drafter.observe(read, tokens[read:root], text.rows[read:root])
-        guess = drafter.propose(int(tokens[root]), MOST).tokens
-        found.append(int(np.logical_and.accumulate(guess == tokens[root + 1 : root + 1 + MOST]).sum()))
+        guess = drafter.propose(int(tokens[root]), MAX_DRAFT).tokens
+        found.append(int(np.logical_and.accumulate(guess == tokens[root + 1 : root + 1 + MAX_DRAFT]).sum()))
         read, root = root, root + found[-1] + 1
     return found
 
 
 def proposal(drafter: Any, text: Told, root: int, *, first: int = 0) -> list[int]:
     drafter.observe(first, text.tokens[first:root], text.rows[first:root])
-    return drafter.propose(int(text.tokens[root]), MOST).tokens.tolist()
+    return drafter.propose(int(text.tokens[root]), MAX_DRAFT).tokens.tolist()
 
 
 def test_it_accepts_far_more_than_by_chance(beside: Any, tokens: Any, kind: str) -> None:
@@ -111,7 +111,7 @@ def test_rows_may_come_in_any_pieces(beside: Any, tokens: Any, kind: str) -> Non
     found = []
     for at in range(end):
         if at >= text.prompt and (at - text.prompt) % 5 == 0:
-            found.append(drafter.propose(int(text.tokens[at]), MOST).tokens.tolist())
+            found.append(drafter.propose(int(text.tokens[at]), MAX_DRAFT).tokens.tolist())
         rows = text.rows[at : at + 1].copy()
         drafter.observe(at, text.tokens[at : at + 1], rows)
         rows[:] = np.nan  # the buffer is the caller's
@@ -126,16 +126,16 @@ def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) ->
     wanted = proposal(make(), text, length)
     proposal(drafter, text, text.prompt)
     drafter.truncate(length)
-    assert drafter.propose(int(text.tokens[length]), MOST).tokens.tolist() == wanted
+    assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
     # the same, told in the drafter's next rows
     proposal(drafter, text, text.prompt, first=length)
     assert proposal(drafter, text, length, first=length - 3) == wanted
 
     drafter.truncate(length - 100)  # what was known there is not kept
-    assert drafter.propose(int(text.tokens[length - 100]), MOST) is None
-    assert len(proposal(drafter, text, length, first=length - 100)) == MOST
+    assert drafter.propose(int(text.tokens[length - 100]), MAX_DRAFT) is None
+    assert len(proposal(drafter, text, length, first=length - 100)) == MAX_DRAFT
     drafter.truncate(0)
-    assert drafter.propose(5, MOST) is None
+    assert drafter.propose(5, MAX_DRAFT) is None
     assert proposal(drafter, text, length) == wanted
 
 
@@ -144,10 +144,10 @@ def test_without_rows_it_starts_anew(beside: Any, tokens: Any, kind: str) -> Non
     drafter = make()
     text = told(one, drafter.wants, tokens[2000:2400], 8)
     drafter.observe(0, text.tokens[:100], None)
-    assert drafter.propose(int(text.tokens[100]), MOST) is None
+    assert drafter.propose(int(text.tokens[100]), MAX_DRAFT) is None
     found = proposal(drafter, text, 300, first=150)  # behind a gap
     assert found == proposal(make(), text, 300, first=150)
-    assert len(proposal(drafter, text, text.prompt, first=300)) == MOST
+    assert len(proposal(drafter, text, text.prompt, first=300)) == MAX_DRAFT
 
 
 def test_one_token_after_another(beside: Any, tokens: Any, kind: str) -> None:
@@ -155,7 +155,7 @@ def test_one_token_after_another(beside: Any, tokens: Any, kind: str) -> None:
     one, make = beside(kind)
     drafter = make()
     text = told(one, drafter.wants, tokens[2000:2100], 4)
-    assert drafter.propose(int(text.tokens[0]), MOST) is None
+    assert drafter.propose(int(text.tokens[0]), MAX_DRAFT) is None
     drafter.observe(0, text.tokens[:1], text.rows[:1])
     draft = drafter.propose(int(text.tokens[1]), 6)
     assert len(draft) == 6

@@ -108,7 +108,7 @@ def session(
         state=Bytes(derived(tokens, STATE, b"state") if stateful else b""),
         checkpoints={pos: Bytes(derived(tokens[:pos], STATE, b"state")) for pos in checkpoints},
         queries=np.arange(6, dtype=np.float32),
-        queries_from=len(tokens),
+        queries_valid_from=len(tokens),
         policy=saved_policy,
         logits=np.frombuffer(derived(tokens, 4 * N_VOCAB), np.uint8).astype(np.float32)[:N_VOCAB] if logits else None,
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvflash_ggml.spec.lag import Lag
 
-MOST = 7
+MAX_LAG = 7
 
 CALLS = st.lists(
     st.one_of(
@@ -23,7 +23,7 @@ CALLS = st.lists(
 @given(CALLS)
 @settings(max_examples=settings().max_examples * 15 // 2)
 def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None:
-    lag, length = Lag(MOST), 0
+    lag, length = Lag(MAX_LAG), 0
     model: dict[int, int] = {}  # position to token, of what is to be read
     token = 0
     for call, at, count in calls:
@@ -39,7 +39,7 @@ def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None
             length = min(at, length)
             lag.truncate(length)
             model = {p: t for p, t in model.items() if p < length}
-        model = {p: t for p, t in model.items() if p >= length - MOST}
+        model = {p: t for p, t in model.items() if p >= length - MAX_LAG}
         assert lag.end == length
         if call == "take":
             start, tokens, rows = lag.take()

@@ -94,7 +94,7 @@ CHANGES = {
     "evicted": lambda w: w.clear(1),
     "recalled": lambda w: w.place(4, 7),
     "replaced": lambda w: (w.clear(1), w.place(1, 9)),
-    "cut back": lambda w: w.mask.rewind(),
+    "cut back": lambda w: w.mask.truncate(),
     "many rows": lambda w: w.fill(150, 20),
     "one row elsewhere": lambda w: w.fill(140, 1),
     "nothing": lambda w: None,
@@ -117,7 +117,7 @@ def test_one_token_after_every_kind_of_change(world: World, change: str, start: 
 def test_rows_of_rejected_drafts_are_hidden(world: World) -> None:
     world.place(0, 0)
     world.fill(0, 10)
-    world.mask.rewind()  # six drafts were refused
+    world.mask.truncate()  # six drafts were refused
     world.fill(4, 1)
     assert np.isneginf(world.rows.data[0, 5:10]).all()
 
@@ -159,7 +159,7 @@ def test_random_use(data: st.DataObject, kind: tuple[type[SlotMask], bool]) -> N
                     world.clear(world.chunks[others[0]])
             case _:
                 pos = max(pos - data.draw(st.integers(0, 5), "back"), pos // CHUNK * CHUNK)
-                world.mask.rewind()
+                world.mask.truncate()
 
 
 @pytest.mark.parametrize(("kind", "f32"), KINDS)

@@ -196,7 +196,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(at=PLACES)
     def rewind(self, at: int) -> None:
         length = at % (len(self.tokens) + 1)
-        self.session.rewind(length)
+        self.session.rewind_to(length)
         assert self.session.length == length
         self.settle(self.tokens[:length])
 

@@ -13,7 +13,7 @@ from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
 from kvflash_ggml.pool.plan import ABSENT, Chunk, Layout
 from kvflash_ggml.pool.view import AlibiStageMask, StageMask, View, choose, everything_is_resident
 
-MOST = 128
+MAX_ROWS = 128
 
 
 def test_a_text_that_fits_is_seen_as_a_whole() -> None:
@@ -68,13 +68,22 @@ def rule(start: int, count: int, view: View, *, alibi: bool) -> Any:
     return rows
 
 
-CASES = [(0, 1, 0), (0, MOST, 0), (63, 1, 1), (130, 7, 2), (130, 7, 2), (191, MOST, 1), (192, 64, 3), (500, 3, 5)]
+CASES = [
+    (0, 1, 0),
+    (0, MAX_ROWS, 0),
+    (63, 1, 1),
+    (130, 7, 2),
+    (130, 7, 2),
+    (191, MAX_ROWS, 1),
+    (192, 64, 3),
+    (500, 3, 5),
+]
 
 
 @pytest.mark.parametrize("mask", [StageMask, AlibiStageMask])
 def test_a_mask_is_the_rule(mask: Any) -> None:
     """One object for all steps, in any order: what it keeps from one to the next is right."""
-    one = mask(MOST)
+    one = mask(MAX_ROWS)
     for start, count, room in [*CASES, *reversed(CASES)]:
         view = choose(start, room, {0}, None)
         got, first = one.fill(start, count, view)

@@ -189,7 +189,7 @@ def test_who_never_comes_again_is_not_waited_for() -> None:
 
 
 def test_who_asks_for_ever_new_things_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MOST", 8)
+    monkeypatch.setattr(places, "MAX_REMEMBERED", 8)
     known = Places()
     for who in range(100):
         assert known.book(who, "", 0.0, 1.0) > 0
