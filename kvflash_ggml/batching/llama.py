@@ -54,8 +54,8 @@ class ParkedSession:
 class LlamaModel:
     """Drives a `Llama` with a pool by its public calls. KVFlashError for one without.
 
-    A text of which a request had some read in another way than the model reads is not kept in the prefix cache: who
-    opens its folder is promised that of the model.
+    A text of which a request had some read in another way than the model reads is not kept in the prefix cache, nor is
+    one that comes from a file: who opens its folder is promised that of the model.
     """
 
     def __init__(self, llm: Llama) -> None:
@@ -204,7 +204,8 @@ class LlamaModel:
         self._llm.write_parked(parked.saved, path)
 
     def read(self, path: Path) -> ParkedSession:
-        return ParkedSession(self._llm.read_parked(path), stateful=self.stateful)
+        # a file does not say how requests had it read
+        return ParkedSession(self._llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self._stats.when_full(give_way)

@@ -250,14 +250,16 @@ def test_a_salted_text_is_not_in_the_folder(
             assert cached or end.usage.cached == 0
 
 
+@pytest.mark.parametrize("stored", [False, True])
 def test_what_was_read_otherwise_is_not_in_the_folder(
-    llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
+    stored: bool, llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
 ) -> None:
-    """Nor what goes on from it, in the usual way, where it was put aside meanwhile."""
+    """Nor what goes on from it, in the usual way, where it was put aside meanwhile, in memory or in a file."""
+    settings = {"limits": Limits(park_bytes=1), "folder": Folder(tmp_path / "parked")} if stored else {}
     first, longer, other = (tokens[at:end].tolist() for at, end in ((0, 1000), (0, 1200), (2000, 2600)))
     for cached in (0, 999):
-        llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_cache=tmp_path)
-        with served(llm) as scheduler:
+        llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_cache=tmp_path / "cache")
+        with served(llm, **(settings if not cached else {})) as scheduler:
             if not cached:
                 answer(scheduler, first, reading="pool")
                 answer(scheduler, other, reading="exact")
