@@ -14,7 +14,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 TABLE = REPO / "docs" / "architectures.md"
 
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+if str(REPO / "tests") not in sys.path:  # run by hand; tests may be run against another package than the checkout's
+    sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from support import archs  # noqa: E402
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,21 @@ def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info:
     engine = FakeEngine(n_slots, 64, **({"query_rows": 4} if policy else {}), **info)
     config = KVFlashConfig(tail=2, tau=16)
     return make_session(engine, config, n_ctx=n_ctx, n_batch=64, n_ubatch=64, scorer=policy)
+
+
+@contextmanager
+def making() -> Iterator[Callable[..., Session]]:
+    """Makes sessions; all are closed at the end, and nobody holds a page then."""
+    made: list[Session] = []
+
+    def build(*args: Any, **kwargs: Any) -> Session:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for session in made:
+        session.close()
+        assert not session.engine.slabs  # type: ignore[attr-defined]
 
 
 def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:

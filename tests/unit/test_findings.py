@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import plain_reader
-from support.saving import Digest, decode, dump, load, make, settle_scores, text
+from support.saving import Digest, decode, dump, load, making, settle_scores, text
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
@@ -23,15 +23,8 @@ MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asyn
 
 @pytest.fixture
 def world() -> Iterator[Callable[..., Session]]:
-    made: list[Session] = []
-
-    def build(*args: Any, **kwargs: Any) -> Session:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    yield build
-    for session in made:
-        session.close()
+    with making() as build:
+        yield build
 
 
 def places(session: Session) -> list[int]:

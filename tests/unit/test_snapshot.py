@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import plain_reader
 from support.fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
-from support.saving import N_VOCAB, Digest, decode, dump, load, make, save, seen, snapshot_store, text
+from support.saving import N_VOCAB, Digest, decode, dump, load, make, making, save, seen, snapshot_store, text
 from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
@@ -36,17 +36,8 @@ def small_slabs() -> Iterator[None]:
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    """Makes sessions; closed after the test, and nobody holds a page then."""
-    made: list[Session] = []
-
-    def build(*args: Any, **kwargs: Any) -> Session:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    yield build
-    for session in made:
-        session.close()
-        assert not session.engine.slabs
+    with making() as build:
+        yield build
 
 
 @pytest.fixture(scope="module")
