@@ -143,16 +143,16 @@ def test_a_stream_that_is_closed_leaves_the_text_that_was_told(kind: str, stop: 
 
 @pytest.mark.parametrize("policy", ["lru", "qk"])
 @pytest.mark.parametrize("seed", range(3))
-def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens: Any, on_gpu: bool) -> None:
+def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens: Any) -> None:
     """With rows computed one by one: a path lies elsewhere while it is verified, which may change a sum's order.
 
-    A GPU sums halves, and rounds the more for it.
+    Weights of F32, since quantised ones are multiplied by rounded rows, which makes much of a last bit.
     """
     prompt = tokens[:180].tolist()
     size = {"n_ctx": 2048, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024, "kvflash_policy": policy}
-    plain = llama(**size)
+    plain = llama("f32", **size)
     out, logits = told(plain, prompt, 80, **GREEDY)
-    llm = llama(**size, kvflash_spec=SpecConfig(width=16, types=("ngram",)))
+    llm = llama("f32", **size, kvflash_spec=SpecConfig(width=16, types=("ngram",)))
     assert llm._session.branch_room > 16
     bush = Bush([*prompt, *out], seed)
     let_draft(llm, bush, 16)
@@ -162,7 +162,7 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
     assert counted.accepted > 20
     for at, (one, other) in enumerate(zip(out, got, strict=True)):
         mine, its = (np.frombuffer(rows[at], np.float32) for rows in (logits, theirs))
-        assert np.abs(mine - its).max() < (0.02 * np.abs(mine).max() if on_gpu else 0.01)
+        assert np.abs(mine - its).max() < 0.01
         assert one == other
     llm._session.settle()
     session, length = llm._session, llm._session.length
