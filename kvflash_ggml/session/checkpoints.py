@@ -25,7 +25,7 @@ class Checkpoints:
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
         self._states: dict[int, Blob] = {}
-        # what was put back and not gone on from by a prompt yet, so that it need not be read again
+        # what was put back and not gone on from yet, so that it need not be read again
         self._restored: tuple[int, Blob] | None = None
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
@@ -41,6 +41,10 @@ class Checkpoints:
                 self._states[pos] = restored[1]
             else:  # which takes as long as a short step
                 self._states[pos] = Bytes(self._engine.get_state())
+
+    def before_answer(self) -> None:
+        """A step of an answer follows: nothing goes on from where the text was put back."""
+        self._restored = None
 
     def state(self) -> dict[int, Blob]:
         """All states by position, to be loaded later."""

@@ -92,7 +92,7 @@ class HostKeys:
         return addresses
 
     def truncate(self, n_chunks: int) -> None:
-        """Chunks from `n_chunks` on are gone: no row of theirs is held for the next look."""
+        """Rows from `n_chunks` on are of no use any more: none of them is held for the next look."""
         rows, addresses = self._known
         self._known = rows[:n_chunks], addresses[:n_chunks]
 

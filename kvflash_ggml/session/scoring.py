@@ -164,6 +164,7 @@ class Scoring:
 
     def _use(self, heads: Pairs) -> None:
         if isinstance(self.scorer, Selective):
+            self._keys.truncate(0)
             try:
                 self.scorer.use(heads)
             except Exception as err:

@@ -290,6 +290,7 @@ class Session(AskedText):
         if repair is not None and start == repair.start:
             with self.salvage.told():
                 self.checkpoints.before_step(start, wanted=True)
+        self.checkpoints.before_answer()
         self._take_ready()
         try:
             self.evaluate(

@@ -334,3 +334,16 @@ def test_rows_of_a_text_that_is_gone_are_not_held() -> None:
     keys.truncate(2)
     assert [row() for row in gone] == [None, None]
     assert keys._addresses_of(rows).tolist() == [x.__array_interface__["data"][0] for x in rows]
+
+
+def test_rows_of_other_heads_are_not_held(session: Any) -> None:
+    """Between the change of heads and the next look there may be thousands of tokens."""
+    scorer = session.scoring.scorer
+    scorer.use = lambda heads: None
+    rows = [np.zeros(8, np.uint8)]
+    of_old_heads = weakref.ref(rows[0])
+    scorer._keys._addresses_of(rows)
+    rows.clear()
+    session.scoring.use(np.zeros((1, 2), np.int32))
+    settle_scores(session)
+    assert of_old_heads() is None
