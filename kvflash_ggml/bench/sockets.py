@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import KVFlashError
 
@@ -24,7 +24,7 @@ END_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """body: None if it is no JSON. retry_after_s: what a refusal asks for."""
+    """body: text if it is no JSON. retry_after_s: what a refusal asks for."""
 
     status: int
     body: Any
@@ -68,7 +68,7 @@ class Server:
             body = reply.read()
             kind = reply.headers.get_content_type()
             after = float(reply.headers.get("Retry-After-Ms", 0)) / 1e3
-            return Reply(reply.status, json.loads(body) if kind == "application/json" else None, after)
+            return Reply(reply.status, json.loads(body) if kind == "application/json" else body.decode(), after)
         finally:
             connection.close()
 
@@ -85,12 +85,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Name with labels to value."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
-        finally:
-            connection.close()
+        text = self.ask("/metrics").body
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("kvflash:"): float(value) for name, value in pairs}
 
@@ -106,12 +101,18 @@ class Server:
         }
 
 
+Some = TypeVar("Some", bound=Server)
+
+
+def begun(line: Sequence[str], **where: Any) -> subprocess.Popen[str]:
+    """A process whose stderr is read. where: the folder and the environment it has, as of `subprocess.Popen`."""
+    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **where)
+
+
 @contextmanager
-def served(model: str, options: Sequence[str]) -> Iterator[Server]:
-    """A server of a model, with options of `kvflash-run serve`; it is ended, and waited for."""
-    line = [sys.executable, "-m", "kvflash_ggml", "serve", model, "--port", "0", *options, "-q"]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    server = Server(process)
+def running(server: Some) -> Iterator[Some]:
+    """The same server once it takes requests; it is ended, and waited for."""
+    process = server.process
     listener = threading.Thread(target=server.listen, daemon=True)
     listener.start()
     try:
@@ -125,3 +126,9 @@ def served(model: str, options: Sequence[str]) -> Iterator[Server]:
         listener.join()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def served(model: str, options: Sequence[str]) -> AbstractContextManager[Server]:
+    """A server of a model, with options of `kvflash-run serve`."""
+    line = [sys.executable, "-m", "kvflash_ggml", "serve", model, "--port", "0", *options, "-q"]
+    return running(Server(begun(line)))

@@ -28,8 +28,8 @@ class Loss:
     all of the text in view. changed: of these, those after which another token would have been the likeliest.
 
     ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to
-    every key, or "index", a look at it, and ranked_why for which reason; empty where nothing was chosen,
-    and where the policy has a way of its own.
+    every key that was in view (of what was not, the index), or "index", a look at it, and ranked_why for which reason;
+    empty where nothing was chosen, and where the policy has a way of its own.
     """
 
     read: int = 0

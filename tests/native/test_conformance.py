@@ -84,7 +84,7 @@ def test_completion(return_tokens: bool, served: Served) -> None:
 
 def test_a_stream_says_the_same(served: Served) -> None:
     given = {"temperature": 0, "cache_prompt": False}
-    frames = list(served.stream("/completion", {"prompt": MEANING, "n_predict": 8, "ignore_eos": True, **given}))
+    frames = list(served.frames("/completion", {"prompt": MEANING, "n_predict": 8, "ignore_eos": True, **given}))
     assert "".join(frame["content"] for frame in frames) == complete(served, **given)["content"]
     assert [frame["stop"] for frame in frames] == [False] * (len(frames) - 1) + [True]
     assert frames[-1]["stop_type"] == "limit"
@@ -127,7 +127,7 @@ def test_several_at_once(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_probabilities(stream: bool, served: Served) -> None:
     data = {"prompt": MEANING, "n_probs": 10, "temperature": 0, "n_predict": 5, "ignore_eos": True}
-    frames = list(served.stream("/completion", data)) if stream else [served.post("/completion", data)[1]]
+    frames = list(served.frames("/completion", data)) if stream else [served.post("/completion", data)[1]]
     told = [token for frame in frames for token in frame.get("completion_probabilities", ())]
     assert len(told) == 5
     for token in told:
@@ -210,7 +210,7 @@ def test_logprobs_make_up_the_text(stream: bool, served: Served) -> None:
     data = {"temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 10, "ignore_eos": True}
     if stream:
         messages = [{"role": "user", "content": "What is the best book"}]
-        frames = list(served.stream("/v1/chat/completions", {"messages": messages, **data}))
+        frames = list(served.frames("/v1/chat/completions", {"messages": messages, **data}))
         choices = [frame["choices"][0] for frame in frames if frame["choices"]]
         text = "".join(choice["delta"].get("content") or "" for choice in choices)
         told = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]

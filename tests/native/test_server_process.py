@@ -21,7 +21,6 @@ from support.harness import TEXT
 from support.serving import Served, serve
 
 from kvflash_ggml.bench import load
-from kvflash_ggml.bench.sockets import Server
 
 OPTIONS = ("--kvflash", "1024", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -99,7 +98,7 @@ def test_calls_of_tools(served: Served) -> None:
         assert "city" in json.loads(call["function"]["arguments"])
         streamed = [
             call
-            for frame in served.stream("/v1/chat/completions", {**asked, "tool_choice": choice})
+            for frame in served.frames("/v1/chat/completions", {**asked, "tool_choice": choice})
             for call in frame["choices"][0]["delta"].get("tool_calls", ())
         ]
         assert streamed[0]["function"]["name"] in ("weather", "clock")
@@ -155,7 +154,7 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
 
 def test_who_leaves_frees_the_seat(served: Served) -> None:
     for n in (0, 1, 3):
-        stream = served.stream("/v1/completions", completion(n, max_tokens=4000))
+        stream = served.frames("/v1/completions", completion(n, max_tokens=4000))
         for _ in range(n):
             next(stream)
         stream.close()
@@ -209,7 +208,7 @@ def test_more_than_it_can_take(served: Served) -> None:
         for _ in range(12):
             asked = completion(dice.randrange(8), dice.choice((20, 120, 400)), max_tokens=dice.choice((1, 6)))
             if dice.random() < 0.1:
-                stream = served.stream("/v1/completions", asked)
+                stream = served.frames("/v1/completions", asked)
                 try:
                     next(stream, None)
                 except AssertionError:  # refused
@@ -250,10 +249,10 @@ def test_more_than_it_can_take(served: Served) -> None:
 
 def test_what_measures_it(served: Served) -> None:
     """The load of `kvflash-bench soak`, `overload` and `server`."""
-    server, text = Server(served.process, served.port), list(range(100, 1100))
+    text = list(range(100, 1100))
     told: list[dict[str, float]] = []
     outcomes, taken = load.soak(
-        server, text, requests=8, conversations=3, length=200, clients=2, seed=1, tell=told.append, samples=2
+        served, text, requests=8, conversations=3, length=200, clients=2, seed=1, tell=told.append, samples=2
     )
     assert outcomes.total == 8
     assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT}
@@ -261,12 +260,12 @@ def test_what_measures_it(served: Served) -> None:
     assert told == taken
     assert min(told[0][name] for name in ("rss", "threads", "descriptors", "device_bytes")) > 0
     outcomes, took = load.overload(
-        server, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=5, seed=1
+        served, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=5, seed=1
     )
     assert outcomes.total == took["sent"]
     assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT, load.GIVEN_UP}
     assert sum(outcomes.retries.values()) == outcomes.ends[load.ANSWERED]
-    (rate,) = load.served_speed(server, text[:70], 6, repeats=1)
+    (rate,) = load.served_speed(served, text[:70], 6, repeats=1)
     assert rate > 0
 
 
@@ -288,7 +287,7 @@ def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> 
             server.post("/v1/completions", completion(seed))
         frames: list[Any] = []
         reader = threading.Thread(
-            target=lambda: frames.extend(server.stream("/v1/completions", completion(3, max_tokens=300)))
+            target=lambda: frames.extend(server.frames("/v1/completions", completion(3, max_tokens=300)))
         )
         reader.start()
         while len(frames) < 3:
@@ -321,7 +320,7 @@ def test_killed_in_the_middle(models: dict[str, Path], tmp_path: Path) -> None:
     with serve(models["dense"], *options) as server:
         server.post("/v1/completions", completion(1))
         time.sleep(0.5)  # the folder is written behind the answer
-        stream = server.stream("/v1/completions", completion(2, max_tokens=4000))
+        stream = server.frames("/v1/completions", completion(2, max_tokens=4000))
         next(stream)
         server.stop(signal.SIGKILL)
     with serve(models["dense"], *options) as server:
