@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ..convert.describe import Description, describe
-from ..errors import KVFlashError, brief
+from ..errors import brief
 from .convert_options import HELP
+from .facts import row, tell
 from .terminal import size_text
-
-_WIDTH = 13
 
 
 @click.command(context_settings=HELP)
@@ -28,39 +24,23 @@ def inspect(ctx: click.Context, *, files: tuple[Path, ...], as_json: bool) -> No
     if a calibration has found them, what a drafter says of its target, and whether there is a chat
     template. The exit code is 1 if a file is none or is damaged.
     """
-    documents: list[dict[str, Any]] = []
-    failed = False
-    for path in files:
-        try:
-            found = describe(path)
-        except (KVFlashError, OSError) as error:
-            failed = True
-            click.secho(f"Error: {error}", err=True, fg="red")
-            documents.append({"path": str(path), "error": str(error)})
-            continue
-        documents.append(asdict(found))
-        if not as_json:
-            _print(found)
-    if as_json:
-        click.echo(json.dumps(documents, indent=2))
-    ctx.exit(1 if failed else 0)
+    ctx.exit(0 if tell(files, describe, _rows, as_json=as_json) else 1)
 
 
-def _print(it: Description) -> None:
-    click.echo(click.format_filename(it.path))
+def _rows(it: Description) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in it.types.items())
-    _row("model", f"{brief(it.architecture)}, {brief(it.name or 'without a name')}")
-    _row("file", f"{size_text(it.bytes)}, {it.parameters / 1e6:,.1f} M parameters in tensors of {kinds}")
-    _row("trained for", "a length that it does not say" if it.context is None else f"{it.context:,} tokens")
-    _row("vocabulary", "none" if it.vocab is None else f"{it.vocab:,} tokens")
-    _row("layers", _layers(it))
+    row("model", f"{brief(it.architecture)}, {brief(it.name or 'without a name')}")
+    row("file", f"{size_text(it.bytes)}, {it.parameters / 1e6:,.1f} M parameters in tensors of {kinds}")
+    row("trained for", "a length that it does not say" if it.context is None else f"{it.context:,} tokens")
+    row("vocabulary", "none" if it.vocab is None else f"{it.vocab:,} tokens")
+    row("layers", _layers(it))
     if it.token_bytes is not None:
-        _row("cache", f"{it.token_bytes:,} bytes a token as f16, in the layers that a pool pages")
+        row("cache", f"{it.token_bytes:,} bytes a token as f16, in the layers that a pool pages")
     if it.drafter is None:
-        _row("heads", _heads(it))
+        row("heads", _heads(it))
     else:
-        _row("drafter", ", ".join(f"{key} {brief(value)}" for key, value in it.drafter.items()))
-    _row("template", "a chat template" if it.template else "no chat template")
+        row("drafter", ", ".join(f"{key} {brief(value)}" for key, value in it.drafter.items()))
+    row("template", "a chat template" if it.template else "no chat template")
 
 
 def _layers(it: Description) -> str:
@@ -79,7 +59,3 @@ def _heads(it: Description) -> str:
     if not it.heads:
         return "no head finds what a question asks for: all are asked"
     return ", ".join(f"{layer}.{head}" for layer, head in it.heads)
-
-
-def _row(name: str, text: str) -> None:
-    click.echo(f"  {name:{_WIDTH}}{text}")

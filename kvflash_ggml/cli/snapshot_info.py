@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from ..errors import SnapshotError
 from ..snapshot.inspect import Description, describe
+from .facts import row, tell
 from .terminal import size_text
-
-_WIDTH = 13
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,38 +22,18 @@ def info(ctx: click.Context, *, files: tuple[Path, ...], as_json: bool) -> None:
     Only the directory and the tables are read; `snapshot verify` reads everything. The exit code is 1
     if a file is no snapshot or is damaged.
     """
-    documents: list[dict[str, Any]] = []
-    failed = False
-    for path in files:
-        try:
-            described = describe(path)
-        except SnapshotError as error:
-            failed = True
-            click.secho(f"Error: {error}", err=True, fg="red")
-            documents.append({"path": str(path), "error": str(error)})
-            continue
-        documents.append({**asdict(described), "path": str(path)})
-        if not as_json:
-            _print(described)
-    if as_json:
-        click.echo(json.dumps(documents, indent=2))
-    ctx.exit(1 if failed else 0)
+    ctx.exit(0 if tell(files, describe, _rows, as_json=as_json) else 1)
 
 
-def _print(it: Description) -> None:
+def _rows(it: Description) -> None:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(it.saved_at))
-    click.echo(click.format_filename(it.path))
-    _row("file", f"{it.kind}, format {it.version}, {size_text(it.bytes)}, saved {saved}")
-    _row("model", f"{_said(it.architecture)}, fingerprint {_said(it.model)}, llama.cpp {_said(it.build)}")
-    _row("text", f"{_said(it.tokens)} tokens in {_said(it.chunks)} chunks, {_said(it.resident)} of them resident")
-    _row("pool", f"{_said(it.pool)} of {_said(it.n_ctx)} tokens, policy {_said(it.policy)}")
-    _row("compression", _compression(it))
+    row("file", f"{it.kind}, format {it.version}, {size_text(it.bytes)}, saved {saved}")
+    row("model", f"{_said(it.architecture)}, fingerprint {_said(it.model)}, llama.cpp {_said(it.build)}")
+    row("text", f"{_said(it.tokens)} tokens in {_said(it.chunks)} chunks, {_said(it.resident)} of them resident")
+    row("pool", f"{_said(it.pool)} of {_said(it.n_ctx)} tokens, policy {_said(it.policy)}")
+    row("compression", _compression(it))
     largest = sorted(it.sections.items(), key=lambda item: -item[1])
-    _row("sections", ", ".join(f"{name} {size_text(size)}" for name, size in largest))
-
-
-def _row(name: str, text: str) -> None:
-    click.echo(f"  {name:{_WIDTH}}{text}")
+    row("sections", ", ".join(f"{name} {size_text(size)}" for name, size in largest))
 
 
 def _compression(it: Description) -> str:

@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 
 
 class Trace:
-    """Collects moments while a model runs; it is a `watch.Observer`. Memory stays bounded: old and new thin out alike.
+    """Collects moments while a model runs; it is a `trace.Observer`. Memory stays bounded: old and new thin out alike.
 
     summary: what stands beside the map in a report, asked for when one is written.
     """
