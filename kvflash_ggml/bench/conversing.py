@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from ..errors import ConfigError
 from . import report
 from .filler import read_text
 from .opening import opened
-from .options import Numbers, model_argument, model_options, text_option, user_errors
+from .options import Bytes, Numbers, model_argument, model_options, text_option, user_errors
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -37,7 +39,14 @@ _reading = click.option(
 @click.option("--question", default=64, show_default=True, help="Tokens of each later prompt that are new.")
 @click.option("--answer", "most", default=16, show_default=True, help="Tokens of each answer.")
 @click.option("--check", type=int, help="How many are compared with a lone run.  [default: all]")
-@click.option("--park-memory", default=1 << 30, show_default=True, help="Bytes; beyond, they go to a folder.")
+@click.option(
+    "--beside",
+    default=0,
+    show_default=True,
+    help="Processes that make lone runs meanwhile; 0: one makes them afterwards, and disturbs no times.",
+)
+@click.option("--seconds", type=float, help="What has been done by then is reported.  [default: all is done]")
+@click.option("--park-memory", type=Bytes(), default="1G", show_default=True, help="Beyond, they go to a folder.")
 @click.option("--seed", default=1, show_default=True)
 @_pool
 @_tau
@@ -45,12 +54,14 @@ _reading = click.option(
 @model_options
 def conversations(
     model: str, text: Sequence[Path], count: int, length: tuple[int, ...], turns: int, question: int, most: int,
-    check: int | None, park_memory: int, seed: int, pool: tuple[int, ...], tau: int, reading: str,
-    options: dict[str, Any],
+    check: int | None, beside: int, seconds: float | None, park_memory: int, seed: int, pool: tuple[int, ...],
+    tau: int, reading: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Many conversations take turns at random on one pool; is each answer that of a lone run?"""
-    from . import serving
+    from . import alone, serving
 
+    began = time.monotonic()
+    until = began + (float("inf") if seconds is None else seconds)
     n_ctx = length[0] + turns * (question + most) + 64
     keywords: dict[str, Any] = {
         "n_ctx": n_ctx,
@@ -59,23 +70,24 @@ def conversations(
         "policy": "qk",
         "fields": {"tau": tau, "reading": reading},
     }
-    folder = Path(tempfile.mkdtemp(prefix="kvflash-bench-"))
-    try:
-        with user_errors():
-            with opened(model, **keywords) as llm:
-                tokens = _tokens(llm, text, count * 64 + length[0])
-                playing = serving.make_conversations(tokens, count=count, length=length[0], turns=turns, more=question)
-                device = llm.kvflash.banner() if llm.kvflash else ""
-                with serving.served(llm, park_bytes=park_memory, folder=folder) as scheduler:
-                    result = serving.play(scheduler, playing, most=most, seed=seed)
-            compared = playing[: count if check is None else check]
-            equal = 0
-            if compared:
-                with opened(model, **keywords) as llm:
-                    equal = sum(serving.lone_answers(llm, one, most=most) == one.answers for one in compared)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    result = {"conversations": count, "equal": equal, "compared": len(compared), **result}
+    tell = report.now_and_then()
+    with user_errors(), ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflash-bench-"))
+        with opened(model, **keywords) as llm:  # before others: it finds the heads that all of them ask
+            tokens = _tokens(llm, text, count * 64 + length[0])
+            playing = serving.make_conversations(tokens, count=count, length=length[0], turns=turns, more=question)
+            order = serving.in_turns(playing, seed=seed)
+            compared = list(dict.fromkeys(order))[:check]  # those that begin first, should time run out
+            alone_of = partial(alone.lone_runs, model, keywords, compared, most=most)
+            runs = stack.enter_context(alone_of(processes=beside)) if beside else None
+            device = llm.kvflash.banner() if llm.kvflash else ""
+            with serving.served(llm, park_bytes=park_memory, folder=Path(folder)) as scheduler:
+                result = serving.play(scheduler, order, most=most, until=until, tell=tell)
+        result["played_s"] = time.monotonic() - began
+        if runs is None:
+            runs = stack.enter_context(alone_of(processes=1))
+        result = {**alone.compare(compared, runs, until=until, tell=tell), **result}
+    result = {"conversations": count, **result, "seconds": time.monotonic() - began}
     report.table(["what", "value"], list(result.items()))
     report.document({"environment": report.environment(device), "model": Path(model).name, **result})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from .. import notation
 from ..constants import KV_TYPES
 from ..errors import KVFlashError
 from .forms import SETS
@@ -27,6 +28,18 @@ class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
             return tuple(int(x[:-1]) * 1024 if x[-1] in "kK" else int(x) for x in value.split(","))
         except (ValueError, IndexError):
             self.fail(f"{value!r} is not a list of numbers such as 4K,64K", param, ctx)
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A size in bytes, with an optional K, M, G or T."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else notation.size(value)
+        except ValueError as err:
+            self.fail(str(err), param, ctx)
 
 
 class Shares(click.ParamType):  # type: ignore[type-arg,unused-ignore]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -33,6 +34,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     widths = [max(len(row[i]) for row in text) for i in range(len(header))]
     for row in text:
         click.echo("  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)))
+
+
+def now_and_then(seconds: float = 10.0) -> Callable[[dict[str, float]], None]:
+    """Says how far it is, in a line on stderr, and not more often than that."""
+    said = began = time.monotonic()
+
+    def tell(now: dict[str, float]) -> None:
+        nonlocal said
+        if time.monotonic() - said >= seconds:
+            said = time.monotonic()
+            click.echo(json.dumps({"seconds": round(said - began), **now}), err=True)
+
+    return tell
 
 
 def document(data: dict[str, Any]) -> None:

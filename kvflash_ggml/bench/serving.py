@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,13 @@ from ..batching.folder import Folder
 from ..batching.llama import LlamaModel, ParkedSession
 from ..batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from ..batching.scheduler import Limits, Scheduler
-from ..batching.seat import branch_of
 from ..constants import CHUNK
 from ..errors import KVFlashError
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
+
+logger = logging.getLogger("kvflash_ggml")
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -59,7 +61,7 @@ def answer(scheduler: Scheduler, tokens: Sequence[int], most: int, number: int, 
             return event
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversation:
     """said: what the user says in each turn. answers: what came."""
 
@@ -83,42 +85,74 @@ def make_conversations(tokens: Sequence[int], *, count: int, length: int, turns:
     return made
 
 
-def play(scheduler: Scheduler, all_of_them: Sequence[Conversation], *, most: int, seed: int) -> dict[str, Any]:
-    """A random one at a time, until each has had all its turns. What warm turns took."""
-    order = [i for i, one in enumerate(all_of_them) for _ in one.said]
+def in_turns(conversations: Sequence[Conversation], *, seed: int) -> list[Conversation]:
+    """Each as often as it has turns, at random."""
+    order = [one for one in conversations for _ in one.said]
     random.Random(seed).shuffle(order)
-    memory: list[int] = []
-    for number, i in enumerate(order):
-        one = all_of_them[i]
+    return order
+
+
+def play(
+    scheduler: Scheduler, order: Sequence[Conversation], *, most: int, until: float = float("inf"),
+    tell: Callable[[dict[str, float]], None] = lambda now: None,
+) -> dict[str, Any]:  # fmt: skip
+    """A turn of each in this order, until a time of `time.monotonic`. What warm turns took, and what is held.
+
+    tell: called after each. A conversation whose answer fails has no further turn.
+    """
+    memory, failed, requests = [resident_bytes()], list[Conversation](), 0
+    full = most_parked = 0  # full: once conversations are stored
+    for one in order:
+        if time.monotonic() >= until:
+            break
+        if one in failed:
+            continue
         one.text += one.said[len(one.answers)]
-        end = answer(scheduler, one.text, most, number)
+        requests += 1
+        try:
+            end = answer(scheduler, one.text, most, requests)
+        except KVFlashError as err:
+            logger.warning("a conversation of %d tokens is not answered: %s", len(one.text), err)
+            failed.append(one)
+            continue
         one.text += end.tokens
         one.answers.append(end.tokens)
         one.took.append(end.usage)
-        memory.append(_rss())
-    warm = [took for one in all_of_them for took in one.took[1:]]
+        memory.append(resident_bytes())
+        most_parked = max(most_parked, scheduler.shelf.size)
+        if not full and scheduler.shelf.counts.stored:
+            full = memory[-1]
+        tell({"requests": requests, "of": len(order), "stored": scheduler.shelf.counts.stored,
+              "parked_mib": scheduler.shelf.size / 2**20, "rss_mib": memory[-1] / 2**20})  # fmt: skip
+    begun = [one for one in dict.fromkeys(order) if one.answers]
+    warm = [took for one in begun for took in one.took[1:]]
     first = [took.queue_s + took.restore_s + took.prompt_s for took in warm]
     seat, shelf = scheduler.seat.counts, scheduler.shelf.counts
     return {
-        "requests": len(order),
+        "begun": len(begun),
+        "requests": requests,
+        "failed": len(failed),
         "parks": seat.parks,
         "resumes": seat.resumes,
         "lost": seat.lost,
         "dropped": shelf.dropped,
         "stored": shelf.stored,
-        "read_cold": sum(one.took[0].prompt - one.took[0].cached for one in all_of_them),
+        "read_cold": sum(one.took[0].prompt - one.took[0].cached for one in begun),
         "read_warm": max((took.prompt - took.cached for took in warm), default=0),
         "restore_ms_p50": _percentile([took.restore_s for took in warm], 50) * 1e3,
         "restore_ms_p99": _percentile([took.restore_s for took in warm], 99) * 1e3,
         "first_ms_p50": _percentile(first, 50) * 1e3,
         "first_ms_p99": _percentile(first, 99) * 1e3,
-        "cold_s": sum(one.took[0].prompt_s for one in all_of_them) / len(all_of_them),
+        "cold_s": sum(one.took[0].prompt_s for one in begun) / max(1, len(begun)),
         "parked_mib": scheduler.shelf.size / 2**20,
+        "parked_mib_most": most_parked / 2**20,
         "expected_mib": expected_bytes(scheduler) / 2**20,
         "heap_mib": scheduler.model.counters()["host_bytes"] / 2**20,
         "device_mib": scheduler.model.counters()["device_bytes"] / 2**20,
-        "rss_mib_first": memory[0] / 2**20,
+        "rss_mib_before": memory[0] / 2**20,
+        "rss_mib_full": full / 2**20,
         "rss_mib_half": memory[len(memory) // 2] / 2**20,
+        "rss_mib_most": max(memory) / 2**20,
         "rss_mib_end": memory[-1] / 2**20,
     }
 
@@ -139,29 +173,6 @@ def expected_bytes(scheduler: Scheduler) -> int:
         total += rest * saved.heap.page_bytes // CHUNK + saved.own_size
         states.update((id(blob), blob.size) for blob in saved.blobs)
     return total + sum(shared.values()) + sum(states.values())
-
-
-def lone_answers(llm: Llama, one: Conversation, *, most: int) -> list[tuple[int, ...]]:
-    """The same conversation with the model to itself, in the steps that a server takes."""
-    model, text, answers = LlamaModel(llm), list[int](), list[tuple[int, ...]]()
-    llm.reset()
-    for said in one.said:
-        text += said
-        request = Request(id="", tokens=np.asarray(text, np.int32), max_tokens=most, sampling=GREEDY)
-        drawn: list[int] = []
-        with closing(
-            model.generate(request, branch=branch_of(model, request), progress=lambda done, total: None)
-        ) as stream:
-            for token in stream:
-                if not drawn:
-                    model.checkpoint()
-                drawn.append(token)
-                if len(drawn) == most:
-                    break
-        model.checkpoint()
-        answers.append(tuple(drawn))
-        text += drawn
-    return answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +226,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else 0.0
 
 
-def _rss() -> int:
+def resident_bytes() -> int:
     """Bytes of this process that are in memory now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()

@@ -1,0 +1,37 @@
+"""The bench of conversations on a trained model: answers of lone runs, and an end by time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvflash_ggml.bench import main
+
+
+def measured(model: Path, *options: str) -> dict[str, Any]:
+    line = ["conversations", str(model), "--count", "4", "--length", "600", "--turns", "2", "--answer", "4"]
+    line += ["--pool", "512", "--park-memory", "1M", "-t", "1", *options]
+    result = CliRunner().invoke(main, line, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return document
+
+
+@pytest.mark.parametrize("beside", ["0", "2"])
+def test_answers_are_those_of_lone_runs(beside: str, models: dict[str, Path], loaded: None) -> None:
+    found = measured(models["dense"], "--beside", beside)
+    assert found["compared"] == found["equal"] == found["begun"] == 4
+    assert found["answers_compared"] == found["answers_equal"] == found["requests"] == 8
+    assert found["stored"] > 0
+    assert found["lost"] == found["dropped"] == found["failed"] == found["lone_failed"] == 0
+    assert found["rss_mib_before"] < found["rss_mib_most"]
+
+
+def test_what_was_done_until_then_is_reported(models: dict[str, Path], loaded: None) -> None:
+    found = measured(models["dense"], "--seconds", "0")
+    assert found["conversations"] == 4
+    assert found["requests"] == found["begun"] == found["compared"] == 0
