@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from typing import Protocol
 
 from ..errors import HostMemoryError
@@ -42,7 +44,10 @@ class Slabs:
         self._most = most
         self._slabs: list[int] = []
         self._made = 0  # pages in the slabs
-        self._free: list[int] = []  # a heap: neighbours in the text become neighbours in memory, again and again
+        self._starts: list[tuple[int, int]] = []  # of slabs, and which each is in the order they were made, sorted
+        # a heap, of the slab's number and the address: neighbours in the text become neighbours in memory, again and
+        # again, and of a slab that has not been needed yet nothing is touched
+        self._free: list[tuple[int, int]] = []
         # page-locking memory takes longer than copying into it, so the next slab is made ahead of need
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="kvflash-host")
         self._next: Future[int] | None = None
@@ -57,10 +62,11 @@ class Slabs:
             if self._slab_pages() == 0:
                 return 0
             self._add_slab(few=few)
-        return heapq.heappop(self._free)
+        return heapq.heappop(self._free)[1]
 
     def give_back(self, address: int) -> None:
-        heapq.heappush(self._free, address)
+        _, number = self._starts[bisect.bisect(self._starts, address, key=itemgetter(0)) - 1]
+        heapq.heappush(self._free, (number, address))
 
     def move(self, memory: HostMemory, hand_over: HandOver) -> None:
         """Take further slabs from there, which has those that were made after `hand_over`."""
@@ -80,6 +86,7 @@ class Slabs:
         for address in self._slabs:
             self._memory.free(address)
         self._slabs.clear()
+        self._starts.clear()
         self._free.clear()
 
     def _slab_pages(self, *, few: bool = False) -> int:
@@ -95,10 +102,12 @@ class Slabs:
             address = self._new_slab(count)
         else:
             count, address = self._next_pages, ahead.result()
+        number = len(self._slabs)
         self._slabs.append(address)
+        bisect.insort(self._starts, (address, number))
         self._made += count
         for page in range(address, address + count * self._page_bytes, self._page_bytes):
-            heapq.heappush(self._free, page)
+            heapq.heappush(self._free, (number, page))
         if self._slab_pages() > 0:
             self._next_pages = self._slab_pages(few=few)
             self._next = self._ahead.submit(self._new_slab, self._next_pages)

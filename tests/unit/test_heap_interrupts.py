@@ -61,7 +61,8 @@ class World:
         for kind in ("address", "place"):
             places = [getattr(page, kind) for page in live if getattr(page, kind) not in (0, NOWHERE)]
             assert len(places) == len(set(places)), f"{where}: two pages at one {kind}"
-            assert not set(places) & set(heap._slabs._free if kind == "address" else heap._spill._free), where
+            free = [at for _, at in heap._slabs._free] if kind == "address" else heap._spill._free
+            assert not set(places) & set(free), where
 
 
 def let_go(world: World) -> None:
