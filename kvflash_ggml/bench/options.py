@@ -59,6 +59,23 @@ class Shares(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return shares
 
 
+class Factors(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Numbers above 0, separated by commas."""
+
+    name = "factors"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            factors = tuple(float(x) for x in value.split(","))
+        except ValueError:
+            factors = ()
+        if not factors or not all(0 < x < 1000 for x in factors):
+            self.fail(f"{value!r} is not a list of numbers between 0 and 1000 such as 0.5,1,3", param, ctx)
+        return factors
+
+
 class Names(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Words, separated by commas."""
 

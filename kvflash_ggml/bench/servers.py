@@ -15,7 +15,7 @@ from ..constants import KV_TYPES
 from . import report
 from .conversing import _tokens
 from .opening import opened
-from .options import Numbers, model_argument, model_options, text_option, user_errors
+from .options import Factors, Numbers, model_argument, model_options, text_option, user_errors
 
 _pool = click.option("--pool", type=Numbers(), default="1K", show_default=True, help="Slots of the pool.")
 _clients = click.option("--clients", default=8, show_default=True, help="That ask at once.")
@@ -93,39 +93,60 @@ def soak(
 @click.command()
 @model_argument
 @text_option
-@click.option("--times", default=3.0, show_default=True, help="As many as it answers.")
-@click.option("--seconds", default=60.0, show_default=True)
+@click.option(
+    "--times",
+    type=Factors(),
+    default="3",
+    show_default=True,
+    help="As many as it answers; several, one after the other.",
+)
+@click.option("--seconds", default=60.0, show_default=True, help="For each of them.")
 @click.option("--lengths", type=Numbers(), default="200,4K", show_default=True, help="Of prompts: least and most.")
 @click.option("--max-queue", default=16, show_default=True, help="Of the server.")
-@click.option("--patience", default=300.0, show_default=True, help="Seconds after which a client gives up.")
+@click.option("--deadline", default=3600.0, show_default=True, help="Seconds that the server has for a request.")
+@click.option("--patience", default=300.0, show_default=True, help="Seconds after which a refused client gives up.")
 @_clients
 @_seed
 @_pool
 @model_options
 def overload(
-    model: str, text: Sequence[Path], times: float, seconds: float, lengths: tuple[int, ...], max_queue: int,
-    patience: float, clients: int, seed: int, pool: tuple[int, ...], options: dict[str, Any],
+    model: str, text: Sequence[Path], times: tuple[float, ...], seconds: float, lengths: tuple[int, ...],
+    max_queue: int, deadline: float, patience: float, clients: int, seed: int, pool: tuple[int, ...],
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Is anybody lost where more is asked than can be answered? Refused clients come again when they are told to."""
-    from . import load
+    """Is anybody lost where as much is asked as can be answered, or more? And do clients, log and metrics agree?
+
+    Requests come at random; refused clients come again when they are told to, and one of ten leaves at some moment.
+    """
+    from . import demand
     from .sockets import served
 
     if len(lengths) != 2:
         raise click.BadParameter("give the least and the most", param_hint="--lengths")
+    phases: list[dict[str, Any]] = []
     with user_errors():
-        tokens = _text_tokens(model, text, options)
-        line = [*serve_options(options, pool=pool[0], n_ctx=lengths[1] + 256), "--max-queue", str(max_queue)]
-        with served(model, line) as child:
-            outcomes, took = load.overload(
-                child, tokens, times=times, seconds=seconds, clients=clients, lengths=(lengths[0], lengths[1]),
-                patience_s=patience, seed=seed,
-            )  # fmt: skip
-    report.table(["ended", "requests"], sorted(outcomes.ends.items()))
-    report.table(["refused before", "answers"], sorted(outcomes.retries.items()))
-    report.table(["what", "value"], list(took.items()))
+        wanted = demand.Demand(text=_text_tokens(model, text, options), lengths=(lengths[0], lengths[1]), seed=seed)
+        line = serve_options(options, pool=pool[0], n_ctx=lengths[1] + 256)
+        with served(model, [*line, "--max-queue", str(max_queue), "--timeout", str(deadline)], log=True) as child:
+            answered = demand.capacity(child, wanted)
+            for factor in times:
+                outcomes, took = demand.overload(
+                    child, wanted, rate=factor * answered, seconds=seconds, clients=clients, patience_s=patience,
+                    first=sum(phase["sent"] for phase in phases),
+                )  # fmt: skip
+                phases.append({"times": factor, "ends": dict(outcomes.ends),
+                               "refused_before": dict(outcomes.retries), **took})  # fmt: skip
+                click.echo(json.dumps(phases[-1]), err=True)
+    for phase in phases:
+        shown = {name: value for name, value in phase.items() if not isinstance(value, dict)}
+        report.table(["what", "value"], list(shown.items()))
+        report.table(["ended", "requests"], sorted(phase["ends"].items()))
+        report.table(["refused before", "answers"], sorted(phase["refused_before"].items()))
+        sums = {name: pair for name, pair in phase["tokens"].items() if name != "agree"}
+        report.table(["tokens", "of prompts", "of answers"], [[name, *pair] for name, pair in sums.items()])
+        click.echo("they agree" if phase["tokens"]["agree"] else "THEY DO NOT AGREE")
     report.document({"environment": report.environment(""), "model": Path(model).name, "pool": pool[0],
-                     "clients": clients, "times": times, "ends": dict(outcomes.ends),
-                     "refused_before": dict(outcomes.retries), **took})  # fmt: skip
+                     "clients": clients, "capacity": answered, "phases": phases})  # fmt: skip
 
 
 def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str]:

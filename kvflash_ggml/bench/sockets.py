@@ -19,6 +19,7 @@ from ..errors import KVFlashError
 _READY = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")
 _JSON = {"content-type": "application/json"}
 START_S = 300
+PATIENCE_S = 600
 END_S = 60
 
 
@@ -33,17 +34,24 @@ class Reply:
 
 @dataclass
 class Server:
-    """port: where it listens, 0 until it does. lines: the newest that it has said."""
+    """port: where it listens, 0 until it does. lines: the newest that it has said. log: of its requests, by their ids;
+    kept only of a server that writes one.
+    """
 
     process: subprocess.Popen[str]
     port: int = 0
     lines: list[str] = field(default_factory=list)
+    log: dict[str, dict[str, Any]] = field(default_factory=dict)
     _known: threading.Event = field(default_factory=threading.Event)
 
     def listen(self) -> None:
         """Read what it says until it ends."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            if line.startswith('{"id": '):
+                entry = json.loads(line)
+                self.log[entry["id"]] = entry
+                continue
             self.lines = [*self.lines[-20:], line]
             found = _READY.search(line)
             if found:
@@ -56,9 +64,9 @@ class Server:
         if not self._known.wait(START_S) or not self.port:
             raise KVFlashError(f"the server has not started: {''.join(self.lines)}")
 
-    def ask(self, path: str, data: dict[str, Any] | None = None) -> Reply:
-        """One request on a connection of its own, and all of its reply."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+    def ask(self, path: str, data: dict[str, Any] | None = None, *, timeout_s: float = PATIENCE_S) -> Reply:
+        """One request on a connection of its own, and all of its reply. TimeoutError if nothing comes for so long."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             if data is None:
                 connection.request("GET", path)
@@ -73,9 +81,13 @@ class Server:
             connection.close()
 
     @contextmanager
-    def stream(self, path: str, data: dict[str, Any]) -> Iterator[tuple[int, Iterator[Any]]]:
-        """The status and the frames of a stream as they come; left early, the connection is closed."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+    def stream(
+        self, path: str, data: dict[str, Any], *, timeout_s: float = PATIENCE_S
+    ) -> Iterator[tuple[int, Iterator[Any]]]:
+        """The status and the frames of a stream as they come; left early, the connection is closed. TimeoutError as
+        in `ask`.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request("POST", path, json.dumps({**data, "stream": True}), _JSON)
             reply = connection.getresponse()
@@ -128,7 +140,7 @@ def running(server: Some) -> Iterator[Some]:
         process.stderr.close()
 
 
-def served(model: str, options: Sequence[str]) -> AbstractContextManager[Server]:
-    """A server of a model, with options of `kvflash-run serve`."""
-    line = [sys.executable, "-m", "kvflash_ggml", "serve", model, "--port", "0", *options, "-q"]
+def served(model: str, options: Sequence[str], *, log: bool = False) -> AbstractContextManager[Server]:
+    """A server of a model, with options of `kvflash-run serve`. log: of its requests."""
+    line = [sys.executable, "-m", "kvflash_ggml", "serve", model, "--port", "0", *options, *(() if log else ("-q",))]
     return running(Server(begun(line)))

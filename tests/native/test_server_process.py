@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from support.harness import TEXT
 from support.serving import Served, serve
 
-from kvflash_ggml.bench import load
+from kvflash_ggml.bench import demand, load, main
 
 OPTIONS = ("--kvflash", "1024", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 WORDS = TEXT.read_text(encoding="utf-8").split()
@@ -248,7 +249,7 @@ def test_more_than_it_can_take(served: Served) -> None:
 
 
 def test_what_measures_it(served: Served) -> None:
-    """The load of `kvflash-bench soak`, `overload` and `server`."""
+    """The load of `kvflash-bench soak` and `server`."""
     text = list(range(100, 1100))
     told: list[dict[str, float]] = []
     outcomes, taken = load.soak(
@@ -259,14 +260,22 @@ def test_what_measures_it(served: Served) -> None:
     assert [sample["requests"] for sample in taken] == [4, 8]
     assert told == taken
     assert min(told[0][name] for name in ("rss", "threads", "descriptors", "device_bytes")) > 0
-    outcomes, took = load.overload(
-        served, text, times=3, seconds=0.5, clients=12, lengths=(20, 90), patience_s=5, seed=1
-    )
-    assert outcomes.total == took["sent"]
-    assert set(outcomes.ends) <= {load.ANSWERED, load.LEFT, load.GIVEN_UP}
-    assert sum(outcomes.retries.values()) == outcomes.ends[load.ANSWERED]
     (rate,) = load.served_speed(served, text[:70], 6, repeats=1)
     assert rate > 0
+
+
+def test_load_that_is_measured(models: dict[str, Path]) -> None:
+    """`kvflash-bench overload`: clients, log and metrics of a real server tell of the same tokens."""
+    line = ["overload", models["dense"], "--times", "0.5,3", "--seconds", 1, "--lengths", "20,90", "--patience", 1]
+    result = CliRunner().invoke(main, [str(x) for x in (*line, "-t", 1)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    phases = json.loads(result.stdout.splitlines()[-1])["phases"]
+    assert [phase["times"] for phase in phases] == [0.5, 3]
+    for phase in phases:
+        assert sum(phase["ends"].values()) == phase["sent"]
+        assert set(phase["ends"]) <= {demand.ANSWERED, demand.LEFT, demand.REFUSED}
+        assert sum(phase["refused_before"].values()) == phase["ends"][demand.ANSWERED] > 0
+        assert phase["tokens"]["agree"], phase["tokens"]
 
 
 def value(metrics: str, name: str) -> float:
