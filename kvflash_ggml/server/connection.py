@@ -23,8 +23,14 @@ class Connection(H11Protocol):
         self._await_client()
 
     def data_received(self, data: bytes) -> None:
+        late = self._answered()
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE or self._answered():
+        idle, begun = self.conn.their_state is h11.IDLE, bool(self.conn.trailing_data[0])
+        if late and idle:  # that body has come to its end: what follows has time of its own
+            self._stop()
+            if not begun:
+                self._keep_alive()
+        if (idle and begun) or self._answered():
             self._await_client()
         else:
             self._stop()
@@ -41,6 +47,10 @@ class Connection(H11Protocol):
     def _answered(self) -> bool:
         """Does a body come that nobody waits for?"""
         return self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
+
+    def _keep_alive(self) -> None:
+        """As behind an answer: data that came has ended the wait that uvicorn began there."""
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _await_client(self) -> None:
         if self._timer is None:

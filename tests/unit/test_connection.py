@@ -76,13 +76,13 @@ class Client:
         await self._task
 
 
-def run(work: Callable[[Callable[[], Any]], Awaitable[None]]) -> None:
+def run(work: Callable[[Callable[[], Any]], Awaitable[None]], *, keep_alive_s: float = 60) -> None:
     scheduler = Scheduler(FakeModel())
     front = Front(ServerSettings(alias="fake", stall_timeout_s=STALL_S), scheduler, FakePrompts())
     app, state = make_app(front, Metrics()), ServerState()
 
     async def whole() -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=keep_alive_s)
         config.load()
         made = bounded(STALL_S)
         loop = asyncio.get_running_loop()
@@ -164,5 +164,49 @@ def test_a_body_that_nobody_wants() -> None:
             assert (await client.reply())[0] == 404
             await client.drip(b" " * 1000)
             assert await client.rest() == b""
+
+    run(work)
+
+
+async def with_late_body(client: Client) -> None:
+    """A body of 1,000 bytes comes to its end behind its answer."""
+    await client.send(ASK.replace(b"completions", b"nothing").replace(b"1000000", b"1000"))
+    assert (await client.reply())[0] == 404
+    await asyncio.sleep(0.6 * STALL_S)
+    await client.send(b" " * 1000)
+
+
+def test_idle_behind_a_late_body() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await with_late_body(client)
+            await asyncio.sleep(2 * STALL_S)
+            await client.send(HEALTH)
+            assert (await client.reply())[0] == 200, "it is idle, and no body is late any more"
+
+    run(work)
+
+
+def test_idle_for_too_long_behind_a_late_body() -> None:
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await with_late_body(client)
+            assert await client.rest() == b""
+
+    run(work, keep_alive_s=STALL_S)
+
+
+def test_a_head_behind_a_late_body() -> None:
+    """It has all of its own time."""
+
+    async def work(connect: Callable[[], Any]) -> None:
+        async with connect() as client:
+            await with_late_body(client)
+            await client.send(HEALTH[:9])
+            await asyncio.sleep(0.6 * STALL_S)
+            await client.send(HEALTH[9:])
+            assert (await client.reply())[0] == 200
+            await client.drip(HEALTH)
+            assert (await client.reply())[0] == 408
 
     run(work)
