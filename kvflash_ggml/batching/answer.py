@@ -85,9 +85,7 @@ class Answer:
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
             for token in stream:
                 self._last = self._clock()
-                if not self._first:
-                    self._first = self._last
-                    model.checkpoint()  # another turn, or this one again, goes on from the prompt's end
+                self._first = self._first or self._last
                 if most == 0:
                     break
                 if model.ends(token) and not endless:
@@ -98,6 +96,8 @@ class Answer:
                 piece, logprobs = text.push(model.piece(token), told)
                 if piece or logprobs:
                     sink(Piece(text=piece, logprobs=logprobs))
+                if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
+                    model.checkpoint()
                 if text.stopped is not None:
                     reason = "stop"
                     break

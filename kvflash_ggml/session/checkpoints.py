@@ -50,6 +50,19 @@ class Checkpoints:
         """All states by position, to be loaded later."""
         return dict(self._states)
 
+    def at(self, length: int) -> Blob:
+        """What is not pooled as it is now, at the end of a text of `length` tokens: a copy in memory.
+
+        The one that was kept or put back there, if nothing was evaluated since: a state of a large model takes tens of
+        milliseconds to read. A sliding window is read in any case: rows that were rejected may lie elsewhere in it.
+        """
+        if self._engine.info.n_swa == 0:
+            restored = self._restored
+            known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
+            if isinstance(known, Bytes):
+                return known
+        return Bytes(self._engine.get_state())
+
     def load(self, states: Mapping[int, Blob], length: int, state: Buffer) -> None:
         """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
         self._restored = (length, Bytes(state)) if self._most else None

@@ -183,6 +183,11 @@ class Paging:
             if chunk.block != ABSENT and not (self.keeps_images and c < length // CHUNK):
                 self.store.drop(c)
 
+    def empty(self) -> None:
+        """No slot holds a token. What is not pooled stays."""
+        self._engine.synchronize()
+        self._engine.clear_cells(0, self._engine.info.n_slots)
+
     def clear(self) -> None:
         self.store.clear()
 

@@ -110,15 +110,14 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {text.n_ctx}")
     state = _read(text, saved)
     try:
-        _try_state(text, state, saved.length)
+        _put_state(text, state, saved.length)
         text.unfinished.begin(text.clear)
-        text.clear()
+        text.clear(text.paging.empty)
         text.ids[: saved.length] = saved.tokens
         text.whole[: saved.length] = saved.whole
         text.table.load(saved.length, saved.table)
         text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)
-        text.engine.set_state(state, text.length)
         text.checkpoints.load(saved.checkpoints, text.length, state)
         text.queries.load(saved.queries, saved.queries_valid_from, text.length)
         text.load_policy(saved.policy)
@@ -148,11 +147,14 @@ def _read(text: Text, saved: SessionState) -> Buffer:
     return state
 
 
-def _try_state(text: Text, state: Buffer, length: int) -> None:
+def _put_state(text: Text, state: Buffer, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
-    if text.length:  # else there is nothing to come back to
-        text.unfinished.begin(partial(text.engine.set_state, text.engine.get_state(), text.length))
-        text.engine.set_state(state, length)
+    if text.length:
+        before = text.checkpoints.at(text.length).read()
+        text.unfinished.begin(partial(text.engine.set_state, before, text.length))
+    else:  # there is nothing to come back to
+        text.unfinished.begin(text.clear)
+    text.engine.set_state(state, length)
 
 
 def _check_sound(text: Text, saved: SessionState) -> None:
@@ -164,7 +166,7 @@ def _check_sound(text: Text, saved: SessionState) -> None:
 def _state_at(text: Text, length: int) -> Blob:
     """What is not pooled, as it was after `length` tokens."""
     if length == text.length or not (text.engine.info.recurrent or text.engine.info.n_swa):
-        return Bytes(text.engine.get_state())
+        return text.checkpoints.at(text.length)
     states = text.checkpoints.state()
     if length not in states:
         known = ", ".join(map(str, [*sorted(states), text.length]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -341,11 +341,11 @@ class Text:
         self.unfinished.begin(self.clear)
         self.unfinished.settle()
 
-    def clear(self) -> None:
-        """What `reset` does. Can be done again wherever it was interrupted."""
+    def clear(self, empty: Callable[[], None] | None = None) -> None:
+        """What `reset` does, `empty` in place of all memory of the engine. Can be done again wherever interrupted."""
         self.logits = NO_LOGITS
         self._ahead = None
-        self.engine.clear()
+        (empty or self.engine.clear)()
         self.paging.clear()
         self.table.reset()
         self.mask.reset()

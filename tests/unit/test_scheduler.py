@@ -91,6 +91,25 @@ def test_the_end_of_the_context_is_a_limit(make: Make) -> None:
     assert last.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_a_first_token_is_told_before_the_state_is_kept(make: Make, most: int) -> None:
+    """To keep it takes long with a large model. It is that of the prompt's end, wherever the answer ends."""
+    told: list[str] = []
+
+    class Slow(FakeModel):
+        def checkpoint(self) -> None:
+            super().checkpoint()
+            told.append(f"kept at {len(self.tokens)}")
+
+    asked = Asked(request(text(100), most))
+    make(Slow(stateful=True)).submit(
+        asked.request, lambda event: (told.append(type(event).__name__), asked.inbox.put(event))[1]
+    )
+    asked.wait()
+    piece = ["Piece"] if most else []
+    assert told[: 2 + len(piece)] == ["Started", *piece, "kept at 100"]
+
+
 def test_the_next_turn_reads_what_is_new(make: Make) -> None:
     scheduler = make()
     first = answer(scheduler, text(300), 20)

@@ -115,6 +115,39 @@ def test_a_state_that_was_just_put_back_is_not_read_again(gone_on: bool, world: 
     assert again.length == 320
 
 
+@pytest.mark.parametrize("window", [0, 128])
+def test_to_change_texts_moves_a_state_once(window: int, world: Any) -> None:
+    """What is not pooled is read for a text where it was not kept at its end, and put in place once."""
+    session = world(recurrent=True, n_swa=window)
+
+    def state_aside() -> bytes:
+        saved = session.state()
+        saved.release()
+        return bytes(saved.state.read())
+
+    aside = []
+    for seed, length in ((1, 300), (2, 400)):
+        session.reset()
+        session.extend(text(length, seed))
+        session.checkpoints.before_step(length, wanted=True)
+        aside.append((session.state(), session.engine.get_state(), session.engine.truth[:]))
+    engine = session.engine
+    with (
+        mock.patch.object(engine, "get_state", wraps=engine.get_state) as reads,
+        mock.patch.object(engine, "set_state", wraps=engine.set_state) as writes,
+    ):
+        for saved, state, truth in [*aside, *aside]:
+            session.load(saved.share())
+            engine.adopt(truth, saved.tokens.tolist())
+            assert state_aside() == state
+        assert reads.call_count == (8 if window else 0)
+        assert writes.call_count == 4
+        session.extend(text(50, 3))
+        assert state_aside() == engine.get_state() != aside[1][1], "it has gone on"
+    for saved, *_ in aside:
+        saved.release()
+
+
 @pytest.mark.parametrize("count", [1, 200])
 def test_a_state_that_was_put_back_is_held_until_the_text_goes_on(count: int, world: Any) -> None:
     """By an answer or by a prompt: it may be hundreds of MiB."""
