@@ -14,6 +14,10 @@ from .text import Text
 QUESTION_TOKENS = 64
 """Tokens at the end of a prompt that are taken for its question, and read again with what it asks for."""
 
+LEFT_OVER = 16
+"""Tokens in front of these that are read with them where a prompt has no more: the newest token of the last answer, and
+marks of a template. A step of their own would take as long, and the state after them would have to be kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Before:
@@ -50,7 +54,9 @@ class AskedText(Text):
         info = self.engine.info
         pageable = self.scoring is not None and self.length + total > info.n_slots
         can_go_back = self.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
-        return min(QUESTION_TOKENS, self.pool.n_ubatch, total) if pageable and can_go_back else 0
+        if not pageable or not can_go_back:
+            return 0
+        return min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, self.pool.n_ubatch)
 
     def _reread_question(self, tokens: Int32s, before: Before, *, output_all: bool, after: AfterStep | None) -> None:
         """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it.

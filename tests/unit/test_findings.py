@@ -6,12 +6,15 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from support import plain_reader
+from support.fake_engine import FakeEngine, make_session
 from support.saving import Digest, decode, dump, load, making, settle_scores, text
 
+from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.session.session import Session
@@ -74,6 +77,22 @@ def test_wherever_the_text_has_been(info: dict[str, Any], world: Any) -> None:
                 session = reload(session, world(**info))
         ask(session)
         assert answer(session, 60) == want
+
+
+@pytest.mark.parametrize(("count", "steps"), [(64, [64]), (65, [65]), (80, [80]), (81, [17, 64])])
+def test_what_little_lies_in_front_of_a_question_is_read_with_it(count: int, steps: list[int]) -> None:
+    """It takes no step of its own, and no state has to be kept behind it."""
+    engine = FakeEngine(448, 128, query_rows=4, recurrent=True)
+    session = make_session(engine, KVFlashConfig(tail=2), n_ctx=4096, n_batch=128, n_ubatch=128, scorer=Digest())
+    session.extend(text(900))
+    session.checkpoints.before_step(900, wanted=True)
+    engine.steps.clear()
+    with mock.patch.object(engine, "get_state", wraps=engine.get_state) as reads:
+        session.extend(text(count, 4))
+    assert list(dict.fromkeys(engine.steps)) == steps, "the last may be read twice"
+    assert reads.call_count == len(steps) - 1
+    assert engine.tokens == [*text(900), *text(count, 4)]
+    session.close()
 
 
 def test_two_questions_take_turns(world: Any) -> None:
