@@ -267,13 +267,22 @@ class Engine(HostScoring, Captures):
 
     def get_state(self, *, seq: int = 0) -> Buffer:
         """Recurrent state and sliding-window rings; empty for a plain cache. SnapshotError if that fails."""
-        out = ffi.new("int64_t *")
-        size = int(value(lib.kvf_state_size(self._engine, seq, out), out))
+        size = self.state_size(seq=seq)
         if size == 0:
             return b""
         data = room_for(size)
-        check(lib.kvf_state_get(self._engine, seq, ffi.from_buffer("uint8_t[]", data, require_writable=True), size))
+        self.read_state(data, seq=seq)
         return data
+
+    def state_size(self, *, seq: int = 0) -> int:
+        """Bytes of what `get_state` would return now."""
+        out = ffi.new("int64_t *")
+        return int(value(lib.kvf_state_size(self._engine, seq, out), out))
+
+    def read_state(self, out: memoryview, *, seq: int = 0) -> None:
+        """The same as `get_state` to `out`, [state_size]. Waits for the compute."""
+        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
+        check(lib.kvf_state_get(self._engine, seq, data, len(out)))
 
     def set_state(self, data: Buffer, length: int, *, seq: int = 0) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..arrays import Buffer
 from ..errors import SnapshotError
-from ..state.blob import Blob, Bytes
+from ..state.blob import Blob, Bytes, Copied
+from .copies import StateCopies
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -24,6 +25,7 @@ class Checkpoints:
         self._engine = engine
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         self._step = max(8192, n_ctx // max(1, most))
+        self._copies = StateCopies(engine)
         self._states: dict[int, Blob] = {}
         # what was put back and not gone on from yet, so that it need not be read again
         self._restored: tuple[int, Blob] | None = None
@@ -39,8 +41,8 @@ class Checkpoints:
                 del self._states[self._densest()]
             if restored is not None and restored[0] == pos:
                 self._states[pos] = restored[1]
-            else:  # which takes as long as a short step
-                self._states[pos] = Bytes(self._engine.get_state())
+            else:
+                self._states[pos] = self._copies.copy()
 
     def before_answer(self) -> None:
         """A step of an answer follows: nothing goes on from where the text was put back."""
@@ -59,9 +61,9 @@ class Checkpoints:
         if self._engine.info.n_swa == 0:
             restored = self._restored
             known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
-            if isinstance(known, Bytes):
+            if isinstance(known, Bytes | Copied):
                 return known
-        return Bytes(self._engine.get_state())
+        return self._copies.copy()
 
     def load(self, states: Mapping[int, Blob], length: int, state: Buffer) -> None:
         """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
@@ -92,7 +94,7 @@ class Checkpoints:
             self._engine.clear()
             return 0
         try:
-            self._engine.set_state(self._states[at].read(), at)
+            self._engine.set_state(self._copies.read(self._states[at]), at)
             if self._engine.truncate(at):
                 return at
         except SnapshotError as err:
@@ -101,3 +103,7 @@ class Checkpoints:
         self._states.clear()
         self._engine.clear()
         return 0
+
+    def close(self) -> None:
+        """Wait for copies, and free what making them takes."""
+        self._copies.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
@@ -150,8 +149,8 @@ def _read(text: Text, saved: SessionState) -> Buffer:
 def _put_state(text: Text, state: Buffer, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
     if text.length:
-        before = text.checkpoints.at(text.length).read()
-        text.unfinished.begin(partial(text.engine.set_state, before, text.length))
+        before, length_before = text.checkpoints.at(text.length), text.length
+        text.unfinished.begin(lambda: text.engine.set_state(before.read(), length_before))
     else:  # there is nothing to come back to
         text.unfinished.begin(text.clear)
     text.engine.set_state(state, length)

@@ -364,6 +364,7 @@ class Text:
     def close(self) -> None:
         self.engine.synchronize()
         self._ahead, self.logits = None, NO_LOGITS
+        self.checkpoints.close()
         self.paging.clear()
         self.table.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,3 +32,14 @@ class Bytes:
 
     def read(self) -> Buffer:
         return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A blob that is on its way to memory."""
+
+    size: int
+    copy: Future[Buffer]
+
+    def read(self) -> Buffer:
+        return self.copy.result()

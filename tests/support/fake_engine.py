@@ -417,6 +417,12 @@ class FakeEngine(FakeHost):
             raise SnapshotError("llama.cpp could not write the recurrent state")
         return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
 
+    def state_size(self) -> int:
+        return len(self.get_state())
+
+    def read_state(self, out: memoryview) -> None:
+        out[:] = self.get_state()
+
     def set_state(self, data: bytes, length: int, *, seq: int = 0) -> None:
         assert seq == 0
         if not (self.info.recurrent or self.info.n_swa):
