@@ -8,7 +8,7 @@ from .conversing import agent, conversations
 from .relevance import loss, reading, recall, scores
 from .servers import overload, server, soak
 from .speed import depth, paging, random_model, restore, scoring, streaming
-from .verifying import drafters, spec
+from .verifying import acceptance, drafters, spec
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,7 +16,7 @@ def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-_SPEED = (depth, paging, scoring, random_model, restore, streaming, spec, drafters)
+_SPEED = (depth, paging, scoring, random_model, restore, streaming, spec, drafters, acceptance)
 _RELEVANCE = (recall, scores, reading, loss)
 for verb in (*_SPEED, *_RELEVANCE, conversations, agent, server, soak, overload):
     main.add_command(verb)

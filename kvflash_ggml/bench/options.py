@@ -15,6 +15,8 @@ from ..constants import KV_TYPES
 from ..errors import KVFlashError
 from .forms import SETS
 
+POLICIES = "With ':exact' prompts are read with the whole text in view, else with what the pool holds."
+
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Whole numbers with an optional K suffix (1,024), separated by commas."""

@@ -9,9 +9,17 @@ from typing import Any
 import click
 
 from ..native import library
-from .options import Names, Numbers, Shares, model_argument, model_options, set_option, text_option, user_errors
-
-POLICIES = "With ':exact' prompts are read with the whole text in view, else with what the pool holds."
+from .options import (
+    POLICIES,
+    Names,
+    Numbers,
+    Shares,
+    model_argument,
+    model_options,
+    set_option,
+    text_option,
+    user_errors,
+)
 
 RESIDENCY = (6.25, 3.0)
 """Pools that recall is measured in unless others are named, in % of the context."""

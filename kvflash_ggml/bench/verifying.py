@@ -1,4 +1,4 @@
-"""The verbs about verifying drafts: spec, drafters."""
+"""The verbs about verifying drafts: spec, drafters, acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..native import library
-from .options import Names, Numbers, Shares, model_argument, model_options, text_option, user_errors
+from .options import POLICIES, Names, Numbers, Shares, model_argument, model_options, text_option, user_errors
 
 
 @click.command()
@@ -175,6 +175,92 @@ def drafters(
     }
     table = [asdict(outcome) for outcome in outcomes]
     _told("drafters", model, options | asdict(plan), device, columns, {"outcomes": table})
+
+
+@click.command()
+@model_argument
+@click.option(
+    "--types",
+    type=Names(),
+    default="ngram",
+    show_default=True,
+    help="Drafters, each alone: names as --kvflash-spec takes them, NAME=FILE too.",
+)
+@click.option(
+    "--tasks",
+    type=Names(),
+    default="text,single",
+    show_default=True,
+    help="text: plain text, by whose own tokens it goes on; others are those of recall, answered by the full cache.",
+)
+@click.option("--contexts", type=Numbers(), default="4K", show_default=True, help="Tokens of each document.")
+@click.option(
+    "--residency", type=Shares(), help="Pools, in % of the context.  [default: 50,25,12.5,6.25 without --pools]"
+)
+@click.option("--pools", type=Numbers(), default=(), help="Pools, in tokens.")
+@click.option("--policies", type=Names(), default="qk:exact", show_default=True, help=POLICIES)
+@click.option("--drafts", type=click.IntRange(1, 31), default=4, show_default=True, help="Tokens of a draft.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Places after each document.")
+@click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
+@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="Of each task.")
+@click.option("--seed", default=0, show_default=True, help="Of the first document.")
+@click.option(
+    "--crossed/--not-crossed",
+    default=False,
+    show_default=True,
+    help="Also verify each arm's drafts by the other: does the pool choose other tokens, or is worse drafted in it?",
+)
+@text_option
+@model_options
+def acceptance(
+    model: str, types: tuple[str, ...], tasks: tuple[str, ...], contexts: tuple[int, ...],
+    residency: tuple[float, ...] | None, pools: tuple[int, ...], policies: tuple[str, ...], drafts: int, tokens: int,
+    depths: tuple[float, ...], trials: int, seed: int, crossed: bool, text: tuple[Path, ...], options: dict[str, Any],
+) -> None:  # fmt: skip
+    """How much of what is drafted is accepted: in a pool beside the full cache, at the same places of the same texts.
+
+    How each text goes on is forced, so that both are asked the same: plain text by itself, a question by the answer of
+    the full cache. What is accepted is the greedy choice of each.
+    """
+    library.load()
+    from .accepting import Plan, run
+    from .filler import read_text
+
+    plan = Plan(
+        types=types, tasks=tasks, contexts=contexts, drafts=drafts, tokens=tokens, trials=trials,
+        depths=tuple(depth / 100 for depth in depths), seed=seed, crossed=crossed,
+    )  # fmt: skip
+    if residency is None:
+        residency = () if pools else (50.0, 25.0, 12.5, 6.25)
+    arms = {"residencies": residency, "policies": policies, "pools": pools}
+
+    def seen(row: dict[str, Any]) -> None:
+        click.echo(f"{row['drafter']} {row['task']} pool {row['pool']}: {row['points']} points", err=True)
+
+    with user_errors():
+        rows, device = run(model, plan, arms, read_text(text), options, seen)
+    columns = {
+        "drafter": "drafter",
+        "task": "task",
+        "context": "context",
+        "policy": "policy",
+        "pool": "pool",
+        "texts": "texts",
+        "places": "places",
+        "agree": "agree",
+        "full": "full",
+        "share": "in pool",
+        "points": "points",
+        "error": "error",
+        "target": "by target",
+        "drafts": "by drafts",
+        "full_won": "full won",
+        "won": "won",
+        "read_page_ins": "page-ins reading",
+        "page_ins": "page-ins",
+        "note": "note",
+    }
+    _told("acceptance", model, options | asdict(plan), device, columns, {"rows": rows})
 
 
 def _told(
