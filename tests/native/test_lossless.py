@@ -39,14 +39,12 @@ def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> Told:
 
 @pytest.mark.parametrize("width", [2, 5, 9])
 @pytest.mark.parametrize("temp", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent heads"])
 def test_the_text_is_that_of_the_full_cache(
     kind: str, temp: float, width: int, llama: Any, tokens: Any, on_gpu: bool
 ) -> None:
     """Tokens and logits, which the CPU computes alike in steps of any width but for rounding."""
-    if on_gpu and kind == "latent":
-        pytest.skip("flash attention there knows no heads of this size")
-    prompt = (tokens[:1100] % 128 if kind == "latent" else tokens[:1100]).tolist()
+    prompt = tokens[:1100].tolist()
     full, theirs = told(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=width, types=("ngram",)))
     tokens_out, logits = told(llm, prompt, 50, temp=temp)
@@ -64,16 +62,14 @@ def test_the_text_is_that_of_the_full_cache(
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent"])
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa", "latent heads"])
 def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
-    kind: str, temp: float, llama: Any, tokens: Any, on_gpu: bool, fuses: bool
+    kind: str, temp: float, llama: Any, tokens: Any, fuses: bool
 ) -> None:
     """The same rows in the same steps: what differs is only where the text's keys and values are."""
     if fuses:
         pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
-    if on_gpu and kind == "latent":
-        pytest.skip("flash attention there knows no heads of this size")
-    prompt = (tokens[:1100] % 128 if kind == "latent" else tokens[:1100]).tolist()
+    prompt = tokens[:1100].tolist()
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
     drafts = noted(llm)
     answer = told(llm, prompt, 50, temp=temp)

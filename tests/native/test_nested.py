@@ -77,10 +77,10 @@ def both(llm: Any) -> tuple[Any, Any]:
     ],
 )
 def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
-    kind: str, source: str, temp: float, nested: Any, full: Any, prompt: list[int], on_gpu: bool
+    kind: str, source: str, temp: float, nested: Any, full: Any, prompt: list[int], fuses: bool
 ) -> None:
-    if on_gpu:
-        pytest.skip("another layout of buffers lets CUDA fuse other nodes")
+    if fuses:
+        pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
     llm = nested(kind, source)
     drafts = noted(llm)
     answer = told(llm, prompt, temp=temp)
@@ -149,10 +149,10 @@ class Failing:
     ],
 )
 def test_what_fails_costs_drafts_and_nothing_else(
-    kind: str, what: str, times: int, goes_on: bool, nested: Any, full: Any, prompt: list[int], on_gpu: bool
+    kind: str, what: str, times: int, goes_on: bool, nested: Any, full: Any, prompt: list[int], fuses: bool
 ) -> None:
-    if on_gpu:
-        pytest.skip("another layout of buffers lets CUDA fuse other nodes")
+    if fuses:
+        pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
     llm = nested(kind, "draft-mtp" if kind == "headed" else "draft-eagle3")
     drafter, engine = llm._drafting.drafters[0], llm._session.engine
     drafts = noted(llm)
