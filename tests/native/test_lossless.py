@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.harness import assert_alike, drawn
 from support.replay import let_replay, noted
 
 from kvflash_ggml.config import SpecConfig
@@ -14,27 +15,6 @@ from kvflash_ggml.errors import ConfigError
 
 SIZE = {"n_ctx": 1280, "n_batch": 128, "n_ubatch": 128}
 LOSSLESS = {"kvflash": 512, "kvflash_reading": "exact", "kvflash_answer": "lossless", "kvflash_policy": "qk"}
-
-
-Told = tuple[list[int], list[Any]]
-
-
-def assert_alike(one: Told, other: Told) -> None:
-    """Up to rounding: at the first other token the two are as near as rounding brings them."""
-    for a, b, mine, its in zip(one[0], other[0], one[1], other[1], strict=True):
-        near = 0.02 * np.abs(mine).max()
-        assert np.abs(mine - its).max() <= near
-        if a != b:
-            assert abs(mine[a] - mine[b]) <= 2 * near
-            break
-
-
-def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> Told:
-    tokens, logits = [], []
-    for token in islice(llm.generate(prompt, **sampler), count):
-        tokens.append(token)
-        logits.append(llm.newest_logits())
-    return tokens, logits
 
 
 @pytest.mark.parametrize("width", [2, 5, 9])
@@ -45,9 +25,9 @@ def test_the_text_is_that_of_the_full_cache(
 ) -> None:
     """Tokens and logits, which the CPU computes alike in steps of any width but for rounding."""
     prompt = tokens[:1100].tolist()
-    full, theirs = told(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
+    full, theirs = drawn(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=width, types=("ngram",)))
-    tokens_out, logits = told(llm, prompt, 50, temp=temp)
+    tokens_out, logits = drawn(llm, prompt, 50, temp=temp)
     same = next((i for i, (a, b) in enumerate(zip(full, tokens_out, strict=True)) if a != b), len(full))
     for a, b in zip(theirs[: same + 1], logits[: same + 1], strict=True):
         assert np.abs(a - b).max() <= 0.02 * np.abs(a).max()
@@ -72,12 +52,12 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
     prompt = tokens[:1100].tolist()
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
     drafts = noted(llm)
-    answer = told(llm, prompt, 50, temp=temp)
+    answer = drawn(llm, prompt, 50, temp=temp)
     assert sum(draft is not None for draft in drafts.values()) >= 10
     assert llm.kvflash.spec.last.by_source["pool"].accepted > 0
     full = llama(kind, **SIZE, kvflash=1280, kvflash_spec=SpecConfig(width=5, types=("ngram",)))
     let_replay(full, drafts, 5)
-    tokens_out, logits = told(full, prompt, 50, temp=temp)
+    tokens_out, logits = drawn(full, prompt, 50, temp=temp)
     assert tokens_out == answer[0]
     for mine, its in zip(answer[1], logits, strict=True):
         assert np.array_equal(mine, its)
@@ -86,14 +66,14 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
 def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
     """What the pool has drafted is never of the text."""
     prompt = tokens[:1100].tolist()
-    full, logits = told(llama(**SIZE, kvflash=1280), prompt, 40, temp=0.0)
+    full, logits = drawn(llama(**SIZE, kvflash=1280), prompt, 40, temp=0.0)
     for stop in (1, 2, 5, 8):
         llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
         stream = llm.generate(prompt, temp=0.0)
         assert [*islice(stream, stop)] == full[:stop]
         stream.close()
         assert llm._session.tokens.tolist() == [*prompt, *full[: stop - 1]]
-        going_on = told(llm, [*prompt, *full[:stop]], 16, temp=0.0)
+        going_on = drawn(llm, [*prompt, *full[:stop]], 16, temp=0.0)
         assert_alike((full[stop : stop + 16], logits[stop : stop + 16]), going_on)
         llm._session.table.check_integrity()
 
@@ -112,7 +92,7 @@ def test_a_sampler_that_calls_python_is_drafted_for_too(llama: Any, tokens: Any)
 
     prompt = tokens[:1100].tolist()
     settings = {"temp": 0.0, "logits_processor": llama_cpp.LogitsProcessorList([higher])}
-    full = told(llama(**SIZE, kvflash=1280), prompt, 30, **settings)
+    full = drawn(llama(**SIZE, kvflash=1280), prompt, 30, **settings)
     llm = llama(**SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=5))
-    assert_alike(full, told(llm, prompt, 30, **settings))
+    assert_alike(full, drawn(llm, prompt, 30, **settings))
     assert llm.kvflash.spec.last.accepted > 0

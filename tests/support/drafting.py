@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
+from support.harness import drawn
 
 
 def oracle(text: list[int], right: float, count: int) -> Callable[..., Any]:
@@ -28,11 +28,8 @@ def oracle(text: list[int], right: float, count: int) -> Callable[..., Any]:
 
 def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[int], list[bytes]]:
     """Tokens, and the logits that each was sampled from."""
-    tokens, logits = [], []
-    for token in islice(llm.generate(prompt, **sampler), count):
-        tokens.append(token)
-        logits.append(llm.newest_logits().tobytes())
-    return tokens, logits
+    tokens, logits = drawn(llm, prompt, count, **sampler)
+    return tokens, [row.tobytes() for row in logits]
 
 
 def let_draft(llm: Any, drafter: Any, width: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,29 @@ def assert_same(ours: Logits, theirs: Logits, *, fuses: bool) -> None:
     """The same bits; where other nodes may have been fused, up to rounding."""
     far = np.abs(ours - theirs).max()
     assert far <= 0.02 * np.abs(theirs).max() if fuses else same_bits(ours, theirs), f"the largest difference is {far}"
+
+
+Drawn = tuple[list[int], list[Logits]]
+"""Tokens of an answer, and the logits that each was drawn from."""
+
+
+def drawn(llm: Any, prompt: list[int], count: int, **sampler: Any) -> Drawn:
+    """An answer of so many tokens."""
+    tokens, logits = [], []
+    for token in islice(llm.generate(prompt, **sampler), count):
+        tokens.append(token)
+        logits.append(llm.newest_logits())
+    return tokens, logits
+
+
+def assert_alike(one: Drawn, other: Drawn) -> None:
+    """Up to rounding: at the first other token the two are as near as rounding brings them."""
+    for a, b, mine, its in zip(one[0], other[0], one[1], other[1], strict=True):
+        near = 0.02 * np.abs(mine).max()
+        assert np.abs(mine - its).max() <= near
+        if a != b:
+            assert abs(mine[a] - mine[b]) <= 2 * near
+            break
 
 
 def agreement(a: Logits, b: Logits) -> float:
