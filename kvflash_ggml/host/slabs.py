@@ -13,9 +13,14 @@ from typing import Protocol
 from ..errors import HostMemoryError
 
 SLAB_BYTES = 64 << 20
-"""Of the first slab. Others are as large as all before them, up to the largest: pages side by side move in one copy."""
+"""Of a slab, at least: pages side by side move in one copy."""
 
 MAX_SLAB_BYTES = 512 << 20
+
+GROWTH = 1 / 32
+"""Of all slabs before it, a slab's size where that is more. One has been begun, and one is made ahead of need: both are
+page-locked, and little beside what is needed.
+"""
 
 FEW_SHARE = 1 / 4
 """Of SLAB_BYTES, what is made where a few pages are needed: a device does nothing else while memory is page-locked, and
@@ -91,7 +96,7 @@ class Slabs:
 
     def _slab_pages(self, *, few: bool = False) -> int:
         """Pages of the next slab; 0 if the ceiling allows none."""
-        size = min(max(SLAB_BYTES, self._made * self._page_bytes), MAX_SLAB_BYTES)
+        size = min(max(SLAB_BYTES, int(GROWTH * self._made * self._page_bytes)), MAX_SLAB_BYTES)
         pages = max(1, (int(FEW_SHARE * SLAB_BYTES) if few else size) // self._page_bytes)
         return pages if self._most is None else min(pages, self._most - self._made)
 

@@ -128,7 +128,7 @@ def test_pages_of_a_file_and_of_an_answer_take_small_slabs(monkeypatch: pytest.M
     heap.new(12)
     sizes = [len(slab) // PAGE for slab in heap._memory.slabs.values()]  # type: ignore[attr-defined]
     heap.close()
-    assert sizes[:6] == [8, 2, 2, 2, 2, 16]
+    assert sizes[:6] == [8, 2, 2, 2, 2, 8]
 
 
 def test_pages_of_a_file_that_are_streamed_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +138,4 @@ def test_pages_of_a_file_that_are_streamed_lie_side_by_side(monkeypatch: pytest.
     with heap.lease(pages):
         sizes = [len(slab) // PAGE for slab in heap._memory.slabs.values()]  # type: ignore[attr-defined]
     heap.close()
-    assert sizes[:3] == [8, 8, 16]
+    assert sizes[:3] == [8, 8, 8]

@@ -14,7 +14,6 @@ from support.saving import Digest, dump, load
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
-from kvflash_ggml.host.slabs import Slabs
 from kvflash_ggml.pool.view import choose
 from kvflash_ggml.session.session import Session
 
@@ -358,64 +357,3 @@ def test_a_repair_that_cannot_be_made_good_leaves_a_shorter_text(kind: dict[str,
     check(session, some(1000)[:left].tolist())
     session.extend(np.array([*some(1000)[left:], *answer, 7], np.int32))
     check(session, [*some(1000).tolist(), *answer, 7])
-
-
-# --- where images are
-
-
-class Counting:
-    """Host memory that remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.end = 1 << 12
-
-    def alloc(self, size: int) -> int:
-        self.asked.append(size)
-        self.end += 2 * size
-        return self.end - 2 * size
-
-    def free(self, address: int) -> None: ...
-
-    def view(self, address: int, size: int) -> memoryview:
-        raise NotImplementedError
-
-    def wait(self, ticket: int) -> None: ...
-
-
-def test_the_lowest_address_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 40)
-    slabs = Slabs(Counting(), 10, None)
-    first = [slabs.take() for _ in range(4)]
-    assert first == list(range(first[0], first[0] + 40, 10))
-    for address in (first[2], first[0], first[3]):
-        slabs.give_back(address)
-    assert [slabs.take() for _ in range(3)] == [first[0], first[2], first[3]]
-    slabs.close()
-
-
-@pytest.mark.parametrize(("most", "want"), [(None, [4, 4, 8, 16, 16, 16]), (21, [4, 4, 8, 5]), (3, [3])])
-def test_slabs_grow_up_to_a_ceiling(most: int | None, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 40)
-    monkeypatch.setattr("kvflash_ggml.host.slabs.MAX_SLAB_BYTES", 160)
-    memory = Counting()
-    slabs = Slabs(memory, 10, most)
-    taken = [slabs.take() for _ in range(sum(want) - want[-1] + 1 if most is None else most)]
-    assert 0 not in taken
-    assert len(set(taken)) == len(taken)
-    if most is not None:
-        assert slabs.take() == 0
-    slabs.close()
-    assert [size // 10 for size in memory.asked][: len(want)] == want
-
-
-def test_where_few_pages_are_needed_slabs_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device does nothing else while memory is page-locked: an answer would wait for it."""
-    monkeypatch.setattr("kvflash_ggml.host.slabs.SLAB_BYTES", 80)
-    memory = Counting()
-    slabs = Slabs(memory, 10, None)
-    taken = [slabs.take(few=True) for _ in range(8 + 3 * 2)]
-    taken += [slabs.take() for _ in range(2 + 16)]
-    slabs.close()
-    assert len(set(taken)) == len(taken)
-    assert [size // 10 for size in memory.asked][:6] == [8, 2, 2, 2, 2, 16]
