@@ -39,7 +39,7 @@ class ParkedSession:
         return tuple(sorted(self.saved.checkpoints)) if self._stateful else None
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        yield id(self), self.saved.own_size
+        yield id(self), self.saved.own_size - self.tokens.nbytes
         for page in self.saved.pages:
             yield id(page), self.saved.heap.page_bytes
         for blob in self.saved.blobs:

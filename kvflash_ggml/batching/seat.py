@@ -152,7 +152,7 @@ class Seat:
                 parked = self._model.park()
                 break
             except HostMemoryError as err:
-                if not self._shelf.evict():
+                if not self._shelf.evict(held=True):
                     self.counts.lost += 1
                     logger.warning("a conversation of %d tokens is let go of: %s", len(self._model.tokens), err)
                     return
@@ -161,12 +161,26 @@ class Seat:
 
     def _resume(self, found: Conversation, length: int, request: Request) -> Conversation | None:
         """None if it is lost, and off the shelf then."""
-        self._park()
-        goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
-        if self._shelf.get(found.id) is None:  # it had to go for the one that was just put aside
-            return None
+        with self._shelf.holding(found):
+            self._park()
+            goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
+            if self._shelf.get(found.id) is None or not self._bring(found):  # it had to go, or cannot come back
+                return None
+            self.counts.resumes += 1
+            if goes_on:
+                self._shelf.take(found)
+            else:
+                self.counts.forks += 1
+                self._model.unpin()
+                self._shelf.touch(found, self._clock())
+                found = _named(request)
+        found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
+        self.conversation, self._private = found, False
+        return found
+
+    def _bring(self, found: Conversation) -> bool:
+        """Put a conversation in place of the text at hand; False if it is lost."""
         parked = None
-        self._shelf.held = found
         try:
             parked = self._shelf.open(found)
             self._model.resume(parked)
@@ -175,22 +189,11 @@ class Seat:
             logger.warning("a conversation of %d tokens is read again: %s", len(found.tokens), err)
             self._shelf.erase(found)
             self.clear()
-            return None
+            return False
         finally:
-            self._shelf.held = None
             if parked is not None and parked is not found.parked:
                 parked.release()
-        self.counts.resumes += 1
-        if goes_on:
-            self._shelf.take(found)
-        else:
-            self.counts.forks += 1
-            self._model.unpin()
-            self._shelf.touch(found, self._clock())
-            found = _named(request)
-        found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
-        self.conversation, self._private = found, False
-        return found
+        return True
 
 
 def _goes_on(shared: int, prompt: int, length: int) -> bool:

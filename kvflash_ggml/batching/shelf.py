@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..arrays import Int32s, common_prefix
@@ -81,7 +82,7 @@ class Shelf:
         self._holders: Counter[int] = Counter()
         self._bytes = 0
         self.counts = ShelfCounts()
-        self.held: Conversation | None = None  # one that is being brought back, and stays meanwhile
+        self._held: Conversation | None = None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -94,7 +95,7 @@ class Shelf:
 
     @property
     def size(self) -> int:
-        """Bytes in memory; what several conversations share counts once."""
+        """Bytes in memory: what several conversations share counts once, and of those in the folder their tokens do."""
         return self._bytes
 
     def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
@@ -116,9 +117,8 @@ class Shelf:
         """Put a conversation aside. It holds `parked` from here on. Others go if there is no room."""
         if conversation.id in self._all:
             self.take(conversation)
-        conversation.tokens, conversation.parked, conversation.used = parked.tokens.copy(), parked, now
-        self._all[conversation.id] = conversation
-        self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)
+        conversation.tokens, conversation.parked, conversation.used = parked.tokens, parked, now
+        self.add(conversation)
         for key, size in parked.parts():
             self._holders[key] += 1
             if self._holders[key] == 1:
@@ -126,26 +126,39 @@ class Shelf:
         self.make_room()
 
     def add(self, conversation: Conversation) -> None:
-        """One that the folder had when the server began."""
+        """One that is put aside, or that the folder had when the server began."""
         self._all[conversation.id] = conversation
         self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)
+        self._bytes += conversation.tokens.nbytes
 
     def touch(self, conversation: Conversation, now: float) -> None:
         """It has been gone on from by another: it is the last to go."""
         conversation.used = now
         self._all[conversation.id] = self._all.pop(conversation.id)
 
+    @contextmanager
+    def holding(self, conversation: Conversation) -> Iterator[None]:
+        """It is being brought back, and stays meanwhile. Room is made once it has left, perhaps: see `take`."""
+        self._held = conversation
+        try:
+            yield
+        finally:
+            self._held = None
+        self.make_room()
+
     def make_room(self) -> None:
         """Bring memory below its capacity, and the number of conversations below its bound."""
+        if self._held is not None:
+            return
         while self._bytes > self._capacity and self.evict():
             pass
         while len(self._all) > self._most:
             self.counts.dropped += 1
             self.erase(next(iter(self._all.values())))
 
-    def evict(self) -> bool:
-        """Take the conversation used longest ago out of memory; False if there is none."""
-        oldest = next((c for c in self._all.values() if c.parked is not None and c is not self.held), None)
+    def evict(self, *, held: bool = False) -> bool:
+        """Take the one used longest ago out of memory; False if there is none. held: even one on its way back."""
+        oldest = next((c for c in self._all.values() if c.parked is not None and (held or c is not self._held)), None)
         if oldest is None:
             return False
         if self.store(oldest):
@@ -200,6 +213,7 @@ class Shelf:
 
     def _remove(self, conversation: Conversation) -> None:
         del self._all[conversation.id]
+        self._bytes -= conversation.tokens.nbytes
         begin = _begin(conversation.tokens, conversation.salt)
         self._begins[begin].remove(conversation)
         if not self._begins[begin]:

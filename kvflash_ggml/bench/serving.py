@@ -100,7 +100,7 @@ def play(
 
     tell: called after each. A conversation whose answer fails has no further turn.
     """
-    memory, failed, requests = [resident_bytes()], list[Conversation](), 0
+    memory, failed, requests = list[int](), list[Conversation](), 0
     full = most_parked = 0  # full: once conversations are stored
     for one in order:
         if time.monotonic() >= until:
@@ -149,21 +149,22 @@ def play(
         "expected_mib": expected_bytes(scheduler) / 2**20,
         "heap_mib": scheduler.model.counters()["host_bytes"] / 2**20,
         "device_mib": scheduler.model.counters()["device_bytes"] / 2**20,
-        "rss_mib_before": memory[0] / 2**20,
+        "rss_mib_first": memory[0] / 2**20 if memory else 0.0,
         "rss_mib_full": full / 2**20,
-        "rss_mib_half": memory[len(memory) // 2] / 2**20,
-        "rss_mib_most": max(memory) / 2**20,
-        "rss_mib_end": memory[-1] / 2**20,
+        "rss_mib_half": memory[len(memory) // 2] / 2**20 if memory else 0.0,
+        "rss_mib_most": max(memory, default=0) / 2**20,
+        "rss_mib_end": memory[-1] / 2**20 if memory else 0.0,
     }
 
 
 def expected_bytes(scheduler: Scheduler) -> int:
     """What the conversations in memory should take: their tokens, those of shared chunks once, at what one takes in the
-    pool; OVERHEAD for each chunk; and of each what only its end needs: state, newest queries, logits.
+    pool; OVERHEAD for each chunk; of each what its end needs: state, newest queries, logits. Of others their tokens.
     """
     shared, states, total = dict[int, int](), dict[int, int](), 0
     for one in scheduler.shelf:
         if not isinstance(one.parked, ParkedSession):
+            total += one.tokens.nbytes
             continue
         saved, before = one.parked.saved, 0
         whole, rest = divmod(saved.length, CHUNK)

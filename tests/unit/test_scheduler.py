@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_model import STEP, FakeModel
+from support.fake_model import STEP, FakeModel, FakeParked
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.messages import Failed, Finished, Started
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.batching.waiting import QueueFull
-from kvflash_ggml.errors import DecodeError, KVFlashError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError
 
 Make = Callable[..., Scheduler]
 
@@ -267,17 +267,60 @@ def test_a_request_that_is_not_kept(make: Make) -> None:
 
 
 def test_what_finds_no_room_goes_to_the_folder(make: Make, tmp_path: Path) -> None:
-    scheduler = make(limits=Limits(park_bytes=2000), folder=Folder(tmp_path))
+    scheduler = make(limits=Limits(park_bytes=5000), folder=Folder(tmp_path))
     texts = [text(300, i) for i in range(4)]
     for one in texts:
         answer(scheduler, one)
     assert scheduler.places() == {"device": 1, "memory": 1, "folder": 2}
+    # of a fake's text as much as its tokens take, and the tokens of all
+    assert scheduler.shelf.size == sum(one.tokens.nbytes * (1 + (one.where == "memory")) for one in scheduler.shelf)
     assert all(answer(scheduler, one).usage.cached == 299 for one in texts)
     assert scheduler.shelf.counts.dropped == 0
 
 
+def test_two_that_change_places_need_room_for_one(make: Make) -> None:
+    """Where the other one is put aside, what is asked for leaves: it is not let go of for that."""
+    scheduler = make(limits=Limits(park_bytes=3000))
+    texts = [text(300, i) for i in range(2)]
+    for one in texts:
+        answer(scheduler, one)
+    assert [answer(scheduler, one).usage.cached for one in texts * 2] == [299] * 4
+    assert scheduler.shelf.counts.dropped == scheduler.seat.counts.lost == 0
+    assert 0 < scheduler.shelf.size <= 3000
+
+
+def test_what_another_goes_on_from_stays(make: Make) -> None:
+    """The one that is put aside for that goes, as there is room for one."""
+    scheduler = make(limits=Limits(park_bytes=3000))
+    for one in (text(300), text(300, 1)):
+        answer(scheduler, one)
+    assert answer(scheduler, [*text(300)[:280], *text(50, 2)]).usage.cached == 280
+    assert [list(one.tokens[:300]) for one in scheduler.shelf] == [text(300)]
+    assert scheduler.shelf.size <= 3000
+
+
+def test_where_memory_is_full_what_is_asked_for_comes_from_the_folder(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel()
+    park = model.park
+
+    def one_at_a_time() -> FakeParked:
+        if model.held:
+            raise HostMemoryError("no memory")
+        return park()
+
+    monkeypatch.setattr(model, "park", one_at_a_time)
+    scheduler = make(model, folder=Folder(tmp_path))
+    texts = [text(300, i) for i in range(2)]
+    for one in texts:
+        answer(scheduler, one)
+    assert [answer(scheduler, one).usage.cached for one in texts] == [299, 299]
+    assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
+
+
 def test_without_a_folder_it_is_read_again(make: Make) -> None:
-    scheduler = make(limits=Limits(park_bytes=2000))
+    scheduler = make(limits=Limits(park_bytes=3000))
     for i in range(4):
         answer(scheduler, text(300, i))
     assert scheduler.shelf.counts.dropped == 2
@@ -290,7 +333,7 @@ def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.M
 
     model = FakeModel()
     monkeypatch.setattr(model, "write", full)
-    scheduler = make(model, limits=Limits(park_bytes=2000), folder=Folder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=3000), folder=Folder(tmp_path))
     for i in range(4):
         answer(scheduler, text(300, i))
     assert scheduler.shelf.counts.failed == 2
