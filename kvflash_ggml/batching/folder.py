@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..snapshot.inspect import removable
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -36,7 +37,8 @@ class Stored:
 
 
 class Folder:
-    """`parked/` in it has what the server puts aside; files of names that users give lie beside that.
+    """`parked/` in it has what the server puts aside; files of names that users give lie beside that. What killed
+    processes have left unfinished there is deleted.
 
     ConfigError if it cannot be made or written.
     """
@@ -49,6 +51,8 @@ class Folder:
             probe = self._parked / ".writable"
             probe.touch()
             probe.unlink()
+            for left in removable(self._parked):
+                left.path.unlink(missing_ok=True)
         except OSError as err:
             raise ConfigError(
                 f"cannot write to the session folder {path}: {err.strerror or err}: name a folder that can be written"

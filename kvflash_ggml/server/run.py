@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Ca
     address that is taken.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _allow_files()
     metrics, log = Metrics(), RequestLog()
 
     def ended(*args: object) -> None:
@@ -74,6 +76,15 @@ def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Ca
             asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, sock, ready))
         finally:
             scheduler.close()
+
+
+def _allow_files() -> None:
+    """As many open files as the system lets this process have: a text keeps that which it came from while some of it is
+    only there, and there are thousands of texts, beside the clients.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):  # a system that has no number for it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,48 @@
+"""Where a server keeps conversations: its folder, and how many files it may open."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.fake_model import FakeModel, FakePrompts
+
+from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.server.run import serve
+from kvflash_ggml.server.settings import ServerSettings
+from kvflash_ggml.snapshot.container import MAGIC
+
+
+def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
+    parked = tmp_path / "parked"
+    parked.mkdir()
+    old, new, other = (parked / name for name in (".c-1.kvs.ab.part", ".c-2.kvs.ab.part", "notes.txt"))
+    for path in (old, new, other):
+        path.write_bytes(bytes(MAGIC) + b"the rest")
+    for path in (old, other):
+        os.utime(path, (time.time() - 3600,) * 2)
+    Folder(tmp_path)
+    assert sorted(parked.iterdir()) == [new, other]
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_may_open_many_files(few_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    (tmp_path / "no folder").touch()
+    settings = ServerSettings(alias="fake", session_dir=tmp_path / "no folder")
+    with pytest.raises(ConfigError):
+        serve(FakeModel(), FakePrompts(), settings, ready=print)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few_files, few_files)
