@@ -47,6 +47,7 @@ _reading = click.option(
 )
 @click.option("--seconds", type=float, help="What has been done by then is reported.  [default: all is done]")
 @click.option("--park-memory", type=Bytes(), default="1G", show_default=True, help="Beyond, they go to a folder.")
+@click.option("--host-limit", type=Bytes(), help="Of page images in memory; beyond, they go to a spill file.")
 @click.option("--seed", default=1, show_default=True)
 @_pool
 @_tau
@@ -54,25 +55,22 @@ _reading = click.option(
 @model_options
 def conversations(
     model: str, text: Sequence[Path], count: int, length: tuple[int, ...], turns: int, question: int, most: int,
-    check: int | None, beside: int, seconds: float | None, park_memory: int, seed: int, pool: tuple[int, ...],
-    tau: int, reading: str, options: dict[str, Any],
+    check: int | None, beside: int, seconds: float | None, park_memory: int, host_limit: int | None, seed: int,
+    pool: tuple[int, ...], tau: int, reading: str, options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Many conversations take turns at random on one pool; is each answer that of a lone run?"""
     from . import alone, serving
 
     began = time.monotonic()
     until = began + (float("inf") if seconds is None else seconds)
-    n_ctx = length[0] + turns * (question + most) + 64
-    keywords: dict[str, Any] = {
-        "n_ctx": n_ctx,
-        "options": options,
-        "pool": pool[0],
-        "policy": "qk",
-        "fields": {"tau": tau, "reading": reading},
-    }
     tell = report.now_and_then()
     with user_errors(), ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflash-bench-"))
+        fields: dict[str, Any] = {"tau": tau, "reading": reading}
+        if host_limit is not None:
+            fields |= {"host_limit": host_limit, "spill": Path(folder)}
+        n_ctx = length[0] + turns * (question + most) + 64
+        keywords: dict[str, Any] = dict(n_ctx=n_ctx, options=options, pool=pool[0], policy="qk", fields=fields)
         with opened(model, **keywords) as llm:  # before others: it finds the heads that all of them ask
             tokens = _tokens(llm, text, count * 64 + length[0])
             playing = serving.make_conversations(tokens, count=count, length=length[0], turns=turns, more=question)

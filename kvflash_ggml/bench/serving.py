@@ -148,6 +148,7 @@ def play(
         "parked_mib_most": most_parked / 2**20,
         "expected_mib": expected_bytes(scheduler) / 2**20,
         "heap_mib": scheduler.model.counters()["host_bytes"] / 2**20,
+        "spilled_mib": scheduler.model.counters()["spilled_bytes"] / 2**20,
         "device_mib": scheduler.model.counters()["device_bytes"] / 2**20,
         "rss_mib_first": memory[0] / 2**20 if memory else 0.0,
         "rss_mib_full": full / 2**20,

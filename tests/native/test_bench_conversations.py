@@ -31,6 +31,13 @@ def test_answers_are_those_of_lone_runs(beside: str, models: dict[str, Path], lo
     assert 0 < found["rss_mib_first"] <= found["rss_mib_most"]
 
 
+def test_images_that_are_spilled(models: dict[str, Path], loaded: None) -> None:
+    found = measured(models["dense"], "--park-memory", "64M", "--host-limit", "2M")
+    assert found["equal"] == 4
+    assert found["stored"] == 0
+    assert 0 < found["heap_mib"] <= 2 < found["spilled_mib"]
+
+
 def test_what_was_done_until_then_is_reported(models: dict[str, Path], loaded: None) -> None:
     found = measured(models["dense"], "--seconds", "0")
     assert found["conversations"] == 4
