@@ -66,9 +66,14 @@ class Conversation:
     """said: what the user says in each turn. answers: what came."""
 
     said: list[list[int]]
-    text: list[int] = field(default_factory=list)
     answers: list[tuple[int, ...]] = field(default_factory=list)
     took: list[Usage] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> list[int]:
+        """Of the next turn: all that was said and answered, and what comes now."""
+        text = [token for said, answer in zip(self.said, self.answers, strict=False) for token in (*said, *answer)]
+        return text + self.said[len(self.answers)]
 
 
 def make_conversations(tokens: Sequence[int], *, count: int, length: int, turns: int, more: int) -> list[Conversation]:
@@ -107,15 +112,13 @@ def play(
             break
         if one in failed:
             continue
-        one.text += one.said[len(one.answers)]
         requests += 1
         try:
-            end = answer(scheduler, one.text, most, requests)
+            end = answer(scheduler, one.prompt, most, requests)
         except KVFlashError as err:
-            logger.warning("a conversation of %d tokens is not answered: %s", len(one.text), err)
+            logger.warning("a conversation of %d tokens is not answered: %s", len(one.prompt), err)
             failed.append(one)
             continue
-        one.text += end.tokens
         one.answers.append(end.tokens)
         one.took.append(end.usage)
         memory.append(resident_bytes())
