@@ -1,0 +1,71 @@
+"""Grammars of strangers take bounded time and memory, or are refused; and schemas that refer to themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+CHILD = """
+import json, resource, sys
+from kvflash_ggml import Llama
+import llama_cpp
+llm = Llama(sys.argv[1], vocab_only=True, verbose=False)
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+(token,) = llm.tokenize(b"a", add_bos=False)
+for grammar in json.load(sys.stdin):
+    sampler = llama_cpp.llama_sampler_init_grammar(llm._model.vocab, grammar.encode(), b"root")
+    if sampler:
+        for _ in range(int(sys.argv[2])):
+            llama_cpp.llama_sampler_accept(sampler, token)
+    print(bool(sampler), flush=True)
+"""
+
+
+def accepted(model: Path, grammars: Sequence[str], *, tokens: int = 0) -> list[bool]:
+    """Can each be used, and are so many tokens "a" taken then? In a process whose time and memory are bounded."""
+    line = [sys.executable, "-c", CHILD, str(model), str(tokens)]
+    done = subprocess.run(line, input=json.dumps(grammars), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "::=" not in done.stderr, "what strangers send is not printed"
+    return [line == "True" for line in done.stdout.splitlines()]
+
+
+def nested(depth: int) -> str:
+    return f'root ::= {"(" * depth}"a"{")" * depth}'
+
+
+def chain(length: int, each: str, last: str) -> str:
+    """Rules of which each consists of the next."""
+    rules = [f"r{i} ::= {each.replace('next', f'r{i + 1}')}" for i in range(length)]
+    return "\n".join(["root ::= r0", *rules, f"r{length} ::= {last}"])
+
+
+def test_what_would_cost_too_much(models: dict[str, Path]) -> None:
+    """The stack, or memory."""
+    refused = [nested(100_000), "root ::= " + "(" * 100_000, 'root ::= "a"{5,2}', f'root ::= "{"a" * 100_000}"{{2000}}']
+    taken = [
+        nested(1000),
+        'root ::= "a"{2,5}',
+        'root ::= "a"{5,}',
+        "root ::= [a-z]{0,1999}",
+        f'root ::= "{"a" * 9999}"{{9}}',
+    ]
+    assert accepted(models["dense"], [*refused, *taken]) == [False] * len(refused) + [True] * len(taken)
+
+
+def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
+    """Through rules that may be empty, of ever longer texts of rules, or of an ambiguous one."""
+    refused = [
+        chain(3, "next{0,1900}", '"a"?'),
+        chain(60, "next next", '"a"?'),
+        chain(100_000, "next", '"a"'),
+        'root ::= b root "y" | "x"\nb ::= c\nc ::= ""',
+        'root ::= root "a" | "a"',
+    ]
+    assert not any(accepted(models["dense"], refused))
+    ambiguous = ['root ::= "a" root "b" | "a" root "c" | "d"', 'root ::= ("a" | "a")*']
+    taken = [*ambiguous, chain(60, "next next", '"a"+'), chain(1000, "next", '"a"+'), 'root ::= ([a-z]* " "?)+']
+    assert accepted(models["dense"], taken, tokens=24) == [True] * len(taken)
