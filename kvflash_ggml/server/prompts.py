@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError
+from . import schemas
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama
@@ -93,9 +94,15 @@ class LlamaPrompts:
     def check_grammar(self, grammar: str) -> None:
         import llama_cpp
 
-        made = llama_cpp.llama_sampler_init_grammar(self._model.vocab, grammar.encode(), b"root")
+        try:
+            made = llama_cpp.llama_sampler_init_grammar(self._model.vocab, grammar.encode(), b"root")
+        except UnicodeEncodeError as err:
+            raise ConfigError(f"the grammar is no text that can be written as UTF-8: {err.reason}") from None
         if not made or not ctypes.cast(made, ctypes.c_void_p).value:
-            raise ConfigError("the grammar cannot be parsed: it needs to be GBNF with a rule 'root'")
+            raise ConfigError(
+                "the grammar cannot be parsed, or costs too much: it needs to be GBNF with a rule 'root', without left "
+                "recursion, and with fewer repetitions, groups within groups, and ways to read the same text"
+            )
         llama_cpp.llama_sampler_free(made)
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
@@ -104,7 +111,7 @@ class LlamaPrompts:
         if schema is None:
             return str(llama_grammar.JSON_GBNF)
         try:
-            grammar = str(llama_grammar.json_schema_to_gbnf(json.dumps(schema)))
+            grammar = str(llama_grammar.json_schema_to_gbnf(json.dumps(schemas.resolved(schema))))
         except Exception as err:
             raise ConfigError(
                 f"this JSON schema cannot be made a grammar: {type(err).__name__}: {str(err)[:300]}"

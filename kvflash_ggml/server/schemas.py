@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Any
@@ -14,6 +15,9 @@ MAX_NODES = 4096
 MAX_REPEAT = 2000
 """Of `maxItems`, `maxLength` and their like: each is written out in the grammar."""
 
+_DEFINING = ("$defs", "definitions")
+_NAMING = ("properties", "patternProperties", *_DEFINING)
+_VALUES = ("const", "enum", "default", "examples")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -60,19 +64,67 @@ def _follow(schema: Any, reference: str, where: str) -> None:
     """A reference must lead somewhere in the schema, and not from reference to reference for ever."""
     seen: set[str] = set()
     while True:
-        if not reference.startswith("#/"):
-            raise _refused(where, f"refers to {reference[:80]!r}: only references within it ('#/...') are followed")
+        if reference != "#" and not reference.startswith("#/"):
+            raise _refused(
+                where, f"refers to {reference[:80]!r}: only references within it ('#', '#/...') are followed"
+            )
         if reference in seen:
             raise _refused(where, f"has references that only refer to each other: {reference[:80]!r}")
         seen.add(reference)
-        node = schema
-        for part in reference[2:].split("/"):
-            if not isinstance(node, dict) or part not in node:
-                raise _refused(where, f"refers to {reference[:80]!r}, which it does not have")
-            node = node[part]
+        try:
+            node = _at(schema, reference)
+        except LookupError:
+            raise _refused(where, f"refers to {reference[:80]!r}, which it does not have") from None
         if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
             return
         reference = node["$ref"]
+
+
+def _at(schema: Any, reference: str) -> Any:
+    """Where a JSON pointer leads. LookupError if it leads nowhere."""
+    node = schema
+    for part in reference.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and re.fullmatch("[0-9]{1,6}", part):
+            node = node[int(part)]
+        elif isinstance(node, dict):
+            node = node[part]
+        else:
+            raise LookupError(reference)
+    return node
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """A checked schema whose references lead to definitions at its root, with names that nothing else in it has.
+
+    llama-cpp-python's converter takes rules for each other whose names are alike, looks into nothing beside a
+    reference, and knows no '#'.
+    """
+    prefix = "ref-" + hashlib.sha256(json.dumps(schema).encode()).hexdigest()[:16]
+    names: dict[str, str] = {}
+
+    def copy(node: Any, *, named: bool = False) -> Any:
+        """named: the keys are somebody's names."""
+        if isinstance(node, list):
+            return [copy(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        if not named and isinstance(node.get("$ref"), str):
+            name = names.setdefault(node["$ref"], f"{prefix}-{len(names)}")
+            return {"$ref": f"#/$defs/{name}"}
+        return {
+            key: child if not named and key in _VALUES else copy(child, named=not named and key in _NAMING)
+            for key, child in node.items()
+        }
+
+    whole = copy({key: child for key, child in schema.items() if key not in _DEFINING})
+    definitions: dict[str, Any] = {}
+    while len(definitions) < len(names):
+        reference, name = list(names.items())[len(definitions)]
+        definitions[name] = copy(_at(schema, reference))
+    if not names:
+        return schema
+    return {**({"anyOf": [whole]} if "$ref" in whole else whole), "$defs": definitions}
 
 
 def _refused(where: str, why: str) -> ApiError:

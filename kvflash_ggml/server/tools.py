@@ -79,26 +79,19 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
 
 def _required(tools: Sequence[dict[str, Any]], prompts: Prompts) -> str:
     """One call of any of them, between its marks."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": t["function"]["name"]}, "arguments": _parameters(t["function"])},
-            "required": ["name", "arguments"],
-        }
-        for t in tools
-    ]
+    calls: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
-    for call in calls:  # a reference is to the root of what was one schema
-        parameters = call["properties"]["arguments"]  # type: ignore[index]
-        for name in ("$defs", "definitions"):
-            if name in parameters:
-                raise ApiError(
-                    501,
-                    f"parameters with {name} cannot be chosen among: name the function in tool_choice",
-                    code="tool_schema",
-                    param="tool_choice",
-                )
-    inner = prompts.schema_grammar({"anyOf": calls, **definitions})
+    for tool in tools:
+        function = tool["function"]
+        parameters = schemas.resolved(_parameters(function))
+        if "$defs" in parameters:  # those of all tools lie beside each other
+            definitions |= parameters["$defs"]
+            parameters = {key: value for key, value in parameters.items() if key != "$defs"}
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"]})
+    whole = {"anyOf": calls, "$defs": definitions}
+    schemas.check(whole, "tools")
+    inner = prompts.schema_grammar(whole)
     rules = "\n".join(f"call{line[4:]}" if line.startswith("root ") else line for line in inner.splitlines())
     return f'root ::= "{OPEN}\\n" call "\\n{CLOSE}"\n{rules}'
 

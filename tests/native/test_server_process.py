@@ -77,6 +77,44 @@ def test_json_by_a_schema(served: Served) -> None:
         assert set(json.loads(reply["choices"][0]["message"]["content"])) == {"city", "days"}
 
 
+TREE = {
+    "type": "object",
+    "properties": {
+        "node": {"type": "string", "maxLength": 4},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1},
+    },
+    "required": ["node", "children"],
+    "additionalProperties": False,
+}
+"""Has a property of its own definition's name."""
+
+
+def is_tree(value: Any) -> bool:
+    return value.keys() == {"node", "children"} and all(is_tree(child) for child in value["children"])
+
+
+def test_schemas_that_refer_to_themselves(served: Served) -> None:
+    defined = {"$ref": "#/$defs/node", "$defs": {"node": TREE}}  # as pydantic writes it
+    whole = {**TREE, "properties": {**TREE["properties"], "children": {"items": {"$ref": "#"}, "maxItems": 1}}}
+    for schema in (defined, whole):
+        form = {"type": "json_schema", "json_schema": {"name": "tree", "schema": schema}}
+        tool = {"type": "function", "function": {"name": "plant", "parameters": schema}}
+        asked = {"messages": [{"role": "user", "content": "A tree"}], "max_tokens": 300}
+        texts = []
+        for seed in range(4):
+            reply = served.post("/v1/chat/completions", {**asked, "response_format": form, "seed": seed})[1]
+            if reply["choices"][0]["finish_reason"] == "stop":
+                texts.append(reply["choices"][0]["message"]["content"])
+            reply = served.post(
+                "/v1/chat/completions", {**asked, "tools": [tool, {**tool}], "tool_choice": "required", "seed": seed}
+            )[1]
+            if reply["choices"][0]["finish_reason"] == "tool_calls":
+                texts.append(reply["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+        assert texts
+        for text in texts:
+            assert is_tree(json.loads(text)), text
+
+
 def test_calls_of_tools(served: Served) -> None:
     tools = [
         {
@@ -118,6 +156,8 @@ def test_hostile_grammars_and_schemas(served: Served) -> None:
         {"grammar": "root ::= root"},
         {"grammar": 'root ::= ("a"{0,2000}){0,2000}'},
         {"grammar": 'root ::= "a\x00"'},
+        {"grammar": 'root ::= "\ud800"'},
+        {"grammar": f"root ::= {'(' * 200_000}"},
         *(
             {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
             for schema in (

@@ -1,0 +1,91 @@
+"""JSON schemas of strangers: what they refer to, and how much they may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvflash_ggml.server import schemas
+from kvflash_ggml.server.errors import ApiError
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "all": {"$ref": "#"}}}
+
+
+def followed(schema: dict[str, Any], *path: str) -> Any:
+    """What is at a path, through references."""
+    node: Any = schema
+    for part in path:
+        node = node[part]
+        if "$ref" in node:
+            _, where, name = node["$ref"].split("/")
+            node = schema[where][name]
+    return node
+
+
+def test_a_schema_without_references_stays_as_it_is() -> None:
+    schema = {"type": "object", "properties": {"$defs": {"type": "string"}}}
+    schemas.check(schema, "x")
+    assert schemas.resolved(schema) is schema
+
+
+def test_references_lead_to_definitions_with_names_of_their_own() -> None:
+    schema = {"properties": {"node": {"type": "string"}, "tree": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}}
+    schemas.check(schema, "x")
+    found = schemas.resolved(schema)
+    assert len(found["$defs"]) == 2
+    assert not {"node", "tree"} & found["$defs"].keys(), "a rule is called as the property is"
+    tree = followed(found, "properties", "tree")
+    assert followed({**found, "properties": tree["properties"]}, "properties", "next") == tree
+    assert (
+        followed({**found, "properties": tree["properties"]}, "properties", "all")["properties"] == found["properties"]
+    )
+    assert schemas.resolved(schema) == found
+    schemas.check(found, "x")
+
+
+def test_what_stands_beside_a_reference_at_the_root_is_reached() -> None:
+    found = schemas.resolved({"$ref": "#/$defs/node", "$defs": {"node": NODE}})
+    assert followed(found, "anyOf")[0].keys() == {"$ref"}, "a converter looks into nothing that has a reference"
+
+
+@pytest.mark.parametrize("pointer", ["#/$defs/a~1b~0c", "#/anyOf/1", "#/properties/x/items"])
+def test_pointers(pointer: str) -> None:
+    number = {"type": "number"}
+    schema = {
+        "anyOf": [{"type": "null"}, number],
+        "properties": {"x": {"items": number}, "y": {"$ref": pointer}},
+        "$defs": {"a/b~c": number},
+    }
+    schemas.check(schema, "x")
+    assert followed(schemas.resolved(schema), "properties", "y") == number
+
+
+def test_values_are_no_schemas() -> None:
+    schema = {
+        "properties": {"enum": {"$ref": "#/$defs/a"}},
+        "$defs": {"a": {"enum": [{"a": 1}], "default": {"b": [2]}}},
+    }
+    found = schemas.resolved(schema)
+    assert followed(found, "properties", "enum") == schema["$defs"]["a"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/$defs/a"},
+        {"$ref": "#/anyOf/1", "anyOf": [{}]},
+        {"$ref": "#/anyOf/-1", "anyOf": [{}]},
+        {"$ref": "#a"},
+        {"$ref": ""},
+        {"$ref": "https://example.com/schema"},
+        {"properties": {"x" * schemas.MAX_BYTES: {}}},
+        {"anyOf": [{}] * schemas.MAX_NODES},
+    ],
+)
+def test_what_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="the schema in here") as caught:
+        schemas.check(schema, "here")
+    assert caught.value.status == 400
