@@ -51,7 +51,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class ShelfCounts:
-    """Conversations that left memory for the folder, and that were let go of."""
+    """Conversations that left memory for the folder, that were let go of, and that the folder did not take."""
 
     stored: int = 0
     dropped: int = 0
@@ -81,6 +81,7 @@ class Shelf:
         self._begins: dict[tuple[str, bytes], list[Conversation]] = {}
         self._holders: Counter[int] = Counter()
         self._bytes = 0
+        self._failing = False  # the folder has not taken the last one
         self.counts = ShelfCounts()
         self._held: Conversation | None = None
 
@@ -182,8 +183,11 @@ class Shelf:
             self._write(conversation.parked, place)
         except (KVFlashError, OSError) as err:
             self.counts.failed += 1
-            logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
+            if not self._failing:  # a full disk stays full: say so once
+                logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
+            self._failing = True
             return False
+        self._failing = False
         if conversation.stored is not None and conversation.stored.path != place.path:
             conversation.stored.delete()
         conversation.stored = place

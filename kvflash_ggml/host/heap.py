@@ -26,7 +26,7 @@ from typing import TypeVar
 from ..errors import HostMemoryError, SnapshotError
 from . import slabs
 from .image import NOWHERE, PageImage, Read, Readers
-from .lease import Lease, Leases
+from .lease import AllLeased, Lease, Leases
 from .slabs import HandOver, HostMemory, Slabs
 from .spill import SpillFile
 
@@ -37,10 +37,6 @@ FEW = 2
 
 POLL_SECONDS = 0.001
 """Between two looks whether a lease has ended: one that ends with its object tells nobody."""
-
-
-class _AllLeased(HostMemoryError):
-    """There is no room now. There may be once another thread's lease has ended."""
 
 
 class PageHeap:
@@ -87,6 +83,11 @@ class PageHeap:
     @property
     def spilled_bytes(self) -> int:
         return 0 if self._spill is None else self._spill.used * self.page_bytes
+
+    @property
+    def spills(self) -> bool:
+        """Do pages that leave memory go to a file? Not while its disk takes no more of them."""
+        return self._spill is not None and not self._spill.full
 
     @property
     def most(self) -> int | None:
@@ -225,7 +226,7 @@ class PageHeap:
             ended = self._leases.ended
             try:
                 return self._bring(lease)
-            except _AllLeased:
+            except AllLeased:
                 self._end(lease)  # others may wait for what it has
                 if not self._wait_for_another(lease.thread, ended + 1):
                     raise
@@ -355,14 +356,14 @@ class PageHeap:
                     self._end_reads()
                     self._discard_orphans()
                     address = self._slabs.take(few=few)
+                if not address and not self._reclaim():
+                    with self._lock:
+                        if not page.address:  # else nothing else may be left that could leave
+                            address = self._slabs.take(few=few) or self._evict(lease.thread)
             except HostMemoryError:
                 if not self._reclaim():
                     raise
                 continue
-            if not address and not self._reclaim():
-                with self._lock:
-                    if not page.address:  # else nothing else may be left that could leave
-                        address = self._slabs.take(few=few) or self._evict(lease.thread)
             if address:
                 return address
         return 0
@@ -379,7 +380,7 @@ class PageHeap:
         page = next((page for page in able if page.source is not None), None)
         if page is None:
             if self._spill is None or not able:
-                raise (_AllLeased if others else HostMemoryError)(
+                raise (AllLeased if others else HostMemoryError)(
                     f"the paged-out chunks need more than host_limit = {self.limit} bytes ({self.page_bytes} bytes a "
                     f"chunk): raise host_limit, give a spill folder, or use a larger pool"
                 )

@@ -7,7 +7,12 @@ from threading import get_ident
 from types import TracebackType
 from weakref import ref
 
+from ..errors import HostMemoryError
 from .image import PageImage
+
+
+class AllLeased(HostMemoryError):
+    """There is no room now. There may be once another thread's lease has ended."""
 
 
 class Lease:

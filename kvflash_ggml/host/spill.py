@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import zlib
@@ -9,6 +10,8 @@ from io import FileIO
 from pathlib import Path
 
 from ..errors import ConfigError, HostMemoryError, SnapshotError
+
+logger = logging.getLogger("kvflash_ggml")
 
 
 class SpillFile:
@@ -26,6 +29,8 @@ class SpillFile:
         self._places = 0  # in the file
         self._free: list[int] = []
         self._checksums: dict[int, int] = {}  # of the image at each place
+        self._said = ""
+        self.full = False  # it has not taken the last image
 
     @property
     def used(self) -> int:
@@ -45,7 +50,9 @@ class SpillFile:
             while image:
                 image = image[self._file.write(image) :]
         except OSError as err:
-            raise HostMemoryError(f"could not write a chunk to {self._folder}: {err}") from err
+            self._complain(f"could not write a chunk to {self._folder}: {err}")
+            raise HostMemoryError(self._said) from err
+        self.full = False
         if self._free:
             self._free.pop()
         else:
@@ -75,6 +82,13 @@ class SpillFile:
         """The image at a place is not needed any more."""
         del self._checksums[place]
         self._free.append(place)
+
+    def _complain(self, why: str) -> None:
+        """A full disk stays full: say so once."""
+        self.full = True
+        if why != self._said:
+            self._said = why
+            logger.warning("%s: what is only kept for later is let go of", why)
 
     def close(self) -> None:
         if self._file is not None:

@@ -255,13 +255,13 @@ class PoolStats:
             scorer.explains = wanted
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
-        """Call this, from any thread, where host memory has reached its limit and there is no spill folder.
+        """Call this, from any thread, where host memory is at its limit, and no spill folder takes what leaves it.
 
         It lets something go, or is False.
         """
         heap = self._session.paging.heap
-        if heap.limit is not None and self._session.config.spill is None:
-            heap.add_reclaimer(give_way)
+        if heap.limit is not None:
+            heap.add_reclaimer(lambda: not heap.spills and give_way())
 
     def reasons(self, scores: Floats) -> list[Reason]:
         """Why the chunks at the top of a look's scores are there; nothing if the policy cannot tell."""

@@ -93,6 +93,7 @@ class Metrics:
             "conversations_lost": ("Texts that had to be read again.", seat.lost),
             "conversations_stored": ("Texts that left memory for the folder.", shelf.counts.stored),
             "conversations_dropped": ("Texts that were let go of for want of room.", shelf.counts.dropped),
+            "conversations_not_stored": ("Texts that the folder did not take.", shelf.counts.failed),
         }
         for name, (what, value) in counters.items():
             yield CounterMetricFamily(f"kvflash:{name}", what, value=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -300,7 +301,48 @@ def test_reclaimers_are_asked_one_after_the_other_until_there_is_room(build: Any
         heap.remove_reclaimer(two)
     with pytest.raises(HostMemoryError):
         heap.new(1)
-    assert asked == ["one", "one", "two", "one"]
+    assert asked == ["one", "one", "two", "one", "one"], "before a page has to leave, and where none can"
+
+
+def test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full(
+    build: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heap = build(2)
+    pages = write(heap, 1, 2, 3)
+    kept = write(heap, 4, 5, 6)
+    heap.add_reclaimer(lambda: not heap.spills and bool(kept) and (heap.release(kept.pop()) or True))
+    before = heap.spilled_bytes
+    write(heap, 7)
+    assert (len(kept), heap.spilled_bytes) == (3, before + PAGE), "there is room on the disk"
+
+    class Full:
+        """Grows no more."""
+
+        def __init__(self, file: Any) -> None:
+            self.seek, self.readinto, self._file, self._size = (
+                file.seek,
+                file.readinto,
+                file,
+                os.fstat(file.fileno()).st_size,
+            )
+
+        def write(self, image: memoryview) -> int:
+            if self._file.tell() >= self._size:
+                raise OSError(28, "No space left on device")
+            return int(self._file.write(image))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heap._spill, "_file", Full(heap._spill._file))
+        write(heap, 8, 9)
+        assert len(kept) < 3
+        with pytest.raises(HostMemoryError, match="No space left"):
+            write(heap, 10, 11, 12)
+        assert not heap.spills
+    assert not kept
+    assert caplog.text.count("No space left") == 1
+    write(heap, 13, 14)
+    assert heap.spills
+    assert [set(heap.bytes_of(page)) for page in pages] == [{1}, {2}, {3}], "nothing that is wanted is lost"
 
 
 # --- a decode step beside a scoring thread
