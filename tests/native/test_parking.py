@@ -19,9 +19,16 @@ from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.bench.serving import expected_bytes
+from kvflash_ggml.session import copies
 
 Turns = list[list[int]]
 POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}
+
+
+@pytest.fixture(autouse=True)
+def states_count_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that computes beside the host they are copied behind the compute then."""
+    monkeypatch.setattr(copies, "LEAST", 1)
 
 
 @contextmanager
