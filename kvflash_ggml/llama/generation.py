@@ -275,17 +275,18 @@ class GeneratingLlama(SavingLlama):
 
     def _reuse_prefix(self, tokens: Sequence[int]) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        ids = np.asarray(tokens, np.int32)  # once: a long list takes milliseconds
         if self._deterministic:
             self.reset()
         if self._prefixes is not None:
-            self._restore_prefix(self._prefixes, np.asarray(tokens, np.int32))
-        shared = common_prefix(self._input_ids, np.asarray(tokens, np.intc))
+            self._restore_prefix(self._prefixes, ids)
+        shared = common_prefix(self._input_ids, ids)
         if shared == len(tokens) == self.n_tokens and self._logits_at_hand:
             return shared  # the logits of the last token are at hand
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if self._session is not None:
-            shared = self._session.prefix_to_keep(shared, np.asarray(tokens, np.int32))
+            shared = self._session.prefix_to_keep(shared, ids)
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..arrays import Buffer
 from ..errors import SnapshotError
-from ..state.blob import Blob, Bytes, Copied
+from ..state.blob import Blob, is_in_memory
 from .copies import StateCopies
+from .worker import Worker
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -61,13 +61,17 @@ class Checkpoints:
         if self._engine.info.n_swa == 0:
             restored = self._restored
             known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
-            if isinstance(known, Bytes | Copied):
+            if is_in_memory(known):
                 return known
         return self._copies.copy()
 
-    def load(self, states: Mapping[int, Blob], length: int, state: Buffer) -> None:
+    def put(self, state: Blob, length: int) -> None:
+        """Put in place what was not pooled of a text of `length` tokens. Without it on SnapshotError."""
+        self._copies.put(state, length)
+
+    def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
         """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
-        self._restored = (length, Bytes(state)) if self._most else None
+        self._restored = (length, state) if self._most else None
         newest = sorted(states)[-self._most :] if self._most else []
         self._states = {pos: states[pos] for pos in newest}
 
@@ -94,7 +98,7 @@ class Checkpoints:
             self._engine.clear()
             return 0
         try:
-            self._engine.set_state(self._copies.read(self._states[at]), at)
+            self.put(self._states[at], at)
             if self._engine.truncate(at):
                 return at
         except SnapshotError as err:
@@ -103,6 +107,11 @@ class Checkpoints:
         self._states.clear()
         self._engine.clear()
         return 0
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Whose threads copy."""
+        return self._copies.workers
 
     def close(self) -> None:
         """Wait for copies, and free what making them takes."""

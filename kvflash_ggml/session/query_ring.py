@@ -103,7 +103,7 @@ class QueryRing:
 
     def newest_now(self, end: int, count: int) -> Floats:
         """The same of the ring as it is. Waits for the compute."""
-        return self.newest(self._read(), self.order, end, count)
+        return self.newest(self._read(end, count), self.order, end, count)
 
     def read(self, length: int) -> Floats:
         """Those that are looked at, of a text of `length` tokens, flat: row `p % rows` of a layer is of position p.
@@ -113,14 +113,16 @@ class QueryRing:
         saved = np.zeros(self.size, np.float32)
         if saved.size:
             positions = np.arange(max(0, length - self.rows), length)
-            for to, source in zip(_layers(saved, self._shapes), _layers(self._read(), self._rings), strict=True):
+            flat = self._read(length, len(positions))
+            for to, source in zip(_layers(saved, self._shapes), _layers(flat, self._rings), strict=True):
                 to[positions % self.rows] = source[self.order[positions % self.ring]]
         return saved
 
-    def _read(self) -> Floats:
-        flat = np.zeros(self.ring_size, np.float32)
-        if flat.size:
-            self._engine.wait(self._engine.read_queries(flat))
+    def _read(self, end: int, count: int) -> Floats:
+        """A copy of the ring, true for positions [end - count, end). Memory that is not touched takes no time."""
+        flat = np.empty(self.ring_size, np.float32)
+        if flat.size and count:
+            self._engine.wait(self._engine.read_queries(flat, self.places(end, count)))
         return flat
 
     def load(self, saved: Floats, valid_from: int, length: int) -> None:

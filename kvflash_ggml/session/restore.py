@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ..arrays import Buffer
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
-from ..state.blob import Blob, Bytes
+from ..state.blob import Blob, Bytes, in_memory
 from ..state.session import SessionState
 from .text import Text
 
@@ -132,13 +131,13 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         raise
 
 
-def _read(text: Text, saved: SessionState) -> Buffer:
-    """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled."""
+def _read(text: Text, saved: SessionState) -> Blob:
+    """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled, in memory."""
     places = text.table.place(saved.length, saved.table)
     if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):
         raise SnapshotError("the text has recurrent state or a sliding window, which this model does not know")
     with ThreadPoolExecutor(1, thread_name_prefix="kvflash-state") as reader:
-        reading = reader.submit(saved.state.read)
+        reading = reader.submit(in_memory, saved.state)
         saved.heap.load([page for page, block in zip(saved.pages, places, strict=True) if block != ABSENT])
         state = reading.result()
     if saved.policy is not None:
@@ -146,14 +145,14 @@ def _read(text: Text, saved: SessionState) -> Buffer:
     return state
 
 
-def _put_state(text: Text, state: Buffer, length: int) -> None:
+def _put_state(text: Text, state: Blob, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
     if text.length:
         before, length_before = text.checkpoints.at(text.length), text.length
-        text.unfinished.begin(lambda: text.engine.set_state(before.read(), length_before))
+        text.unfinished.begin(lambda: text.checkpoints.put(before, length_before))
     else:  # there is nothing to come back to
         text.unfinished.begin(text.clear)
-    text.engine.set_state(state, length)
+    text.checkpoints.put(state, length)
 
 
 def _check_sound(text: Text, saved: SessionState) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -304,15 +304,9 @@ class Scoring:
         self._pending.extend(done(scores) for scores in saved.looks)
 
     @property
-    def is_here(self) -> bool:
-        """Is the caller on the thread that scores, which may be in the midst of it?"""
-        return self._worker is not None and self._worker.is_here
-
-    def finish(self, close: Callable[[], None], then: ExitStack) -> None:
-        """Do both on the worker, once it has done what it was given. What they raise is logged."""
-        assert self._worker is not None
-        then.callback(close)
-        self._worker.submit(then.close).add_done_callback(Future.result)
+    def workers(self) -> Sequence[Worker]:
+        """Whose threads score."""
+        return () if self._worker is None else (self._worker,)
 
     def close(self) -> None:
         self.restart()

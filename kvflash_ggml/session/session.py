@@ -233,13 +233,15 @@ class Session(AskedText):
         return max(0, min(shared, total - rows))
 
     def close(self, outlived: Callable[[], ExitStack] = ExitStack) -> None:
-        """Wait for all work and free everything. On the thread that scores, where a garbage collector may run, that
-        comes behind what it computes, and what `outlived` gives comes after that.
+        """Wait for all work and free everything. On a thread that scores or copies, where a garbage collector may run,
+        that comes behind what it does, and what `outlived` gives comes after that.
         """
-        if self.scoring is not None and self.scoring.is_here:
-            self.scoring.finish(self._close, outlived())
-        else:
+        workers = [*self.checkpoints.workers, *(() if self.scoring is None else self.scoring.workers)]
+        here = next((worker for worker in workers if worker.is_here), None)
+        if here is None:
             self._close()
+        else:
+            here.finish(self._close, outlived())
 
     def _close(self) -> None:
         self.engine.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from threading import get_ident
 
 
@@ -26,6 +27,11 @@ class Worker:
     def submit(self, work: Callable[..., object], *args: object) -> Future:  # type: ignore[type-arg]
         """Do it after all that was submitted before."""
         return self._executor.submit(work, *args)
+
+    def finish(self, close: Callable[[], None], then: ExitStack) -> None:
+        """Do both on its thread, once it has done what it was given. What they raise is logged."""
+        then.callback(close)
+        self.submit(then.close).add_done_callback(Future.result)
 
     def close(self) -> None:
         """Do what was submitted, and end. Waits for that, but for a caller on its thread."""

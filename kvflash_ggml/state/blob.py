@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from ..arrays import Buffer
 
@@ -20,7 +21,7 @@ class Blob(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bytes:
     """A blob in memory."""
 
@@ -34,12 +35,28 @@ class Bytes:
         return self.data
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Copied:
-    """A blob that is on its way to memory."""
+    """A blob on its way to memory: `data` is whole when all its pieces are copied."""
 
-    size: int
-    copy: Future[Buffer]
+    data: Buffer
+    pieces: Sequence[Future[None]]
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
 
     def read(self) -> Buffer:
-        return self.copy.result()
+        for piece in self.pieces:
+            piece.result()
+        return self.data
+
+
+def is_in_memory(blob: Blob | None) -> TypeGuard[Blob]:
+    """Or on its way there, and not in a file?"""
+    return isinstance(blob, Bytes | Copied)
+
+
+def in_memory(blob: Blob) -> Blob:
+    """The blob itself if it is there, else what is read. SnapshotError if that is damaged."""
+    return blob if is_in_memory(blob) else Bytes(blob.read())

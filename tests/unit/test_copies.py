@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from support.fake_engine import FakeEngine
-from support.saving import making, text
+from support.saving import make, making, text
 
+from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.session import copies
-from kvflash_ggml.session.copies import StateCopies
+from kvflash_ggml.session.copies import THREADS, StateCopies
 from kvflash_ggml.session.session import Session
-from kvflash_ggml.state.blob import Bytes
+from kvflash_ggml.state.blob import Bytes, Copied
 
 
 @pytest.fixture(autouse=True)
@@ -48,47 +51,88 @@ def with_state(engine: FakeEngine, size: int) -> bytes:
     return engine.get_state()
 
 
+def put(engine: FakeEngine, made: StateCopies, blob: Any) -> bytes:
+    engine._state = None
+    made.put(blob, blob.size // 4 - 2)
+    return engine.get_state()
+
+
 def test_a_copy_outlives_the_next_one(engine: FakeEngine, made: StateCopies) -> None:
     """They go through the same memory, each when the one before has left it."""
-    go, copied = threading.Event(), copies._copied
+    go, copyto = threading.Event(), np.copyto
 
-    def slowly(*args: Any) -> memoryview:
+    def slowly(*args: Any) -> None:
         assert go.wait(20)
-        return copied(*args)
+        copyto(*args)
 
-    with mock.patch.object(copies, "_copied", slowly):
+    with mock.patch.object(np, "copyto", slowly):
         first = with_state(engine, 50)
         one = made.copy()
-        assert made.read(one) == first, "nobody waits for the copy"
-        assert not one.copy.done()  # type: ignore[attr-defined]
+        assert put(engine, made, one) == first, "nobody waits for the copy"
+        assert isinstance(one, Copied)
+        assert (len(one.pieces), any(piece.done() for piece in one.pieces)) == (THREADS, False)
         threading.Timer(0.05, go.set).start()
         second = with_state(engine, 40)
         other = made.copy()
-    assert (one.read(), made.read(one), one.size) == (first, first, len(first))
-    assert (other.read(), made.read(other)) == (second, second)
+    assert one.read() == first
+    assert other.read() == second
+    for blob, state in ((one, first), (one, first), (other, second), (Bytes(first), first), (other, second)):
+        assert put(engine, made, blob) == state
     assert len(engine.slabs) == 1
 
 
 def test_larger_states_take_more_memory(engine: FakeEngine, made: StateCopies) -> None:
-    blobs = {with_state(engine, size): made.copy() for size in (20, 10, 30, 31)}
-    assert all(blob.read() == made.read(blob) == state for state, blob in blobs.items())
+    blobs = {with_state(engine, size): made.copy() for size in (20, 1, 30, 31)}
+    assert all(blob.read() == put(engine, made, blob) == state for state, blob in blobs.items())
     assert engine.allocated == 4 * 33
+
+
+def test_a_state_that_does_not_fit(engine: FakeEngine, made: StateCopies) -> None:
+    state, blob = with_state(engine, 9), made.copy()
+    with pytest.raises(SnapshotError):
+        made.put(Bytes(b"of another shape"), 9)
+    assert put(engine, made, blob) == state
+
+
+def test_nobody_is_kept_by_it(engine: FakeEngine, made: StateCopies) -> None:
+    with_state(engine, 9)
+    first = made.copy()
+    assert made._newest() is first
+    del first
+    made._copying = ()
+    gc.collect()
+    assert made._newest() is None
 
 
 def test_without_page_locked_memory_copies_are_made_at_once(engine: FakeEngine, made: StateCopies) -> None:
     engine.refuse_alloc = True
     state, blob = with_state(engine, 9), made.copy()
     assert blob == Bytes(state)
-    assert made.read(blob) == state
+    assert put(engine, made, blob) == state
 
 
 @pytest.mark.parametrize("info", [{"asynchronous": False}, {"recurrent": False}])
 def test_where_nothing_is_won_there_is_no_memory(info: dict[str, Any]) -> None:
     engine = FakeEngine(256, 64, **{"recurrent": True, "asynchronous": True} | info)
     made = StateCopies(engine)
-    assert isinstance(made.copy(), Bytes)
+    blob = made.copy()
+    assert isinstance(blob, Bytes)
+    made.put(blob, 0)
     assert not engine.slabs
     made.close()
+
+
+def test_a_garbage_collector_may_close_it_where_it_copies() -> None:
+    """That comes behind the copies."""
+    session = make(recurrent=True, asynchronous=True)
+    session.extend(text(300))
+    session.checkpoints.before_step(300, wanted=True)
+    copied, worker = session.checkpoints.at(300), session.checkpoints.workers[1]
+    worker.submit(session.close).result(20)
+    worker._executor.shutdown()
+    assert session.engine.closed
+    assert not session.engine.slabs  # type: ignore[attr-defined]
+    assert len(copied.read()) == 4 * 302
 
 
 @pytest.mark.parametrize("window", [0, 80])
