@@ -40,6 +40,8 @@ class QueryRing:
         self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond its ring
         self.ring_size = sum(map(math.prod, self._rings))
         self.size = sum(map(math.prod, self._shapes))
+        # to touch tens of MiB for the first time takes as long as to copy them: what goes in and out has one place
+        self._flat: Floats = np.zeros(self.ring_size, np.float32)
 
     def capture(self, start: int, count: int) -> None:
         """Let the next step keep the newest queries of `count` tokens from position `start` on. There must be rows."""
@@ -119,21 +121,19 @@ class QueryRing:
         return saved
 
     def _read(self, end: int, count: int) -> Floats:
-        """A copy of the ring, true for positions [end - count, end). Memory that is not touched takes no time."""
-        flat = np.empty(self.ring_size, np.float32)
-        if flat.size and count:
-            self._engine.wait(self._engine.read_queries(flat, self.places(end, count)))
-        return flat
+        """The ring, flat, true for positions [end - count, end), until the next call."""
+        if self._flat.size and count:
+            self._engine.wait(self._engine.read_queries(self._flat, self.places(end, count)))
+        return self._flat
 
     def load(self, saved: Floats, valid_from: int, length: int) -> None:
         """Put back what `read` has given, for a text of `length` tokens. What has another size is of no use."""
         self.valid_from = length
         if saved.size and saved.size == self.size:
-            flat = np.zeros(self.ring_size, np.float32)
             positions = np.arange(max(0, length - self.rows), length)
-            for to, source in zip(_layers(flat, self._rings), _layers(saved, self._shapes), strict=True):
+            for to, source in zip(_layers(self._flat, self._rings), _layers(saved, self._shapes), strict=True):
                 to[self.order[positions % self.ring]] = source[positions % self.rows]
-            self._engine.write_queries(flat)
+            self._engine.write_queries(self._flat)  # rows before `valid_from` are of no text
             self.valid_from = valid_from
 
 
