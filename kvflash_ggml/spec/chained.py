@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..session.question import QUESTION_TOKENS
 from ..state.draft import SavedDraft
 from .base import Features
 from .context import DraftContext
@@ -18,8 +19,9 @@ from .lag import Lag
 from .memory import DraftMemory
 from .target import Target
 
-RECENT = 64
-"""Rows that are kept for a text that is cut: what follows a cut needs the row of the last token that stays."""
+RECENT = QUESTION_TOKENS + 1
+"""Rows that are kept for a text that is cut, as it is where the end of a prompt is read again: what follows a cut needs
+the row of the last token that stays."""
 
 _OUTPUTS = 32  # so many tokens are read in the step that drafts, for more their logits would cost too much
 

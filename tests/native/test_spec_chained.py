@@ -14,6 +14,7 @@ import pytest
 from support.harness import MODELS
 
 from kvflash_ggml.arrays import Floats, Int32s
+from kvflash_ggml.session.question import QUESTION_TOKENS
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
@@ -116,6 +117,18 @@ def test_rows_may_come_in_any_pieces(beside: Any, tokens: Any, kind: str) -> Non
         drafter.observe(at, text.tokens[at : at + 1], rows)
         rows[:] = np.nan  # the buffer is the caller's
     assert np.mean([a[:2] == b[:2] for a, b in zip(found, wanted, strict=True)]) >= 0.8  # other steps round otherwise
+
+
+def test_what_comes_before_a_question_outlives_it(beside: Any, tokens: Any, kind: str) -> None:
+    """The end of a prompt is cut off and read again, with what it asks for."""
+    one, make = beside(kind)
+    drafter = make()
+    text = told(one, drafter.wants, tokens[2000:2400], 8)
+    length = text.prompt - QUESTION_TOKENS
+    wanted = proposal(make(), text, length)
+    proposal(drafter, text, text.prompt)
+    drafter.truncate(length)
+    assert drafter.propose(int(text.tokens[length]), MAX_DRAFT).tokens.tolist() == wanted
 
 
 def test_a_cut_is_a_text_that_ends_there(beside: Any, tokens: Any, kind: str) -> None:
