@@ -27,6 +27,7 @@ from .opening import opened
 from .outcomes import Arm, arms
 from .outcomes import Plan as Asked
 from .places import Pair, Walk, summary
+from .recall import TAIL_ROOM, cases, prompt_tokens, tail_tokens
 from .spec import generate
 from .tasks import SPREAD, compose
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """The task of plain text; the others are those of `recall`."""
-
-_ROOM = 512
-"""Tokens of context beside a document, for a question, and what follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ class Plan:
     @property
     def room(self) -> int:
         """Tokens of context beside a document."""
-        return _ROOM + self.tokens + self.drafts
+        return TAIL_ROOM + self.tokens + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +124,6 @@ def _opened(model: str, plan: Plan, context: int, name: str, options: dict[str, 
 
 
 def _texts(model: str, plan: Plan, context: int, text: str, options: dict[str, Any]) -> Iterator[Forced]:
-    from .recall import cases, prompt_tokens, tail_tokens
-
     with opened(model, n_ctx=context + plan.room, options=options) as llm:
 
         def tokenize(words: str) -> list[int]:

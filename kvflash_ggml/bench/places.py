@@ -91,8 +91,9 @@ def summary(arm: Arm, drafter: str, task: str, pairs: Sequence[Pair]) -> dict[st
     `points`: how much more is accepted in the pool, each arm with its own drafts. `target`: how much more by the pool
     of what was drafted with the full cache, so what comes of the tokens that the pool chooses. `drafts`: how much more
     by the full cache of what was drafted in the pool, so what comes of what the drafter is given there. Each with its
-    error. agree: share of the places where both choose the same next token. by_text: the counts, so that runs can be
-    added up.
+    error. agree: share of the places where both choose the same next token. first_same, first_other: how often the
+    first drafted token is accepted at these places and at the others, with the full cache and in the pool. by_text: the
+    counts, so that runs can be added up.
     """
     known = [pair.tallies() for pair in pairs]
     arms = {name: [one[name] for one in known] for name in known[0]}
@@ -107,7 +108,7 @@ def summary(arm: Arm, drafter: str, task: str, pairs: Sequence[Pair]) -> dict[st
         "note": arm.note,
         "texts": len(pairs),
         "places": pool.steps,
-        "agree": float(np.mean(np.concatenate([np.equal(pair.full.chosen, pair.pool.chosen) for pair in pairs]))),
+        **_choices(pairs),
         "full": full.rate,
         "share": pool.rate,
         "full_positions": full.per_position,
@@ -122,6 +123,22 @@ def summary(arm: Arm, drafter: str, task: str, pairs: Sequence[Pair]) -> dict[st
         more, error = (None, None) if other is None else points(arms["full"], other)
         row |= {name: more, "error" if name == "points" else f"{name}_error": error}
     return row | {"by_text": [{name: _counts(tally) for name, tally in one.items()} for one in known]}
+
+
+def _choices(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Where both choose the same token and where not, and what is drafted there."""
+    same = np.concatenate([np.equal(pair.full.chosen, pair.pool.chosen) for pair in pairs])
+    right = np.array([[first for pair in pairs for first in _firsts(getattr(pair, arm))] for arm in ("full", "pool")])
+    drafted = ~np.isnan(right).any(axis=0)
+    firsts = [right[:, drafted & where] for where in (same, ~same)]
+    told = [tuple(some.mean(axis=1).tolist()) if some.size else None for some in firsts]
+    return {"agree": float(same.mean()), "first_same": told[0], "first_other": told[1]}
+
+
+def _firsts(walk: Walk) -> list[float]:
+    """At each place, was the first drafted token the one that is chosen? NaN where nothing was drafted."""
+    drafted = zip(walk.drafts, walk.chosen, strict=True)
+    return [np.nan if draft is None else float(draft.tokens[0] == chosen) for draft, chosen in drafted]
 
 
 def _counts(tally: Tally) -> dict[str, Any]:

@@ -77,6 +77,20 @@ def test_a_row():
                                          "agreed": [1, 1, 0]}  # fmt: skip
 
 
+def test_where_the_pool_chooses_another_token():
+    def chose(*chosen, drafts):
+        made = [None if token is None else chain([token, 0], "ngram") for token in drafts]
+        return Walk(drafts=made, chosen=chosen, tally=tally(1), read_page_ins=0, page_ins=0)
+
+    pairs = [
+        Pair(full=chose(5, 6, 7, drafts=[5, 5, None]), pool=chose(5, 6, 7, drafts=[4, 4, 7])),
+        Pair(full=chose(8, 9, drafts=[8, 9]), pool=chose(1, 2, drafts=[8, 2])),
+    ]
+    row = summary(ARM, "ngram", "text", pairs)
+    assert (row["agree"], row["first_same"], row["first_other"]) == (0.6, (0.5, 0), (1, 0.5))
+    assert summary(ARM, "ngram", "text", pairs[:1])["first_other"] is None
+
+
 def test_without_the_other_arms_drafts_nothing_is_said_of_them():
     row = summary(ARM, "ngram", "text", [Pair(full=walk(4), pool=walk(2))])
     assert (row["target"], row["target_error"], row["drafts"], row["error"]) == (None, None, None, None)
