@@ -77,6 +77,8 @@ def run(
 ) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
     """A row for each drafter, context, pool and task, and the device. pools: of `arms`. seen: called with each row."""
     rows, device = [], ""
+    for name in plan.types:
+        _spec(name, plan.drafts)  # before anything takes long
     for context in plan.contexts:
         texts = list(_texts(model, plan, context, text, options))
         for name in plan.types:
@@ -114,13 +116,18 @@ def _opened(model: str, plan: Plan, context: int, name: str, options: dict[str, 
 
     What is resident does not depend on the clock, so that a run can be repeated.
     """
+    n_ctx = context + plan.room
+    fields = {"spec": _spec(name, plan.drafts), "tau": TAU}
+    pool, policy = (round_up(n_ctx, POOL_STEP), "lru") if arm is None else (arm.pool, arm.policy)
+    return opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, fields=fields)
+
+
+def _spec(name: str, drafts: int) -> SpecConfig:
+    """ConfigError if it names nobody."""
     spec = SpecConfig.read(name)
     if spec is None:
         raise ConfigError(f"{name!r} drafts nothing: name a drafter")
-    n_ctx = context + plan.room
-    fields = {"spec": SpecConfig(types=spec.types, draft=spec.draft, width=plan.drafts + 1), "tau": TAU}
-    pool, policy = (round_up(n_ctx, POOL_STEP), "lru") if arm is None else (arm.pool, arm.policy)
-    return opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, fields=fields)
+    return replace(spec, width=drafts + 1)
 
 
 def _texts(model: str, plan: Plan, context: int, text: str, options: dict[str, Any]) -> Iterator[Forced]:

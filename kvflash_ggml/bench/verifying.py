@@ -194,9 +194,7 @@ def drafters(
     help="text: plain text, by whose own tokens it goes on; others are those of recall, answered by the full cache.",
 )
 @click.option("--contexts", type=Numbers(), default="4K", show_default=True, help="Tokens of each document.")
-@click.option(
-    "--residency", type=Shares(), help="Pools, in % of the context.  [default: 50,25,12.5,6.25 without --pools]"
-)
+@click.option("--residency", type=Shares(), help="Pools, in % of the context.  [default: 50,25,12.5 without --pools]")
 @click.option("--pools", type=Numbers(), default=(), help="Pools, in tokens.")
 @click.option("--policies", type=Names(), default="qk:exact", show_default=True, help=POLICIES)
 @click.option("--drafts", type=click.IntRange(1, 31), default=4, show_default=True, help="Tokens of a draft.")
@@ -231,7 +229,7 @@ def acceptance(
         depths=tuple(depth / 100 for depth in depths), seed=seed, crossed=crossed,
     )  # fmt: skip
     if residency is None:
-        residency = () if pools else (50.0, 25.0, 12.5, 6.25)
+        residency = () if pools else (50.0, 25.0, 12.5)
     arms = {"residencies": residency, "policies": policies, "pools": pools}
 
     def seen(row: dict[str, Any]) -> None:

@@ -77,3 +77,10 @@ def test_what_the_pool_does_not_know_it_does_not_accept(models: dict[str, Path],
     assert row["agree"] < 0.8
     assert row["drafts"] == 0, "what the text drafts does not depend on what is in the pool"
     assert row["target"] == row["points"]
+
+
+def test_who_drafts_nothing_is_named(models: dict[str, Path], loaded: None) -> None:
+    words = ["acceptance", str(models["dense"]), "--types", "ngram,none", "--text", str(TEXT)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "'none' drafts nothing" in result.output
