@@ -8,6 +8,9 @@ CHUNK = 64
 POOL_STEP = 256
 """Pool sizes are multiples of this, because llama.cpp widens its attention span in steps of 256 cells."""
 
+MAX_CONTEXT = 2**31 - POOL_STEP
+"""Tokens. llama.cpp counts positions with 32 bits, and rounds a context up to POOL_STEP."""
+
 SPEED_CAP = 16_384
 """Slots. Beyond this, attention over the pool costs more time than a larger pool gains in recall."""
 

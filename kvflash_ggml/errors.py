@@ -19,6 +19,10 @@ class ConfigError(KVFlashError, ValueError):
     """A setting has a value that cannot work."""
 
 
+class NotMade(ConfigError):
+    """llama.cpp makes no model of a file, or no context with these settings; it says why."""
+
+
 class UnsupportedModelError(KVFlashError, ValueError):
     """The model's architecture or memory type cannot run in a pool."""
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import click
 
-from ..constants import KV_TYPES
+from ..constants import KV_TYPES, MAX_CONTEXT
 from .sections import collected, option
-from .types import Layers, TokenLimit
+from .types import Layers, Number, TokenLimit
 
 _model = option("Model")
 _sampling = option("Sampling")
@@ -47,7 +47,7 @@ model_options = collected(
     _model(
         "-c",
         "--ctx-size",
-        type=click.IntRange(min=0),
+        type=click.IntRange(min=0, max=MAX_CONTEXT),
         default=0,
         metavar="N",
         help="Logical context in tokens; 0 is the length the model was trained for.  [default: 0]",
@@ -142,6 +142,7 @@ sampling_options = collected(
     _sampling(
         "-n",
         "--predict",
+        "--n-predict",
         "--max-tokens",
         "max_tokens",
         type=TokenLimit(),
@@ -151,7 +152,8 @@ sampling_options = collected(
     ),
     _sampling(
         "--temp",
-        type=click.FloatRange(min=0),
+        "--temperature",
+        type=Number(min=0),
         default=0.8,
         metavar="X",
         show_default=True,
@@ -167,7 +169,7 @@ sampling_options = collected(
     ),
     _sampling(
         "--top-p",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=0.95,
         metavar="X",
         show_default=True,
@@ -175,7 +177,7 @@ sampling_options = collected(
     ),
     _sampling(
         "--min-p",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=0.05,
         metavar="X",
         show_default=True,
@@ -183,7 +185,7 @@ sampling_options = collected(
     ),
     _sampling(
         "--repeat-penalty",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         default=1.0,
         metavar="X",
         show_default=True,

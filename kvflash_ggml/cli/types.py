@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import click
 
@@ -42,6 +43,16 @@ class Layers(_Type):
         if text.isdecimal():
             return int(text)
         self.fail(f"{value!r} is not a number of layers, 'auto' or 'all'", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number in a range; NaN, which no comparison keeps out, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 class Size(_Type):

@@ -14,7 +14,7 @@ from .. import modelfile, policy, remote
 from ..config import KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
-from ..errors import ConfigError, DoesNotFit, KVFlashError
+from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
 from ..native import library
 from ..native import remote as servers
 from ..placement.predict import ALL_LAYERS, predict
@@ -134,14 +134,14 @@ def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[En
     return DoesNotFit(need.device, needed=need.total, free=need.free, needs=itemised(need), why=NOT_MADE)
 
 
-def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit | None:
-    """What was asked for could not be made, and nothing of it is open: is it the memory? What would help then.
+def why_not(path: str, asked: Asked, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit | NotMade | None:
+    """What was asked for could not be made, and nothing of it is open: is it the file, the settings, or the memory?
 
     The model is not loaded any more. endpoints: as `predicted`.
     """
     try:
         predicted(path, asked, beside(path, asked), endpoints)
-    except DoesNotFit as err:
+    except (DoesNotFit, NotMade) as err:
         return err
     except KVFlashError:  # it cannot be placed beforehand
         return None

@@ -11,10 +11,10 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..arrays import common_prefix
+from ..arrays import Int32s, common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
-from ..errors import ContextFull, KVFlashError, SnapshotError
+from ..errors import ConfigError, ContextFull, KVFlashError, SnapshotError
 from ..pool.branches import Branches
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
@@ -56,12 +56,12 @@ class GeneratingLlama(SavingLlama):
             raise ContextFull(
                 f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
             )
+        data = self._known(tokens)
         if self._logits_all:
             self._grow_scores(self.n_tokens + len(tokens))
         if self._session is None:
             super().eval(tokens)
             return
-        data = np.asarray(tokens, np.int32)
         progress = self.kvflash_progress if len(data) > 1 else None
         extend = partial(self._session.extend, output_all=self._logits_all, after=self._after_step, progress=progress)
         known: int | None = None
@@ -84,6 +84,15 @@ class GeneratingLlama(SavingLlama):
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
+
+    def _known(self, tokens: Sequence[int]) -> Int32s:
+        """The tokens as an array. ConfigError for one that the model does not have."""
+        ids = np.asarray(tokens, np.int64)
+        strange = np.flatnonzero((ids < 0) | (ids >= self._n_vocab))
+        if len(strange):
+            at = strange[0]
+            raise ConfigError(f"token {ids[at]} at {at} of {len(ids)}: this model has 0 to {self._n_vocab - 1}")
+        return ids.astype(np.int32)
 
     def _verify(self, rows: Rows, branches: Branches | None) -> bool:
         """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
@@ -160,6 +169,9 @@ class GeneratingLlama(SavingLlama):
         grammar: LlamaGrammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
+        self._known(tokens)  # before anything of the text at hand is cut off
+        if len(tokens) == 0 and (reset or self.n_tokens == 0):
+            raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
         going_on, self.kvflash_sampler = self.kvflash_sampler, None
         self._sampler = going_on or self._init_sampler(
             top_k=top_k,

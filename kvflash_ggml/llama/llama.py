@@ -162,13 +162,13 @@ class Llama(ResizableLlama):
                     super().__init__(model_path, logits_all=False, **request.upstream)
                 return
             except ValueError as err:
-                if self._config is None or not str(err).startswith(NOT_MADE):
+                if not str(err).startswith(NOT_MADE):
                     raise
                 self._stack.close()
                 if self._size is None or self._size.tight is None:
                     better = fitting.why_not(model_path, request, endpoints)
-                    if better is None:
-                        raise
+                    if better is None or (self._config is None and not isinstance(better, ValueError)):
+                        raise  # without a pool what upstream raises stays a ValueError
                     raise better from err
         assert self._size is not None
         raise fitting.does_not_fit(model_path, request, self._size, endpoints)
@@ -199,7 +199,9 @@ class Llama(ResizableLlama):
         # upstream sets this between loading the model and making the context: the moment to size the pool
         if isinstance(tokenizer, LlamaTokenizer):
             spells = llama_cpp.llama_vocab_type(self._model.vocab) != llama_cpp.LLAMA_VOCAB_TYPE_NONE
-            tokenizer = IncrementalTokenizer(tokenizer, self._model.token_bos, spells=spells)
+            tokenizer = IncrementalTokenizer(
+                tokenizer, self._model.token_bos, n_vocab=self._model.n_vocab(), spells=spells
+            )
         self._tokenizer = tokenizer
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)

@@ -15,6 +15,8 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
+from ..constants import MAX_CONTEXT
+from ..convert import types
 from ..errors import ConfigError
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
@@ -68,6 +70,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     upstream = {
         name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
     }
+    check_numbers(upstream)
     fit = read_fit(upstream.pop("fit", None))
     if rpc and fit is None:
         upstream.setdefault("n_gpu_layers", -1)
@@ -93,6 +96,16 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
         fit=fit, upstream=upstream,
     )  # fmt: skip
+
+
+def check_numbers(upstream: dict[str, Any]) -> None:
+    """ConfigError for what upstream passes on as another number, and for what ends the process in llama.cpp."""
+    for name, least in (("n_ctx", 0), ("n_batch", 1)):
+        if (value := upstream.get(name)) is not None and not least <= value <= MAX_CONTEXT:
+            raise ConfigError(f"{name}={value}: a number of tokens from {least} to {MAX_CONTEXT}")
+    for name in ("type_k", "type_v"):
+        if (value := upstream.get(name)) is not None and value not in types.BY_ID:
+            raise ConfigError(f"{name}={value} is no type of ggml: 1 is f16, 8 is q8_0")
 
 
 def read_fit(asked: object) -> Fit | None:

@@ -17,11 +17,13 @@ SHORT = 8
 class IncrementalTokenizer:
     """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is.
 
-    spells: does the model's file have a vocabulary? Without one llama.cpp ends the process: here it is a ConfigError.
+    spells: does the model's file have a vocabulary? Without one, or for a token that is not in it, llama.cpp ends the
+    process: here it is a ConfigError.
     """
 
-    def __init__(self, tokenizer: Any, bos: Callable[[], int], *, spells: bool = True) -> None:
+    def __init__(self, tokenizer: Any, bos: Callable[[], int], *, n_vocab: int, spells: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._n_vocab = n_vocab
         self._spells = spells
         self._bos = bos
         self._tokens: list[int] = []
@@ -62,5 +64,8 @@ class IncrementalTokenizer:
 
     def _plain(self, tokens: list[int], prev_tokens: list[int] | None, special: bool) -> bytes:
         self._check()
+        for token in tokens:
+            if not 0 <= token < self._n_vocab:
+                raise ConfigError(f"token {token} has no text: this model has 0 to {self._n_vocab - 1}")
         text: bytes = self._tokenizer.detokenize(tokens, prev_tokens=prev_tokens, special=special)
         return text

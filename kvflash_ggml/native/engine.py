@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
-from ..errors import EngineError, UnsupportedModelError
+from ..errors import ConfigError, EngineError, UnsupportedModelError
 from . import logits
 from ._kvf import ffi, lib
 from .captures import Captures
@@ -39,13 +39,15 @@ def probe(model: int, *, type_k: int, type_v: int, offload: bool, arch: str) -> 
     """Bytes one slot takes of each device, in the model's order, and of the host.
 
     model: address of the llama_model. type_k, type_v: ggml type numbers. UnsupportedModelError if the model cannot run
-    in a pool.
+    in a pool, ConfigError if its cache cannot have these types.
     """
     sizes: Any = ffi.new("int64_t[]", lib.kvf_model_n_devices(ffi.cast("void *", model)))
     try:
         check(lib.kvf_probe(ffi.cast("void *", model), type_k, type_v, offload, sizes, len(sizes)))
     except UnsupportedModelError as err:
         raise UnsupportedModelError(f"architecture {arch!r} cannot run in a pool: {err}. Use kvflash=None.") from None
+    except EngineError as err:
+        raise ConfigError(str(err)) from None
     return tuple(sizes)
 
 

@@ -152,7 +152,7 @@ const char *    kvf_last_error(void);
 void            kvf_set_pool(uint32_t cells, uint32_t query_rows);
 
 // Would a pool work for this model? The bytes that one slot takes of each device, in the order of the model and the host
-// last (kvf_model_n_devices), or REFUSED.
+// last (kvf_model_n_devices), or REFUSED; ARGUMENT if no cache of the model can have these types.
 enum kvf_status kvf_probe(const void * model, int32_t type_k, int32_t type_v, int32_t offload, int64_t * slot_bytes, int32_t n);
 
 // Bytes that each of rs_planes would take for this model, 0 if there can be none: llama_context_params.n_rs_seq asks for them.

@@ -54,6 +54,23 @@ std::string memory_refusal(llama_memory_i * memory) {
     return "";
 }
 
+// What llama_init_from_model makes no context with: the smallest memory would fail an assertion, and end the process.
+std::string type_refusal(const llama_model & model, int32_t type_k, int32_t type_v) {
+    for (const bool is_k : { true, false }) {
+        const auto type  = (ggml_type) (is_k ? type_k : type_v);
+        const auto block = ggml_blck_size(type);
+        for (uint32_t il = 0; il < model.hparams.n_layer(); ++il) {
+            const auto head = is_k ? model.hparams.n_embd_head_k(il) : model.hparams.n_embd_head_v(il);
+            if (head % block) {
+                return std::string(is_k ? "type_k=" : "type_v=") + std::to_string(type) + " (" + ggml_type_name(type) + ") is stored in blocks of "
+                     + std::to_string(block) + " values, and a head of this model has " + std::to_string(head)
+                     + ": take a type of smaller blocks, or f16 (1), which has none";
+            }
+        }
+    }
+    return "";
+}
+
 // The smallest memory that the model's own code makes: it shows which layers would be pooled.
 std::unique_ptr<llama_memory_i> smallest_memory(const llama_model & model, int32_t type_k, int32_t type_v, int32_t offload) {
     llama_cparams cparams {};
@@ -165,6 +182,10 @@ kvf_status kvf_probe(const void * model_ptr, int32_t type_k, int32_t type_v, int
     try {
         auto refusal = model_refusal(model);
         if (refusal.empty()) {
+            const auto wrong = type_refusal(model, type_k, type_v);
+            if (!wrong.empty()) {
+                return kvf_fail(KVF_STATUS_ARGUMENT, "%s", wrong.c_str());
+            }
             const auto memory = smallest_memory(model, type_k, type_v, offload);
             refusal = memory_refusal(memory.get());
             if (refusal.empty()) {

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, EngineError
+from ..errors import EngineError, NotMade
 from ._kvf import ffi, lib
 from .status import check, reason, value
 
@@ -77,13 +77,15 @@ class Needs:
 def sketch(path: str | os.PathLike[str], params: ctypes.Structure) -> Iterator[int]:
     """The address of a model without its data: its weights have places and sizes, and none of them is read.
 
-    params: llama_model_params. ConfigError if the file is no model that llama.cpp can load.
+    params: llama_model_params. NotMade if the file is no model that llama.cpp can load.
     """
     out = ffi.new("void **")
     try:
         model = value(lib.kvf_sketch_init(os.fsencode(path), _pointer(params), out), out)
     except EngineError as err:
-        raise ConfigError(f"Failed to load model from file: {os.fspath(path)}: {err}") from None
+        raise NotMade(
+            f"Failed to load model from file: {os.fspath(path)}: {err}. kvflash-convert inspect tells what it is"
+        ) from None
     try:
         yield int(ffi.cast("uintptr_t", model))
     finally:
@@ -101,8 +103,8 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
     """What a context of the llama_model at this address would take, with a pool of `cells` slots, 0 for stock.
 
     params: llama_context_params. The model may be loaded or a sketch, and nothing else may use it meanwhile. No request
-    of `pool_request` is left. UnsupportedModelError if the model cannot have a pool, ConfigError if there can be no
-    such context.
+    of `pool_request` is left. UnsupportedModelError if the model cannot have a pool, NotMade if there can be no such
+    context.
     """
     devices: Any = ffi.new("kvf_need[]", lib.kvf_model_n_devices(_address(model)))
     layers: Any = ffi.new("kvf_layer_need[]", lib.kvf_model_n_layers(_address(model)))
@@ -110,7 +112,7 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
         _address(model), _pointer(params), cells, query_rows, devices, len(devices), layers, len(layers)
     )
     if status == lib.KVF_STATUS_ARGUMENT:
-        raise ConfigError(f"no context can be made with these settings: {reason()}")
+        raise NotMade(f"no context can be made with these settings: {reason()}")
     check(status)
     return Needs(
         devices=_read_needs(devices),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from kvflash_ggml.cli.types import Layers, Pin, Pool, Size, TokenLimit
+from kvflash_ggml.cli.types import Layers, Number, Pin, Pool, Size, TokenLimit
 from kvflash_ggml.constants import KV_TYPES
 
 
@@ -22,6 +22,8 @@ from kvflash_ggml.constants import KV_TYPES
         (Layers(), "all", -1),
         (Layers(), "-1", -1),
         (Layers(), "auto", "auto"),
+        (Number(min=0), "0.8", 0.8),
+        (Number(min=0), "inf", float("inf")),
         (Size(), "0", 0),
         (Size(), "1000", 1000),
         (Size(), "512M", 512 << 20),
@@ -42,6 +44,7 @@ def test_values(kind: click.ParamType, text: str, value: object) -> None:
     [
         *((Pool(), text) for text in ("", "-1", "0", "1.5", "on")),
         *((Layers(), text) for text in ("", "-2", "most")),
+        *((Number(min=0), text) for text in ("", "nan", "-0.1", "warm")),
         *((Size(), text) for text in ("", "G", "-1G", "1X", "1e9")),
         *((Pin(), text) for text in ("", "5", "5:5", "-1:5", "a:b", "1:2:3")),
         *((TokenLimit(), text) for text in ("", "0", "-2", "many")),

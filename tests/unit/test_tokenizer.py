@@ -12,6 +12,7 @@ from kvflash_ggml.llama.tokenizer import SHORT, IncrementalTokenizer
 
 BOS = 1
 SPECIAL = 2
+N_VOCAB = 8
 PIECES = {
     BOS: b"",
     SPECIAL: b"",
@@ -38,7 +39,7 @@ class Plain:
 
 def make() -> tuple[IncrementalTokenizer, Plain]:
     plain = Plain()
-    return IncrementalTokenizer(plain, lambda: BOS), plain
+    return IncrementalTokenizer(plain, lambda: BOS, n_vocab=N_VOCAB), plain
 
 
 def agree(tokenizer: IncrementalTokenizer, tokens: list[int], special: bool = False) -> None:

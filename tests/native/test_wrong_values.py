@@ -1,0 +1,74 @@
+"""Values that a caller gets wrong: each is told what is wrong with it, and costs neither the process nor the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflash_ggml.errors import ConfigError
+
+POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
+
+
+@POOLS
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"n_ctx": -1}, r"n_ctx=-1: a number of tokens from 0 to 2147483392"),
+        ({"n_ctx": 99_999_999_999}, r"n_ctx=99999999999: .* to 2147483392"),
+        ({"n_batch": 0}, "n_batch=0: a number of tokens from 1"),
+        ({"n_batch": -5}, "n_batch=-5: a number of tokens from 1"),
+        ({"type_k": 99}, "type_k=99 is no type of ggml"),
+        ({"type_v": 4}, "type_v=4 is no type of ggml"),  # was one once
+    ],
+)
+def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=why):
+        llama(kvflash=pool, **settings)
+
+
+@pytest.mark.parametrize("name", ["type_k", "type_v"])
+@pytest.mark.parametrize("pool", [512, 4096])
+def test_a_cache_whose_blocks_are_wider_than_heads(pool: int, name: str, llama: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=12 \(q4_K\) is stored in blocks of 256 values, and a head .* f16"):
+        llama("narrow", kvflash=pool, **{name: 12})
+
+
+@POOLS
+@pytest.mark.parametrize("prompt", [[], [1, 2, -1], [1, 2, 10**6], [2**31]])
+def test_a_prompt_that_cannot_be_read_leaves_the_text(
+    pool: int | None, prompt: list[int], llama: Any, tokens: Any
+) -> None:
+    llm = llama(kvflash=pool)
+    text = tokens[:100].tolist()
+    llm.eval(text)
+    last = len(prompt) - 1
+    why = f"token {prompt[last]} at {last} of {len(prompt)}: this model has 0 to" if prompt else "no tokens"
+    with pytest.raises(ConfigError, match=why):
+        next(llm.generate(prompt))
+    with pytest.raises(ConfigError, match=why):
+        llm.eval(prompt) if prompt else next(llama(kvflash=pool).generate([], reset=False))
+    assert llm.input_ids[: llm.n_tokens].tolist() == text
+    assert next(llm.generate([], reset=False, temp=0.0)) == next(llama(kvflash=pool).generate(text, temp=0.0))
+
+
+def test_a_token_without_text(llama: Any) -> None:
+    llm = llama()
+    for token in (-1, llm.n_vocab()):
+        with pytest.raises(ConfigError, match=f"token {token} has no text: this model has 0 to {llm.n_vocab() - 1}"):
+            llm.detokenize([1, token])
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+@pytest.mark.parametrize(("kept", "why"), [(30, "failed to read"), (-1000, "corrupted or incomplete")])
+def test_a_file_that_is_cut_off_is_told(
+    kept: int, why: str, pool: int | None, models: dict[str, Path], tmp_path: Path
+) -> None:
+    from kvflash_ggml import Llama
+
+    path = tmp_path / "part.gguf"
+    path.write_bytes(models["small"].read_bytes()[:kept])
+    with pytest.raises(ValueError, match=rf"Failed to load model from file: {path}: .*{why}.*kvflash-convert inspect"):
+        Llama(str(path), kvflash=pool, verbose=False)
