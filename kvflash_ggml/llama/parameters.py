@@ -216,6 +216,8 @@ def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_defau
             raise ConfigError("flash_attn=False: a pool needs flash attention, since V is stored transposed without it")
         _warn_once("flash_attn=False of the program is raised to True: a pool needs flash attention")
     upstream["flash_attn"] = True
+    if upstream.get("attention_type") == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL:
+        raise ConfigError("attention_type=1 (non-causal): in a pool tokens see those before them: use kvflash=None")
     if isinstance(upstream.get("chat_handler"), Llava15ChatHandler):
         raise ConfigError("multimodal chat handlers decode behind the pool's back: use kvflash=None with them")
     return config

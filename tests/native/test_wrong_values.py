@@ -29,6 +29,12 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
         llama(kvflash=pool, **settings)
 
 
+def test_attention_to_what_comes_later(llama: Any) -> None:
+    assert llama(attention_type=1).kvflash is None
+    with pytest.raises(ConfigError, match=r"attention_type=1 \(non-causal\).*use kvflash=None"):
+        llama(kvflash=512, attention_type=1)
+
+
 @pytest.mark.parametrize("name", ["type_k", "type_v"])
 @pytest.mark.parametrize("pool", [512, 4096])
 def test_a_cache_whose_blocks_are_wider_than_heads(pool: int, name: str, llama: Any) -> None:
