@@ -212,7 +212,7 @@ def _read_line(mark: str) -> str:
         return input(mark)
     if stdin_is_terminal():
         click.echo(mark, err=True, nl=False)  # stdout is a pipe: only answers go there
-    line = sys.stdin.readline()
+    line = "" if sys.stdin is None else sys.stdin.readline()
     if not line:
         raise EOFError
     return line.removesuffix("\n")

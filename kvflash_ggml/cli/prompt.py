@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +37,7 @@ def read_prompt(words: str | None, prompt: str | None, file: Path | None, *, use
     """
     if words is not None and prompt is not None:
         raise click.UsageError("the prompt is given twice: as an argument and with -p")
-    question = words if words is not None else prompt
+    question = as_typed(words if words is not None else prompt, "the prompt")
     document: str | None = None
     if file is not None:
         document = _read_stdin() if file == STDIN else read_text(file)
@@ -62,7 +64,23 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
+def as_typed(words: str | None, what: str) -> str | None:
+    """Words of the command line, in UTF-8 whatever the locale says. Raises ValueError if they are not."""
+    try:
+        (words or "").encode()
+    except UnicodeEncodeError:  # bytes that the locale has no letters for
+        try:
+            return os.fsencode(words or "").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{what} is not UTF-8 text (byte {error.start})") from error
+    return words
+
+
 def _read_stdin() -> str:
+    if sys.stdin is None:  # closed by the caller
+        return ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # as files are read, whatever the locale says
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

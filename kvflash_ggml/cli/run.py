@@ -19,7 +19,7 @@ from .dry_run import dry_run as say_what_goes_where
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
-from .prompt import model_and_words, read_prompt
+from .prompt import as_typed, model_and_words, read_prompt
 from .report import closing_line, document, recorded
 from .sections import SectionCommand, option
 from .session_file import SessionFile
@@ -146,6 +146,7 @@ def run(
             settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, prompt, file, use_stdin=conversation is not True)
+        system = as_typed(system, "the system message")
         chatting = text is None or (conversation is True and stdin_is_terminal())
         if chatting and conversation is False:
             raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")

@@ -7,6 +7,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import click
 
@@ -14,16 +15,20 @@ _REDRAW_S = 0.1
 _ERASE = "\r\x1b[K"
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()  # None where the caller has closed it, as services do
+
+
 def stdin_is_terminal() -> bool:
-    return sys.stdin.isatty()
+    return _is_terminal(sys.stdin)
 
 
 def stdout_is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return _is_terminal(sys.stdout)
 
 
 def stderr_is_terminal() -> bool:
-    return sys.stderr.isatty()
+    return _is_terminal(sys.stderr)
 
 
 def note(text: str) -> None:

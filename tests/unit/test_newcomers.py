@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -13,7 +14,7 @@ import pytest
 from support.fake_llama import REPLY, Stage, interrupt_at, staged
 
 from kvflash_ggml import modelfile
-from kvflash_ggml.cli import chat, terminal
+from kvflash_ggml.cli import chat, prompt, terminal
 from kvflash_ggml.errors import ConfigError
 
 
@@ -94,6 +95,46 @@ def test_the_architecture_of_a_file(tmp_path: Path) -> None:
     for data in (b"", b"GGUF", start[:50], start.replace(b"arch", b"hcra"), start[:60] + b"\xff" * 8 + start[68:]):
         path.write_bytes(data)
         assert modelfile.architecture(path) in (None, "")
+
+
+# --- prompts
+
+
+def test_a_prompt_in_another_locale(cli: Stage) -> None:
+    typed = "Wörter 😀".encode()
+    for option in ((), ("-p",), ("-f", os.devnull, "-p")):
+        assert cli("m.gguf", *option, typed.decode("ascii", "surrogateescape")).exit_code == 0
+        assert cli.request[-1]["content"].strip() == "Wörter 😀"
+    assert cli("m.gguf", "hi", "-s", typed.decode("ascii", "surrogateescape")).exit_code == 0
+    assert cli.request[0]["content"] == "Wörter 😀"
+
+
+@pytest.mark.parametrize(("arguments", "what"), [(("{}",), "the prompt"), (("hi", "-s", "{}"), "the system message")])
+def test_a_prompt_that_is_no_text(cli: Stage, arguments: tuple[str, ...], what: str) -> None:
+    result = cli("m.gguf", *(word.format("caf\udce9") for word in arguments))
+    assert (result.exit_code, result.stdout, cli.made) == (1, "", [])
+    assert f"Error: {what} is not UTF-8 text (byte 3)" in result.stderr
+
+
+def test_a_pipe_in_another_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    for data, text in (("é\r\n".encode(), "é"), (b"\xe9", None)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii", "surrogateescape"))
+        if text is None:
+            with pytest.raises(ValueError, match=r"stdin is not UTF-8 text \(byte 0\)"):
+                prompt.read_prompt(None, None, None, use_stdin=True)
+        else:
+            assert prompt.read_prompt(None, None, None, use_stdin=True) == text
+
+
+def test_streams_that_the_caller_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert not terminal.stdin_is_terminal()
+    assert not terminal.stdout_is_terminal()
+    assert not terminal.stderr_is_terminal()
+    assert prompt.read_prompt("hi", None, None, use_stdin=True) == "hi"
+    with pytest.raises(EOFError):
+        chat._read_line("> ")
 
 
 # --- the keyboard
