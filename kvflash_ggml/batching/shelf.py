@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from collections import Counter
@@ -171,7 +172,9 @@ class Shelf:
         return True
 
     def store(self, conversation: Conversation) -> bool:
-        """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written."""
+        """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written. Where the
+        disk is full, those that were used longest ago and are only there go.
+        """
         if self._folder is None:
             return False
         if conversation.parked is None or (conversation.stored is not None and conversation.stored.current):
@@ -179,18 +182,31 @@ class Shelf:
         place = self._folder.place(
             conversation.id, conversation.salt, conversation.prompt, places=conversation.parked.places
         )
-        try:
-            self._write(conversation.parked, place)
-        except (KVFlashError, OSError) as err:
-            self.counts.failed += 1
-            if not self._failing:  # a full disk stays full: say so once
-                logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
-            self._failing = True
-            return False
+        while True:
+            try:
+                self._write(conversation.parked, place)
+                break
+            except (KVFlashError, OSError) as err:
+                if _disk_is_full(err) and self._forget_file():
+                    continue
+                self.counts.failed += 1
+                if not self._failing:  # a full disk stays full: say so once
+                    logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
+                self._failing = True
+                return False
         self._failing = False
         if conversation.stored is not None and conversation.stored.path != place.path:
             conversation.stored.delete()
         conversation.stored = place
+        return True
+
+    def _forget_file(self) -> bool:
+        """Let go of the one used longest ago of those in the folder; False if there is none."""
+        oldest = next((c for c in self._all.values() if c.parked is None and c is not self._held), None)
+        if oldest is None:
+            return False
+        self.counts.dropped += 1
+        self.erase(oldest)
         return True
 
     def open(self, conversation: Conversation) -> Parked:
@@ -241,6 +257,11 @@ class Shelf:
             self._release(conversation)
         self._all.clear()
         self._begins.clear()
+
+
+def _disk_is_full(err: Exception) -> bool:
+    cause = err if isinstance(err, OSError) else err.__cause__
+    return isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}
 
 
 def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.messages import Failed, Finished, Started
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.batching.waiting import QueueFull
-from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, SnapshotError
 
 Make = Callable[..., Scheduler]
 
@@ -337,6 +338,30 @@ def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.M
     for i in range(4):
         answer(scheduler, text(300, i))
     assert scheduler.shelf.counts.failed == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_is_full_keeps_the_newest(
+    code: int, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was used longest ago goes for it; where something else is wrong with the folder, nothing that is there."""
+    model = FakeModel()
+    write = model.write
+
+    def for_two(parked: FakeParked, path: Path) -> None:
+        if len(list(path.parent.iterdir())) == 2:
+            raise SnapshotError("cannot write") from OSError(code, "why")
+        write(parked, path)
+
+    monkeypatch.setattr(model, "write", for_two)
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    for i in range(5):
+        answer(scheduler, text(300, i))
+    full = code == errno.ENOSPC
+    assert [one.tokens[0] for one in scheduler.shelf] == [text(1, i)[0] for i in ((2, 3) if full else (0, 1))]
+    assert scheduler.shelf.counts.dropped == 2
+    assert scheduler.shelf.counts.failed == (0 if full else 2)
+    assert answer(scheduler, text(300, 3 if full else 1)).usage.cached == 299
 
 
 def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
