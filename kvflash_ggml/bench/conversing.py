@@ -121,7 +121,7 @@ def agent(
         with opened(model, n_ctx=need, options=options, pool=pool[0], policy="qk", fields=fields) as llm:
             tokens = _tokens(llm, text, need)
             device = llm.kvflash.banner() if llm.kvflash else ""
-            with serving.served(llm, park_bytes=1 << 30, folder=None) as scheduler:
+            with serving.served(llm, park_bytes=8 << 30, folder=None) as scheduler:  # a server's, unless it is told
                 done, prompts = serving.run_agent(
                     scheduler, tokens, system=system[0], turns=turns, result=result, most=most, side_every=side_every
                 )
