@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from ..errors import KVFlashError
+from ..errors import ConfigError, KVFlashError
 from ..session.session import Session
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
@@ -57,6 +57,13 @@ class PagedContext(internals.LlamaContext):
         raise KVFlashError("paged positions are fixed: context shift needs kvflash=None")
 
 
+class Closed:
+    """In place of the context, the model and the tokenizer of a closed Llama, which would end the process."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise KVFlashError("this model is closed: make a new Llama")
+
+
 def take_closing(context: internals.LlamaContext) -> ExitStack:
     """What is left of closing a context and its model, which the caller does then, and they no longer."""
     rest: ExitStack = context.model._exit_stack.pop_all()
@@ -74,4 +81,15 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
+def _refuse(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
+    """Stop an adapter that is none before it is used: upstream compares a null pointer with None."""
+    if not result:
+        raise ConfigError(
+            f"Failed to initialize LoRA adapter from lora path: {arguments[1].decode()}: it is not there, or no adapter"
+            " of this model. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
+        )
+    return result
+
+
 llama_cpp.llama_decode.errcheck = _explain
+llama_cpp.llama_adapter_lora_init.errcheck = _refuse

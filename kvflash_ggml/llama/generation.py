@@ -86,8 +86,10 @@ class GeneratingLlama(SavingLlama):
             raise
 
     def _known(self, tokens: Sequence[int]) -> Int32s:
-        """The tokens as an array. ConfigError for one that the model does not have."""
-        ids = np.asarray(tokens, np.int64)
+        """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number."""
+        if len(tokens) == 0:
+            return np.empty(0, np.int32)
+        ids = np.asarray(tokens).astype(np.int64, casting="same_kind")  # which rounds nothing
         strange = np.flatnonzero((ids < 0) | (ids >= self._n_vocab))
         if len(strange):
             at = strange[0]

@@ -20,7 +20,6 @@ from .. import modelfile, policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import KVFlashError
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
@@ -32,7 +31,7 @@ from ..session.pool import Pool
 from ..spec.find import Found
 from . import devices, fitting, images, parameters, sizing
 from .bias import with_bias
-from .context import PagedContext, take_closing
+from .context import Closed, PagedContext, take_closing
 from .reading import open_session
 from .resizing import ResizableLlama
 from .sizing import PoolSize
@@ -95,14 +94,14 @@ class Llama(ResizableLlama):
     """
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
-        self._stack = contextlib.ExitStack()  # upstream's close() needs it even when nothing has been opened
+        self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
+        self._turns = Turns()
         modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
         self._config = request.config
         self._weights = request.weights
         self._session = None
         self._size: PoolSize | None = None
-        self._turns = Turns()
         self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
         self._drafter: Path | None = None
@@ -306,8 +305,6 @@ class Llama(ResizableLlama):
         logit_bias: dict[int, float] | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        if self._model.model is None:
-            raise KVFlashError("this model is closed: make a new Llama")
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
@@ -321,6 +318,13 @@ class Llama(ResizableLlama):
             yield from completion
         finally:
             self.kvflash_most = None
+
+    def close(self) -> None:
+        """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
+        with self._turns:
+            super().close()
+            closed: Any = Closed()
+            self._ctx = self._model = self._tokenizer = closed
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

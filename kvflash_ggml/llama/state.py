@@ -74,6 +74,10 @@ class SavingLlama(llama_cpp.Llama):
         at = self._logits_at(pos)
         row = None if at is None else self._ctx.get_logits_ith(at)
         if not row:
+            if self._session is not None:
+                self._session.check_open()
+            if self.n_tokens == 0:
+                raise KVFlashError("nothing has been read that a token could follow: eval a text first")
             raise KVFlashError(
                 f"no logits are kept of position {pos} of {self.n_tokens}: it was not evaluated last (by another "
                 f"generator of the same model, perhaps), or logits_all=True is needed"

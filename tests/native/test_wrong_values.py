@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.errors import ConfigError, KVFlashError
 
 POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
 
@@ -78,3 +78,48 @@ def test_a_file_that_is_cut_off_is_told(
     path.write_bytes(models["small"].read_bytes()[:kept])
     with pytest.raises(ValueError, match=rf"Failed to load model from file: {path}: .*{why}.*kvflash-convert inspect"):
         Llama(str(path), kvflash=pool, verbose=False)
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+def test_an_adapter_that_is_none(pool: int | None, llama: Any, models: dict[str, Path]) -> None:
+    for path in ("nowhere.gguf", str(models["small"])):
+        with pytest.raises(
+            ConfigError, match=f"LoRA adapter from lora path: {path}: it is not there, or no adapter of"
+        ):
+            llama(kvflash=pool, lora_path=path)
+    assert llama(kvflash=pool).n_ctx() == 1024
+
+
+@POOLS
+def test_what_is_no_token(pool: int | None, llama: Any) -> None:
+    llm = llama(kvflash=pool)
+    for strange in ([1.5], ["a"], "abc"):
+        with pytest.raises(TypeError):
+            llm.eval(strange)
+    assert llm.n_tokens == 0
+
+
+@POOLS
+def test_nothing_can_be_asked_of_a_closed_model(pool: int | None, llama: Any) -> None:
+    llm = llama(kvflash=pool)
+    state = llm.save_state()
+    stream = llm.create_completion("hello", max_tokens=9, stream=True)
+    next(stream)
+    llm.close()
+    for ask in (
+        lambda: next(stream),
+        lambda: llm.create_completion("hello"),
+        lambda: llm.create_chat_completion([{"role": "user", "content": "hello"}]),
+        lambda: llm.tokenize(b"hello"),
+        lambda: llm.detokenize([5]),
+        lambda: llm.eval([5]),
+        lambda: llm.sample(),
+        lambda: llm.n_vocab(),
+        lambda: llm.token_eos(),
+        lambda: llm.save_state(),
+        lambda: llm.load_state(state),
+        lambda: llm.embed("hello"),
+    ):
+        with pytest.raises(KVFlashError, match="this model is closed: make a new Llama"):
+            ask()
+    llm.close()
