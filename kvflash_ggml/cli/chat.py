@@ -14,7 +14,7 @@ from ..errors import ContextFull
 from .answer import Answer, Message, ask
 from .model import first_seed
 from .options import OutputOptions, SamplingOptions
-from .prompt import read_text
+from .prompt import as_typed, read_text
 from .remedy import in_words
 from .report import closing_line, residency
 from .terminal import (
@@ -80,6 +80,11 @@ class Chat:
                 self._interrupted_at_prompt()
                 continue
             self._warned = False
+            try:
+                line = as_typed(line, "the message") or ""
+            except ValueError as error:
+                click.secho(f"Error: {error}", err=True, fg="red")
+                continue
             if not line.strip():
                 continue
             if not self._handle(line):

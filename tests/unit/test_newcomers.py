@@ -116,6 +116,14 @@ def test_a_prompt_that_is_no_text(cli: Stage, arguments: tuple[str, ...], what: 
     assert f"Error: {what} is not UTF-8 text (byte 3)" in result.stderr
 
 
+def test_a_message_that_is_no_text(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["caf\udce9", "W\udcc3\udcb6rter", "/exit"])
+    monkeypatch.setattr(chat, "_read_line", lambda mark: next(lines))
+    result = cli("m.gguf", "-cnv")
+    assert "Error: the message is not UTF-8 text (byte 3)" in result.stderr
+    assert [messages[-1]["content"] for messages, _ in cli.made[0].requests] == ["Wörter"]
+
+
 def test_a_pipe_in_another_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     for data, text in (("é\r\n".encode(), "é"), (b"\xe9", None)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "ascii", "surrogateescape"))
