@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
@@ -51,7 +52,7 @@ class Request:
     """
 
     config: KVFlashConfig | None
-    cache: PrefixCache | None
+    cache: PrefixCache | BaseLlamaCache | None
     progress: Progress | None
     placement: Placement
     rpc: tuple[str, ...]
@@ -91,6 +92,10 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):
         store = PrefixCache(folder=Path(store))
+    if not isinstance(store, PrefixCache | BaseLlamaCache | None):
+        raise ConfigError(f"kvflash_cache={store!r}: a PrefixCache, or the folder of one")
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"kvflash_progress={progress!r}: what is called as (done, total)")
     placement = devices.read(upstream, config)
     return Request(
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,

@@ -29,6 +29,13 @@ def test_a_number_that_cannot_be(pool: int | None, settings: dict[str, Any], why
         llama(kvflash=pool, **settings)
 
 
+def test_objects_of_another_kind(llama: Any) -> None:
+    with pytest.raises(ConfigError, match="kvflash_cache=5: a PrefixCache, or the folder of one"):
+        llama(kvflash=512, kvflash_cache=5)
+    with pytest.raises(ConfigError, match=r"kvflash_progress=5: what is called as \(done, total\)"):
+        llama(kvflash=512, kvflash_progress=5)
+
+
 def test_attention_to_what_comes_later(llama: Any) -> None:
     assert llama(attention_type=1).kvflash is None
     with pytest.raises(ConfigError, match=r"attention_type=1 \(non-causal\).*use kvflash=None"):
