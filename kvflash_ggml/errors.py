@@ -89,6 +89,10 @@ class DecodeError(KVFlashError, RuntimeError):
     """llama.cpp could not evaluate a batch. The session still holds everything before it."""
 
 
+class NotFinite(DecodeError, ArithmeticError):
+    """A model has computed what is no number, so that nothing that follows would be one. `reset()` forgets the text."""
+
+
 class RemoteError(KVFlashError, ConnectionError):
     """A server of devices cannot be used: nobody answers, it is busy, or it speaks another protocol."""
 

@@ -33,7 +33,11 @@ class Stored:
     current: bool = True
 
     def delete(self) -> None:
-        self.path.unlink(missing_ok=True)
+        """A disk that fails leaves it there: the next start takes it over."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as err:
+            logger.warning("%s cannot be deleted: %s", self.path, err.strerror or err)
 
 
 class Folder:

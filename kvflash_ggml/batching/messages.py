@@ -121,13 +121,14 @@ class Failed:
 
 Event = Started | Piece | Finished | Failed
 
-CANCELLED, DEADLINE, QUEUE_DEADLINE, CONTEXT, INVALID, INTERNAL, SHUTDOWN = (
+CANCELLED, DEADLINE, QUEUE_DEADLINE, CONTEXT, INVALID, INTERNAL, NUMERICAL, SHUTDOWN = (
     "cancelled",
     "timeout",
     "queue_timeout",
     "context_length_exceeded",
     "invalid_value",
     "internal_error",
+    "numerical",
     "shutdown",
 )
 """Codes of `Failed`."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, ContextFull, KVFlashError
+from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .conversations import ConversationControl
 from .folder import Folder
@@ -21,6 +21,7 @@ from .messages import (
     DEADLINE,
     INTERNAL,
     INVALID,
+    NUMERICAL,
     QUEUE_DEADLINE,
     SHUTDOWN,
     Event,
@@ -287,7 +288,10 @@ class Scheduler(ConversationControl):
             reason = INVALID
         except KVFlashError as err:
             logger.warning("request %s: %s", request.id, err)
-            event = Failed(code=INTERNAL, message=str(err))
+            if isinstance(err, NotFinite):
+                reason = NUMERICAL
+                self._forget_text(request)
+            event = Failed(code=reason, message=str(err))
         except Exception as err:
             logger.exception("request %s", request.id)
             event = Failed(
@@ -340,9 +344,9 @@ class Scheduler(ConversationControl):
         except Exception:
             logger.exception("request %s could not be counted", request.id)
 
-    def _forget_text(self) -> None:
+    def _forget_text(self, spoiled: Request | None = None) -> None:
         try:
-            self.seat.clear()
+            self.seat.clear() if spoiled is None else self.seat.lose(spoiled)
         except Exception:
             logger.exception("the text at hand could not be forgotten")
 

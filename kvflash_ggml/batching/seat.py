@@ -114,6 +114,14 @@ class Seat:
         self.conversation, self._private = None, False
         self._model.reset()
 
+    def lose(self, request: Request) -> None:
+        """The text of a request is spoiled: it is forgotten, and so is what it may have gone on from."""
+        self.counts.lost += 1
+        self.clear()
+        found, _ = self._shelf.find(request.tokens, salt=request.salt, name=request.conversation)
+        if found is not None:
+            self._shelf.erase(found)
+
     def park(self, *, unfinished: bool = False) -> None:
         """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
         if unfinished and self.conversation is not None:

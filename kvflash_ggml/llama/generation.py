@@ -14,7 +14,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 from ..arrays import Int32s, common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
-from ..errors import ConfigError, ContextFull, KVFlashError, SnapshotError
+from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..pool.branches import Branches
 from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
@@ -213,6 +213,9 @@ class GeneratingLlama(SavingLlama):
             pending = yield from self._sampled(newest, stopping_criteria)
             while pending is not None:
                 pending = yield from self._step(pending, stopping_criteria)
+        except NotFinite:
+            self.reset()  # it is not kept for later
+            raise
         finally:
             self._keep_prefix()
             if self._session is not None and not self._session.engine.closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import common_prefix
-from ..errors import ConfigError, ContextFull, KVFlashError
+from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
 from ..prefix_cache.cache import PrefixCache, Prefixes
 from ..session.session import Session
 from ..session.step import Logits
@@ -85,14 +86,19 @@ class SavingLlama(llama_cpp.Llama):
         return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
-        """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process."""
+        """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process, and
+        NotFinite where they are no numbers.
+        """
         idx = kwargs.pop("idx", None)
         pos = self.n_tokens - 1 if idx is None else idx
-        self._logits_row(pos)
+        logits = self._logits_row(pos)
         row = self._logits_at(pos)
         assert row is not None
         kwargs["idx"] = self.n_tokens + row  # it takes n_tokens off again
-        return int(super().sample(*args, **kwargs))
+        token = int(super().sample(*args, **kwargs))
+        if not math.isfinite(logits[token]):
+            raise NotFinite(f"the logits after token {pos} are not finite: reset, and read the text again")
+        return token
 
     def _grow_scores(self, rows: int) -> None:
         if rows > len(self.scores):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..errors import DecodeError, NotFinite
 from ._kvf import ffi, lib
 from .status import check
 
@@ -22,7 +23,7 @@ def top(context: int, rows: Rows, k: int) -> tuple[Int32s, Floats]:
 
     Raises:
         EngineError: the logits of a row were not kept, or `k` is not between 1 and the size of the vocabulary.
-        DecodeError: the logits of a row are not finite.
+        NotFinite: the logits of a row are not finite.
     """
     shape = len(rows), max(k, 0)
     ids, logp = np.empty(shape, np.int32), np.empty(shape, np.float32)
@@ -40,4 +41,7 @@ def argmax(context: int, rows: Rows) -> Int32s:
 def _call(context: int, rows: Rows, k: int, ids: Int32s, logp: object) -> None:
     which = ffi.from_buffer("int32_t[]", np.ascontiguousarray(rows, np.int32))
     out = ffi.from_buffer("int32_t[]", ids, require_writable=True)
-    check(lib.kvf_logits_top(ffi.cast("void *", context), len(rows), which, k, out, logp))
+    try:
+        check(lib.kvf_logits_top(ffi.cast("void *", context), len(rows), which, k, out, logp))
+    except DecodeError as err:
+        raise NotFinite(str(err)) from None

@@ -33,6 +33,7 @@ _STATUS = {
     messages.CONTEXT: 400,
     messages.INVALID: 400,
     messages.INTERNAL: 500,
+    messages.NUMERICAL: 500,
     messages.SHUTDOWN: 503,
 }
 

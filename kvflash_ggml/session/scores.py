@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Floats
-from ..errors import ConfigError
+from ..errors import ConfigError, NotFinite
 from ..policy.base import Pairs, Scorer
 
 
-def check_scores(scorer: Scorer, scores: object, n_chunks: int) -> Floats | None:
-    """The scores as they are. ConfigError that names the policy unless they are what `Scorer.score` has to return."""
+def check_scores(scorer: Scorer, scores: object, n_chunks: int, queries: Floats | None = None) -> Floats | None:
+    """The scores as they are. ConfigError that names the policy unless they are what `Scorer.score` has to return;
+    NotFinite if it cannot be blamed, for the `queries` that it was given are no numbers.
+    """
     if scores is None:
         return None
     if not isinstance(scores, np.ndarray) or scores.shape != (n_chunks,) or scores.dtype.kind != "f":
@@ -20,6 +22,10 @@ def check_scores(scorer: Scorer, scores: object, n_chunks: int) -> Floats | None
             f"one for each chunk, or None"
         )
     if np.isnan(scores).any():
+        if queries is not None and not np.isfinite(queries).all():
+            raise NotFinite(
+                "the queries of the newest tokens are not finite, nor are scores: reset, and read the text again"
+            )
         raise ConfigError(f"policy '{scorer.name}' returned NaN: a score must be a number, or infinite to be the first")
     return scores
 

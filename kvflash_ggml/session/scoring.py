@@ -337,7 +337,7 @@ class Scoring:
         request = ScoreRequest(
             tokens=tokens, n_chunks=n_chunks, rows=rows, queries=queries, protected=protected, masses=masses
         )
-        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks)
+        scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries)
         taken = time.perf_counter() - began
         self.seconds += taken
         self.selection.adapt(taken)

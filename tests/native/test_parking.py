@@ -329,3 +329,43 @@ def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
         count = itertools.count(1)
         assert made(lambda: next(count) % 9 == 0) == alone
         assert scheduler.stalls >= 4
+
+
+def spoil(parked: Any) -> None:
+    """Nothing of its pages is a number any more."""
+    heap = parked.saved.heap
+    with heap.lease(parked.saved.pages):
+        for page in parked.saved.pages:
+            heap.view(page)[:] = b"\x7f" * heap.page_bytes
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("dense", "qk"), ("dense", "lru"), ("hybrid", "qk")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_spoiled_text_harms_nobody(
+    kind: str, policy: str, temperature: float, llama: Callable[..., Any], tokens: npt.NDArray[Any]
+) -> None:
+    """Its request fails, by name; others go on bit for bit, and it is read again, in a pool without a trace of it."""
+    settings = {**POOL, "kvflash_policy": policy}
+    spoiled, other, new = (
+        [tokens[at : at + 1300].tolist(), tokens[at + 5000 :][:40].tolist()] for at in (0, 3000, 6000)
+    )
+    alone = llama(kind, **settings)
+    wanted = [lone_answers(alone, said, 12) for said in (spoiled, other, new)]
+    with served(llama(kind, **settings)) as scheduler:
+        answers, _ = play(scheduler, [spoiled[:1], other[:1]], 12)
+        answer(scheduler, new[1] * 8)
+        (mine,) = (one for one in scheduler.shelf if one.tokens[:1300].tolist() == spoiled[0])
+        scheduler.call(lambda: spoil(mine.parked)).result()
+        asked = ask(scheduler, [*mine.tokens, *spoiled[1]], 12, sampling=Sampling(temperature=temperature))
+        end = asked.wait()
+        assert isinstance(end, Failed)
+        assert (end.code, asked.text) == ("numerical", "")
+        model = scheduler.model
+        assert isinstance(model, LlamaModel)
+        text = [*other[0], *answers[1][0][0], *other[1]]
+        last = answer(scheduler, text, 12)
+        logits = scheduler.call(lambda: model.llm.newest_logits().tobytes()).result()
+        assert [answers[1][0], (last.tokens, logits)] == wanted[1]
+        again, _ = play(scheduler, [spoiled, new], 12)
+        assert again == [wanted[0], wanted[2]]
+        assert scheduler.totals.finished["numerical"] == scheduler.seat.counts.lost == 1

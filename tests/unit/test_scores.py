@@ -15,12 +15,13 @@ from support.fake_engine import FakeEngine, make_session
 from support.saving import Digest, settle_scores
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.errors import ConfigError, NotFinite
 from kvflash_ggml.policy import resolve
 from kvflash_ggml.policy.base import Masses
 from kvflash_ggml.session.keys import HostKeys
 from kvflash_ggml.session.masses import MassReader
 from kvflash_ggml.session.query_ring import QueryRing
+from kvflash_ggml.session.scores import check_scores
 from kvflash_ggml.session.worker import Worker
 
 
@@ -347,3 +348,11 @@ def test_rows_of_other_heads_are_not_held(session: Any) -> None:
     session.scoring.use(np.zeros((1, 2), np.int32))
     settle_scores(session)
     assert of_old_heads() is None
+
+
+def test_a_text_that_is_spoiled_is_not_its_policys_fault() -> None:
+    scores, queries = np.array([0.0, np.nan], np.float32), np.array([[1.0, np.inf]], np.float32)
+    with pytest.raises(NotFinite, match="queries of the newest tokens"):
+        check_scores(Foreign(), scores, 2, queries)
+    with pytest.raises(ConfigError, match="policy"):
+        check_scores(Foreign(), scores, 2, np.ones((1, 2), np.float32))
