@@ -1,7 +1,7 @@
 """What llama.cpp's own server is tested for (tools/server/tests/unit), asked of ours.
 
 Its expected words belong to a model from a hub, so structure is asserted, on a model of ours. A case that is not in the
-table below has its test here, or where the table says.
+table below has its test here, or where the table says. What else can go wrong around a server: `FAULTS`.
 
 | its file | here |
 | --- | --- |
@@ -35,6 +35,81 @@ MEANING = "I believe the meaning of life is"
 N_CTX = 2048
 
 
+FAULTS = {
+    "it is killed in the middle of a stream, and starts again on its folder": (
+        "native/test_server_process::test_killed_in_the_middle",
+    ),
+    "SIGTERM under load": ("native/test_server_process::test_its_end_and_the_next_start",),
+    "more than it can take": (
+        "native/test_server_process::test_more_than_it_can_take",
+        "unit/test_scheduler::test_overload_loses_nobody",
+    ),
+    "at several rates, and who counts tokens": (
+        "native/test_server_process::test_load_that_is_measured",
+        "unit/test_bench_load::test_how_each_ends",
+    ),
+    "thousands of connections that come and go": ("native/test_server_faults::test_a_flood_of_connections",),
+    "clients that vanish": (
+        "native/test_server_process::test_clients_that_vanish_at_any_moment",
+        "unit/test_scheduler::test_a_thousand_cancels_leave_nothing_behind",
+    ),
+    "readers of a byte at a time, and of none": (
+        "native/test_server_faults::test_readers_of_a_byte_at_a_time",
+        "unit/test_server::test_a_client_that_reads_late",
+        "unit/test_server::test_a_client_that_does_not_read",
+    ),
+    "half of a head, half of a body": (
+        "native/test_server_process::test_half_requests_and_nonsense",
+        "unit/test_connection::test_a_head_that_comes_slowly",
+        "unit/test_connection::test_a_body_that_comes_slowly",
+    ),
+    "bodies that come late": (
+        "unit/test_connection::test_idle_behind_a_late_body",
+        "unit/test_connection::test_a_head_behind_a_late_body",
+    ),
+    "JSON that is none, or nested deeply": ("unit/test_server::test_bodies_that_are_no_requests",),
+    "prompts of 10,000 lines": ("native/test_server_faults::test_prompts_of_ten_thousand_lines",),
+    "tools of a megabyte": ("native/test_server_faults::test_tool_schemas_of_a_megabyte",),
+    "schemas that refer to themselves": (
+        "native/test_server_process::test_schemas_that_refer_to_themselves",
+        "unit/test_schemas::test_what_is_refused",
+    ),
+    "grammars that cost too much": (
+        "native/test_grammars::test_what_would_cost_too_much",
+        "native/test_grammars::test_what_has_too_many_ways",
+        "native/test_server_process::test_hostile_grammars_and_schemas",
+    ),
+    "stop strings across tokens, halves of characters": (
+        "unit/test_text_stream::test_a_stop_string_across_tokens",
+        "unit/test_text_stream::test_it_does_not_matter_how_the_bytes_are_cut",
+    ),
+    "answers of no token, and of one": (
+        "native/test_server_faults::test_answers_of_no_token_and_of_one",
+        "unit/test_scheduler::test_a_limit",
+    ),
+    "a full disk: folder, cache, spill file": (
+        "native/test_server_disk::test_a_full_disk",
+        "native/test_server_disk::test_room_comes_back",
+        "unit/test_heap_leases::test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full",
+    ),
+    "a policy that raises, or returns what are no scores": (
+        "native/test_parking::test_a_policy_that_raises",
+        "unit/test_scores::test_what_are_no_scores_is_refused_by_name",
+    ),
+    "an engine that fails at any step": (
+        "unit/test_scheduler::test_an_error_is_of_one_request",
+        "native/test_faults::test_any_failure_in_a_prompt",
+    ),
+    "numbers that are none": ("native/test_parking::test_a_spoiled_text_harms_nobody",),
+    "a clock that is set": ("unit/test_scheduler::test_a_clock_that_is_set",),
+    "files that are damaged": (
+        "unit/test_scheduler::test_a_damaged_file_is_read_again",
+        "native/test_conformance::test_damaged_files_are_refused",
+    ),
+}
+"""What can go wrong around a server, and where it is made to."""
+
+
 @pytest.fixture(scope="module")
 def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("sessions")
@@ -53,6 +128,13 @@ def complete(served: Served, **data: Any) -> dict[str, Any]:
 def chat(served: Served, **data: Any) -> tuple[int, dict[str, Any]]:
     messages = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}]
     return served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, **data})
+
+
+def test_each_fault_has_its_tests() -> None:
+    for names in FAULTS.values():
+        for name in names:
+            file, _, test = name.partition("::")
+            assert f"def {test}(" in (Path(__file__).parents[1] / f"{file}.py").read_text(encoding="utf-8"), name
 
 
 # --- basic

@@ -369,3 +369,25 @@ def test_a_spoiled_text_harms_nobody(
         again, _ = play(scheduler, [spoiled, new], 12)
         assert again == [wanted[0], wanted[2]]
         assert scheduler.totals.finished["numerical"] == scheduler.seat.counts.lost == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("what"), MemoryError("none")])
+def test_a_policy_that_raises(
+    error: Exception, llama: Callable[..., Any], tokens: npt.NDArray[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request fails, and every later one is answered as if nothing had been."""
+    said = conversations(tokens, count=2, length=1300, turns=2)
+    wanted = [lone_answers(llama("dense", **POOL), turns, 8) for turns in said]
+    llm = llama("dense", **POOL)
+    scorer = llm._session.scoring.scorer
+    with served(llm) as scheduler:
+        with monkeypatch.context() as patch:
+
+            def fail(look: Any) -> Any:
+                raise error
+
+            patch.setattr(scorer, "score", fail)
+            end = ask(scheduler, said[0][0], 8).wait()
+            assert isinstance(end, Failed)
+            assert end.code == "internal_error"
+        assert play(scheduler, said, 8)[0] == wanted

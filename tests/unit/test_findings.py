@@ -17,7 +17,9 @@ from support.saving import Digest, decode, dump, load, making, settle_scores, te
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
+from kvflash_ggml.session import findings as kept
 from kvflash_ggml.session.session import Session
+from kvflash_ggml.snapshot import findings as written
 from kvflash_ggml.state.session import Layout
 
 PROMPT = text(900, 3)
@@ -234,3 +236,7 @@ def test_what_other_heads_have_found_is_not_taken_from_a_file(world: Any) -> Non
     other = world(scorer=Other)
     load(other, dump(session))
     assert not other.scoring.findings.state()
+
+
+def test_what_a_text_keeps_has_room_in_a_file() -> None:
+    assert kept.MAX_FOUND <= written.MAX_FOUND

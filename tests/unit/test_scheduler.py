@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +170,26 @@ def test_too_late(make: Make) -> None:
     assert isinstance(end, Failed)
     assert end.code == "timeout"
     gate.release()
+
+
+def test_a_clock_that_is_set(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back by years, and forward: nobody's time is up, and nobody waits for it."""
+    assert inspect.signature(Scheduler).parameters["clock"].default is time.monotonic
+    gate = Gate()
+    scheduler = make(FakeModel(on_step=gate))
+    limits = {"timeout_s": 60.0, "queue_timeout_s": 60.0}
+    running = ask(scheduler, text(100), **limits)
+    gate.wait()
+    waiting = ask(scheduler, text(100, 1), **limits)
+    for now in (0.0, 4e9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        gate.step()
+        gate.wait()
+    gate.release()
+    for asked in (running, waiting):
+        end = asked.wait()
+        assert isinstance(end, Finished)
+        assert 0 <= end.usage.queue_s + end.usage.prompt_s + end.usage.generation_s < 60
 
 
 def test_the_queue_is_bounded(make: Make) -> None:
