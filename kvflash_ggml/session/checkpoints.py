@@ -24,7 +24,8 @@ class Checkpoints:
     def __init__(self, engine: Engine, *, most: int, n_ctx: int) -> None:
         self._engine = engine
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
-        self._step = max(8192, n_ctx // max(1, most))
+        # along a prompt half of them: the others are for where it ends, which is where texts go on
+        self._step = max(8192, 2 * n_ctx // max(1, most))
         self._copies = StateCopies(engine)
         self._states: dict[int, Blob] = {}
         # what was put back and not gone on from yet, so that it need not be read again

@@ -1,0 +1,33 @@
+"""Which states of what is not pooled are kept along a text."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_engine import FakeEngine
+
+from kvflash_ggml.session.checkpoints import Checkpoints
+
+MOST = 8
+
+
+@pytest.mark.parametrize("shared", [8192, 32768, 131072, 500_000])
+def test_where_a_shared_beginning_ends_is_kept_through_turns(shared: int) -> None:
+    """However long it is: others ask about the same document, and it takes a minute to read."""
+    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), most=MOST, n_ctx=shared + 4096)
+    for pos in range(2048, shared, 2048):
+        checkpoints.before_step(pos, wanted=False)
+    pos = shared
+    for _ in range(30):
+        checkpoints.before_step(pos, wanted=True)
+        assert shared in checkpoints.state()
+        assert max(checkpoints.state()) == pos
+        assert len(checkpoints.state()) <= MOST
+        pos += 60
+
+
+def test_a_long_prompt_can_be_cut_at_several_places() -> None:
+    checkpoints = Checkpoints(FakeEngine(512, 64, recurrent=True), most=MOST, n_ctx=131072)
+    for pos in range(2048, 131072, 2048):
+        checkpoints.before_step(pos, wanted=False)
+    places = [0, *sorted(checkpoints.state()), 131072]
+    assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= 131072 // 3
