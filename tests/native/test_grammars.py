@@ -56,6 +56,28 @@ def test_what_would_cost_too_much(models: dict[str, Path]) -> None:
     assert accepted(models["dense"], [*refused, *taken]) == [False] * len(refused) + [True] * len(taken)
 
 
+SAMPLE = """
+import sys
+import numpy as np
+from kvflash_ggml import Llama
+import llama_cpp
+llm = Llama(sys.argv[1], vocab_only=True, verbose=False)
+sampler = llama_cpp.llama_sampler_init_grammar(llm._model.vocab, sys.stdin.read().encode(), b"root")
+data = (llama_cpp.llama_token_data * llm.n_vocab())(*((i, 0.0, 0.0) for i in range(llm.n_vocab())))
+llama_cpp.llama_sampler_apply(sampler, llama_cpp.llama_token_data_array(data, len(data), -1, False))
+print(sum(np.isfinite(one.logit) for one in data))
+"""
+
+
+def test_what_has_too_many_ways_within_a_token(models: dict[str, Path]) -> None:
+    """Of a vocabulary with long rows of one character."""
+    ways = " | ".join(f'"-" root "{i}"' for i in range(24))
+    line = [sys.executable, "-c", SAMPLE, str(models["dense"])]
+    done = subprocess.run(line, input=f'root ::= {ways} | "!"', capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2, "what is left is what the grammar allows"
+
+
 def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
     """Through rules that may be empty, of ever longer texts of rules, or of an ambiguous one."""
     refused = [
