@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from ..batching.messages import Request, Sampling
 from ..batching.scheduler import Scheduler
-from ..errors import ConfigError
+from ..errors import ConfigError, ContextFull
 from . import schemas
 from .errors import ApiError
 from .exchange import Answer, EventStream, collected, submitted
@@ -59,6 +59,8 @@ class Front:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
+        except ContextFull as err:
+            raise ApiError(400, str(err), code="context_length_exceeded") from None
         except ConfigError as err:
             raise ApiError(400, str(err), code="invalid_value") from None
 

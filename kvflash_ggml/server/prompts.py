@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ContextFull
 from . import schemas
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ class Prompts(Protocol):
         """The text of a chat, up to where the answer begins."""
         ...
 
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """ContextFull for a text that takes too long, and has more tokens than the context."""
+        ...
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
@@ -50,6 +52,7 @@ class LlamaPrompts:
     """template: in place of the model's own, None for that. Reads the vocabulary only, which nothing changes."""
 
     def __init__(self, llm: Llama, template: str | None = None) -> None:
+        import llama_cpp
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
         self._llm = llm
@@ -58,6 +61,9 @@ class LlamaPrompts:
         bos, eos = llm.token_bos(), llm.token_eos()
         self._bos = self._model.token_get_text(bos) if bos != -1 else ""
         self._eos = self._model.token_get_text(eos) if eos != -1 else ""
+        vocab = self._model.vocab
+        control = (t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, t))
+        self._marks = [mark for t in control if (mark := self._model.token_get_text(t).encode())]
         self._formatter = None
         if self.template is not None:
             try:
@@ -83,7 +89,13 @@ class LlamaPrompts:
         return str(result.prompt)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        data = text.encode("utf-8", "replace")
+        data, n_ctx = text.encode("utf-8", "replace"), self._llm.n_ctx()
+        # the tokenizer takes the square of their number in time
+        if parse_special and len(data) > n_ctx and sum(data.count(mark) for mark in self._marks) > n_ctx:
+            raise ContextFull(
+                f"the text has more than {n_ctx} control tokens, and the context has room for no more: shorten it, or "
+                f"start the server with a larger -c"
+            )
         # a chat template writes what the tokenizer would add
         adds = add_special and not (self._bos and text.startswith(self._bos))
         return list(self._model.tokenize(data, add_bos=adds, special=parse_special))

@@ -69,6 +69,7 @@ FAULTS = {
     ),
     "JSON that is none, or nested deeply": ("unit/test_server::test_bodies_that_are_no_requests",),
     "prompts of 10,000 lines": ("native/test_server_faults::test_prompts_of_ten_thousand_lines",),
+    "prompts of control tokens": ("native/test_server_faults::test_a_prompt_of_control_tokens",),
     "tools of a megabyte": ("native/test_server_faults::test_tool_schemas_of_a_megabyte",),
     "schemas that refer to themselves": (
         "native/test_server_process::test_schemas_that_refer_to_themselves",

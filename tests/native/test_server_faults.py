@@ -119,6 +119,18 @@ def test_prompts_of_ten_thousand_lines(served: Served) -> None:
     assert served.post("/v1/chat/completions", asked)[0] == 200
 
 
+def test_a_prompt_of_control_tokens(served: Served) -> None:
+    """More than the context has room for are not tokenised, which would take a minute."""
+    text = "<|im_start|>" * 60_000
+    for path, data in (("/tokenize", {"content": text}), ("/v1/completions", {"prompt": text})):
+        status, reply = served.post(path, data)
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert "60000" not in reply["error"]["message"], "they are not counted as tokens"
+    assert len(served.post("/tokenize", {"content": text[:1200]})[1]["tokens"]) == 100
+    marks = {"content": text[:240_000], "parse_special": False}
+    assert served.post("/tokenize", marks)[0] == 200
+
+
 def tool(name: str, size: int) -> dict[str, Any]:
     properties = {f"p{i}": {"type": "string", "description": "x" * 1000} for i in range(size // 1040)}
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
