@@ -33,11 +33,12 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(
-    path: Path, *, guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    path: Path, *, guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext, sync: bool = True
 ) -> Iterator[BinaryIO]:
     """A file to write beside `path`, moved there once it is complete and on the disk. guard: entered for the move.
 
-    Raises OSError, and what was there stays as it was, however this process ends.
+    sync: without it nobody waits for the disk, and a loss of power may damage the file. Raises OSError, and what was
+    there stays as it was, however this process ends.
     """
     part = path.parent / f".{path.name}.{secrets.token_hex(4)}{PART}"
     with part.open("xb") as file:
@@ -46,14 +47,16 @@ def replacing(
         try:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
             with guard():
                 part.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 part.unlink()
             raise
-    _sync_folder(path.parent)
+    if sync:
+        _sync_folder(path.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -78,7 +78,7 @@ class ConversationControl:
         """Write the text at hand to a file; how many tokens and bytes."""
         parked = self.model.park()
         try:
-            self.model.write(parked, path)
+            self.model.write(parked, path, sync=True)
             return len(parked.tokens), path.stat().st_size
         finally:
             parked.release()

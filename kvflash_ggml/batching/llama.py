@@ -199,9 +199,9 @@ class LlamaModel:
     def pin(self, lo: int, hi: int) -> None:
         self._stats.pin(lo, hi)
 
-    def write(self, parked: Parked, path: Path) -> None:
+    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
         assert isinstance(parked, ParkedSession)
-        self._llm.write_parked(parked.saved, path)
+        self._llm.write_parked(parked.saved, path, sync=sync)
 
     def read(self, path: Path) -> ParkedSession:
         # a file does not say how requests had it read

@@ -132,8 +132,8 @@ class Model(Protocol):
         """Keep tokens [lo, hi) of the text at hand on the device."""
         ...
 
-    def write(self, parked: Parked, path: Path) -> None:
-        """Write a parked text to a file. SnapshotError."""
+    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
+        """Write a parked text to a file. sync: wait until it is on the disk. SnapshotError."""
         ...
 
     def read(self, path: Path) -> Parked:

@@ -84,7 +84,7 @@ class Scheduler(ConversationControl):
         self.shelf = Shelf(
             capacity=limits.park_bytes,
             folder=folder,
-            write=lambda parked, place: model.write(parked, place.path),
+            write=lambda parked, place, sync: model.write(parked, place.path, sync=sync),
             read=lambda place: model.read(place.path),
         )
         self.seat = Seat(model, self.shelf, clock)

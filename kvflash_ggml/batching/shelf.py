@@ -61,7 +61,7 @@ class ShelfCounts:
 
 class Shelf:
     """capacity: bytes in memory. folder: where those go that find no room, None to let go of them. read: opens a stored
-    one, write: stores one. One thread uses it.
+    one, write: stores one, and waits until it is on the disk if its last argument says so. One thread uses it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Shelf:
         *,
         capacity: int,
         folder: Folder | None = None,
-        write: Callable[[Parked, Stored], None],
+        write: Callable[[Parked, Stored, bool], None],
         read: Callable[[Stored], Parked],
         most: int = MAX_CONVERSATIONS,
     ) -> None:
@@ -163,7 +163,7 @@ class Shelf:
         oldest = next((c for c in self._all.values() if c.parked is not None and (held or c is not self._held)), None)
         if oldest is None:
             return False
-        if self.store(oldest):
+        if self.store(oldest, sync=False):  # somebody waits for the room
             self._release(oldest)
             self.counts.stored += 1
         else:
@@ -171,9 +171,9 @@ class Shelf:
             self.erase(oldest)
         return True
 
-    def store(self, conversation: Conversation) -> bool:
+    def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
         """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written. Where the
-        disk is full, those that were used longest ago and are only there go.
+        disk is full, those that were used longest ago and are only there go. sync: wait until it is on the disk.
         """
         if self._folder is None:
             return False
@@ -184,7 +184,7 @@ class Shelf:
         )
         while True:
             try:
-                self._write(conversation.parked, place)
+                self._write(conversation.parked, place, sync)
                 break
             except (KVFlashError, OSError) as err:
                 if _disk_is_full(err) and self._forget_file():

@@ -255,9 +255,12 @@ class SavingLlama(llama_cpp.Llama):
         self._snapshots()
         self._go_on_from(parked.share())
 
-    def write_parked(self, parked: SessionState, path: str | Path) -> None:
-        """Write a parked text to a file as `save_snapshot` does. Raises SnapshotError."""
-        self._snapshots().save(parked.share(), Path(path), compress=False).result()
+    def write_parked(self, parked: SessionState, path: str | Path, *, sync: bool = True) -> None:
+        """Write a parked text to a file as `save_snapshot` does. Raises SnapshotError.
+
+        sync: wait until it is on the disk. Without it the file outlives this process, but perhaps no loss of power.
+        """
+        self._snapshots().save(parked.share(), Path(path), compress=False, sync=sync).result()
 
     def read_parked(self, path: str | Path) -> SessionState:
         """Open a file of `save_snapshot` or `write_parked`, to be resumed and released. Raises SnapshotError."""

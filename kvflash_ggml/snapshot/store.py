@@ -57,8 +57,8 @@ class SnapshotStore:
             "repair": config.repair,
         }
 
-    def save(self, saved: SessionState, path: Path, *, compress: bool) -> Future[int]:
-        """Write a file behind the decode, and release `saved`. The result is its size in bytes."""
+    def save(self, saved: SessionState, path: Path, *, compress: bool, sync: bool = True) -> Future[int]:
+        """Write a file behind the decode, and release `saved`. The result: its size in bytes. sync: see `replacing`."""
         try:
             if self.forked:
                 raise SnapshotError(
@@ -68,16 +68,17 @@ class SnapshotStore:
             if compress:
                 codec.require()
             place = _place(path)
-            return self._writer.submit(self._write, saved, place, self.fingerprint, self.settings, compress)
+            return self._writer.submit(self._write, saved, place, self.fingerprint, self.settings, compress, sync)
         except BaseException:
             saved.release()
             raise
 
     def _write(
-        self, saved: SessionState, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool
-    ) -> int:
+        self, saved: SessionState, path: Path, fingerprint: Fingerprint, settings: dict[str, Any], compress: bool,
+        sync: bool,
+    ) -> int:  # fmt: skip
         try:
-            with replacing(path) as file:
+            with replacing(path, sync=sync) as file:
                 format.write(saved, file, fingerprint, settings, compress=compress)
                 return file.tell()
         except OSError as err:

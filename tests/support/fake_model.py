@@ -40,7 +40,7 @@ class FakeParked:
 @dataclass(eq=False)
 class FakeModel:
     """reply: what follows a prompt, in bytes. on_step: called before each step of a prompt and each token; what it
-    raises, the step raises. held: parked texts that have not been released.
+    raises, the step raises. held: parked texts that have not been released. synced: files that were waited for.
     """
 
     n_ctx: int = 4096
@@ -56,6 +56,7 @@ class FakeModel:
     pins: list[tuple[int, int]] = field(default_factory=list)
     give_way: Callable[[], bool] = lambda: False
     explains: bool = False
+    synced: int = 0
     files: dict[Path, Int32s] = field(default_factory=dict)
     readings: tuple[str, ...] = ("pool", "exact")
     answers: tuple[str, ...] = ("pool", "exact")
@@ -131,8 +132,9 @@ class FakeModel:
     def pin(self, lo: int, hi: int) -> None:
         self.pins.append((lo, hi))
 
-    def write(self, parked: Parked, path: Path) -> None:
+    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
         path.write_bytes(parked.tokens.tobytes())
+        self.synced += sync
         self.files[path] = parked.tokens
 
     def read(self, path: Path) -> FakeParked:

@@ -36,6 +36,16 @@ def test_what_was_there_stays_until_the_new_one_is_complete(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_nobody_waits_for_the_disk_who_need_not(sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(os, "fsync", waited.append)
+    with replacing(tmp_path / "file", sync=sync) as file:
+        file.write(b"new")
+    assert bool(waited) == sync
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
 def test_two_can_write_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with replacing(path) as one, replacing(path) as two:

@@ -350,7 +350,7 @@ def test_without_a_folder_it_is_read_again(make: Make) -> None:
 
 
 def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(parked: object, path: Path) -> None:
+    def full(parked: object, path: Path, *, sync: bool) -> None:
         raise OSError(28, "No space left on device")
 
     model = FakeModel()
@@ -369,10 +369,10 @@ def test_a_disk_that_is_full_keeps_the_newest(
     model = FakeModel()
     write = model.write
 
-    def for_two(parked: FakeParked, path: Path) -> None:
+    def for_two(parked: FakeParked, path: Path, *, sync: bool) -> None:
         if len(list(path.parent.iterdir())) == 2:
             raise SnapshotError("cannot write") from OSError(code, "why")
-        write(parked, path)
+        write(parked, path, sync=sync)
 
     monkeypatch.setattr(model, "write", for_two)
     scheduler = make(model, limits=Limits(park_bytes=0), folder=Folder(tmp_path))
@@ -394,6 +394,19 @@ def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
     assert answer(scheduler, text(300)).usage.cached == 0
     assert not path.exists()
     assert scheduler.seat.counts.lost == 1
+
+
+def test_only_at_the_end_is_the_disk_waited_for(tmp_path: Path) -> None:
+    """While a request waits for room, the system brings files to the disk when it likes."""
+    model = FakeModel()
+    scheduler = Scheduler(model, folder=Folder(tmp_path))
+    scheduler.start()
+    for i in range(4):
+        answer(scheduler, text(300, i))
+    scheduler.call(scheduler.shelf.evict).result(10)
+    assert (len(model.files), model.synced) == (1, 0)
+    scheduler.close()
+    assert (len(model.files), model.synced) == (4, 3)
 
 
 def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
