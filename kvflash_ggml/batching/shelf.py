@@ -82,7 +82,7 @@ class Shelf:
         self._begins: dict[tuple[str, bytes], list[Conversation]] = {}
         self._holders: Counter[int] = Counter()
         self._bytes = 0
-        self._failing = False  # the folder has not taken the last one
+        self._failing = False  # the folder has not taken the last one as it was
         self.counts = ShelfCounts()
         self._held: Conversation | None = None
 
@@ -182,19 +182,19 @@ class Shelf:
         place = self._folder.place(
             conversation.id, conversation.salt, conversation.prompt, places=conversation.parked.places
         )
+        full = False
         while True:
             try:
                 self._write(conversation.parked, place, sync)
                 break
             except (KVFlashError, OSError) as err:
-                if _disk_is_full(err) and self._forget_file():
-                    continue
-                self.counts.failed += 1
                 if not self._failing:  # a full disk stays full: say so once
                     logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
-                self._failing = True
-                return False
-        self._failing = False
+                self._failing = full = True
+                if not (_disk_is_full(err) and self._forget_file()):
+                    self.counts.failed += 1
+                    return False
+        self._failing = full
         if conversation.stored is not None and conversation.stored.path != place.path:
             conversation.stored.delete()
         conversation.stored = place

@@ -363,7 +363,7 @@ def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_disk_that_is_full_keeps_the_newest(
-    code: int, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was used longest ago goes for it; where something else is wrong with the folder, nothing that is there."""
     model = FakeModel()
@@ -382,6 +382,7 @@ def test_a_disk_that_is_full_keeps_the_newest(
     assert [one.tokens[0] for one in scheduler.shelf] == [text(1, i)[0] for i in ((2, 3) if full else (0, 1))]
     assert scheduler.shelf.counts.dropped == 2
     assert scheduler.shelf.counts.failed == (0 if full else 2)
+    assert caplog.text.count("cannot be stored") == 1
     assert answer(scheduler, text(300, 3 if full else 1)).usage.cached == 299
 
 
