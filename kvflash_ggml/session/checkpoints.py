@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import SnapshotError
@@ -39,7 +40,7 @@ class Checkpoints:
             return
         if wanted or pos - newest >= self._step:
             if len(self._states) >= self._most:
-                del self._states[self._densest()]
+                del self._states[self._cheapest()]
             if restored is not None and restored[0] == pos:
                 self._states[pos] = restored[1]
             else:
@@ -76,11 +77,11 @@ class Checkpoints:
         newest = sorted(states)[-self._most :] if self._most else []
         self._states = {pos: states[pos] for pos in newest}
 
-    def _densest(self) -> int:
-        """The state that leaves the smallest gap when it goes."""
+    def _cheapest(self) -> int:
+        """The state from which least is read again, by who needs it, when it goes. The newest stays."""
         known = [0, *sorted(self._states)]
-        gaps = {b: c - a for a, b, c in zip(known, known[1:], known[2:], strict=False)}
-        return min(gaps, key=gaps.__getitem__, default=known[-1])
+        again = {b: b - a for a, b in pairwise(known[:-1])}
+        return min(again, key=again.__getitem__, default=known[-1])
 
     def truncate(self, length: int) -> None:
         """The text has been cut: states of what came later are void."""

@@ -33,3 +33,22 @@ def test_a_long_prompt_can_be_cut_at_several_places() -> None:
         checkpoints.before_step(pos, wanted=False)
     places = [0, *sorted(checkpoints.state()), 131072]
     assert max(b - a for a, b in pairwise(places)) <= 131072 // 3
+
+
+@pytest.mark.parametrize("system", [8192, 32_768, 120_000, 131_072])
+def test_an_agent_reads_little_again(system: int) -> None:
+    """A system prompt, and many short turns: another request that begins with it, or the newest one again."""
+    spacing = 131_072 // 8
+    checkpoints = Checkpoints(FakeEngine(256, 64, recurrent=True), most=8, n_ctx=system + 2048)  # type: ignore[arg-type]
+    for pos in range(2048, system, 2048):
+        checkpoints.before_step(pos, wanted=False)
+    checkpoints.before_step(system, wanted=True)
+    length = system
+    for _ in range(20):
+        prompt = length + 64
+        for pos in (length, prompt, prompt + 15):  # before a question, behind it, and behind its answer
+            checkpoints.before_step(pos, wanted=True)
+        assert system - checkpoints.nearest(system) < spacing // 2
+        assert prompt - checkpoints.nearest(prompt - 1) < spacing // 2
+        length = prompt + 15
+        assert checkpoints.nearest(length) == length
