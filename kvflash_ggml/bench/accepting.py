@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import common_prefix
-from ..config import SpecConfig
+from ..config import SPEC_DEFAULT_WINDOW, SpecConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError
 from ..session.selection import TAU
@@ -40,7 +40,8 @@ TEXT = "text"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """types: drafters as `SpecConfig.read` takes one. drafts: tokens of a draft. tasks: TEXT, and those of `recall`.
+    """types: drafters as `SpecConfig.read` takes one. drafts: tokens of a draft. window: those that a drafting model
+    sees. tasks: TEXT, and those of `recall`.
 
     tokens: forced after each text, places at which is drafted. crossed: also verify each arm's drafts by the other.
     depths, trials, seed: of tasks; a trial of TEXT is one document.
@@ -55,6 +56,7 @@ class Plan:
     depths: tuple[float, ...]
     seed: int = 0
     crossed: bool = False
+    window: int = SPEC_DEFAULT_WINDOW
 
     @property
     def room(self) -> int:
@@ -78,7 +80,7 @@ def run(
     """A row for each drafter, context, pool and task, and the device. pools: of `arms`. seen: called with each row."""
     rows, device = [], ""
     for name in plan.types:
-        _spec(name, plan.drafts)  # before anything takes long
+        _spec(name, plan)  # before anything takes long
     for context in plan.contexts:
         texts = list(_texts(model, plan, context, text, options))
         for name in plan.types:
@@ -117,17 +119,17 @@ def _opened(model: str, plan: Plan, context: int, name: str, options: dict[str, 
     What is resident does not depend on the clock, so that a run can be repeated.
     """
     n_ctx = context + plan.room
-    fields = {"spec": _spec(name, plan.drafts), "tau": TAU}
+    fields = {"spec": _spec(name, plan), "tau": TAU}
     pool, policy = (round_up(n_ctx, POOL_STEP), "lru") if arm is None else (arm.pool, arm.policy)
     return opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, fields=fields)
 
 
-def _spec(name: str, drafts: int) -> SpecConfig:
+def _spec(name: str, plan: Plan) -> SpecConfig:
     """ConfigError if it names nobody."""
     spec = SpecConfig.read(name)
     if spec is None:
         raise ConfigError(f"{name!r} drafts nothing: name a drafter")
-    return replace(spec, width=drafts + 1)
+    return replace(spec, width=plan.drafts + 1, window=plan.window)
 
 
 def _texts(model: str, plan: Plan, context: int, text: str, options: dict[str, Any]) -> Iterator[Forced]:

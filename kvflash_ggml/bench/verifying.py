@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..config import SPEC_DEFAULT_WINDOW, SPEC_WINDOW
 from ..native import library
 from .options import POLICIES, Names, Numbers, Shares, model_argument, model_options, text_option, user_errors
 
@@ -198,6 +199,10 @@ def drafters(
 @click.option("--pools", type=Numbers(), default=(), help="Pools, in tokens.")
 @click.option("--policies", type=Names(), default="qk:exact", show_default=True, help=POLICIES)
 @click.option("--drafts", type=click.IntRange(1, 31), default=4, show_default=True, help="Tokens of a draft.")
+@click.option(
+    "--window", type=click.IntRange(min=SPEC_WINDOW), default=SPEC_DEFAULT_WINDOW, show_default=True,
+    help="Newest tokens that a drafting model sees.",
+)  # fmt: skip
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Places after each document.")
 @click.option("--depths", type=Shares(), default="10,50,90", show_default=True, help="Of the facts asked for, in %.")
 @click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="Of each task.")
@@ -212,8 +217,9 @@ def drafters(
 @model_options
 def acceptance(
     model: str, types: tuple[str, ...], tasks: tuple[str, ...], contexts: tuple[int, ...],
-    residency: tuple[float, ...] | None, pools: tuple[int, ...], policies: tuple[str, ...], drafts: int, tokens: int,
-    depths: tuple[float, ...], trials: int, seed: int, crossed: bool, text: tuple[Path, ...], options: dict[str, Any],
+    residency: tuple[float, ...] | None, pools: tuple[int, ...], policies: tuple[str, ...], drafts: int, window: int,
+    tokens: int, depths: tuple[float, ...], trials: int, seed: int, crossed: bool, text: tuple[Path, ...],
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
     """How much of what is drafted is accepted: in a pool beside the full cache, at the same places of the same texts.
 
@@ -225,7 +231,7 @@ def acceptance(
     from .filler import read_text
 
     plan = Plan(
-        types=types, tasks=tasks, contexts=contexts, drafts=drafts, tokens=tokens, trials=trials,
+        types=types, tasks=tasks, contexts=contexts, drafts=drafts, window=window, tokens=tokens, trials=trials,
         depths=tuple(depth / 100 for depth in depths), seed=seed, crossed=crossed,
     )  # fmt: skip
     if residency is None:

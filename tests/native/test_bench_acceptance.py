@@ -31,10 +31,11 @@ def test_an_answer_goes_on_as_it_is_forced_to(kind: str, head: str, models: dict
 
     model, name = str(models[kind]), f"draft-{head}={models[head]}"
     plan = accepting.Plan(
-        types=(name,), tasks=("single",), contexts=(600,), drafts=3, tokens=20, trials=1, depths=(0.5,)
+        types=(name,), tasks=("single",), contexts=(600,), drafts=3, tokens=20, trials=1, depths=(0.5,), window=256
     )  # fmt: skip
     (text,) = accepting._texts(model, plan, 600, TEXT.read_text(), OPTIONS)
     with accepting._opened(model, plan, 600, name, OPTIONS) as llm:
+        assert llm._speculator.drafters[0].wants.newest == 256 + 1
         walk = accepting._walk(llm, text, plan)
         assert llm.input_ids[: llm.n_tokens].tolist() == [*text.prompt, *text.goes_on]
     comes = [*text.goes_on[1:], walk.chosen[-1]]

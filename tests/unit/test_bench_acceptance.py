@@ -97,7 +97,9 @@ def test_without_the_other_arms_drafts_nothing_is_said_of_them():
     assert [*row["by_text"][0]] == ["full", "pool"]
 
 
-@pytest.mark.parametrize("option", [["--drafts", "0"], ["--drafts", "32"], ["--trials", "0"], ["--pools", "x"]])
+@pytest.mark.parametrize(
+    "option", [("--drafts", "0"), ("--drafts", "32"), ("--trials", "0"), ("--window", "9"), ("--pools", "x")]
+)
 def test_what_is_typed_wrong_is_named(option, tmp_path):
     model = tmp_path / "m.gguf"
     model.write_bytes(b"")
