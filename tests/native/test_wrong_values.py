@@ -130,3 +130,15 @@ def test_nothing_can_be_asked_of_a_closed_model(pool: int | None, llama: Any) ->
         with pytest.raises(KVFlashError, match="this model is closed: make a new Llama"):
             ask()
     llm.close()
+
+
+@POOLS
+def test_a_model_that_is_closed_within_its_answer(pool: int | None, llama: Any) -> None:
+    llm = llama(kvflash=pool)
+
+    def close(_ids: Any, _logits: Any) -> bool:
+        llm.close()
+        return False
+
+    with pytest.raises(KVFlashError, match="this model is closed: make a new Llama"):
+        llm.create_completion("hello", max_tokens=9, stopping_criteria=close)
