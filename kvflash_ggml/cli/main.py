@@ -17,6 +17,7 @@ from .rpc import rpc
 from .run import run
 from .serve import serve
 from .snapshot import snapshot
+from .terminal import is_dumb
 
 INTERRUPTED = 130
 _OWN_OPTIONS = ("-h", "--help", "--version")
@@ -27,6 +28,8 @@ class Verbs(click.Group):
     """Ctrl-C ends with its usual exit code and no traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if is_dumb():
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

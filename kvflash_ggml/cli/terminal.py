@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import termios
 import time
@@ -28,7 +29,13 @@ def stdout_is_terminal() -> bool:
 
 
 def stderr_is_terminal() -> bool:
-    return _is_terminal(sys.stderr)
+    """One on which a line can be redrawn."""
+    return _is_terminal(sys.stderr) and not is_dumb()
+
+
+def is_dumb() -> bool:
+    """Does the terminal show control codes instead of doing what they say?"""
+    return os.environ.get("TERM") == "dumb"
 
 
 def note(text: str) -> None:

@@ -9,12 +9,15 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from support.fake_llama import REPLY, Stage, interrupt_at, staged
 
 from kvflash_ggml import modelfile
 from kvflash_ggml.cli import chat, prompt, terminal
+from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import ConfigError
 
 
@@ -143,6 +146,15 @@ def test_streams_that_the_caller_has_closed(monkeypatch: pytest.MonkeyPatch) -> 
     assert prompt.read_prompt("hi", None, None, use_stdin=True) == "hi"
     with pytest.raises(EOFError):
         chat._read_line("> ")
+
+
+@pytest.mark.parametrize(("term", "codes"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_without_codes(cli: Stage, monkeypatch: pytest.MonkeyPatch, term: str, codes: bool) -> None:
+    monkeypatch.setenv("TERM", term)
+    result = CliRunner().invoke(main, ["m.gguf", "hello"], color=True)
+    assert (result.exit_code, "\x1b" in result.stderr) == (0, codes)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    assert terminal.stderr_is_terminal() is codes
 
 
 # --- the keyboard
