@@ -35,7 +35,6 @@ class StateCopies:
         self._engine = engine
         self._address = self._size = 0
         self._newest: Callable[[], Blob | None] = lambda: None  # whose bytes are in the page-locked memory
-        self._copying: Sequence[Future[None]] = ()  # from there
 
     def copy(self) -> Blob:
         """What is not pooled, as it is now. SnapshotError if that fails."""
@@ -45,8 +44,7 @@ class StateCopies:
             return Bytes(engine.get_state())
         staged, data = engine.view(self._address, size), room_for(size)
         engine.read_state(staged)
-        self._copying = self._spread(staged, data)
-        copied = Copied(data, self._copying)
+        copied = Copied(data, self._spread(staged, data))
         self._newest = ref(copied)  # it is large: others say how long it stays
         return copied
 
@@ -62,8 +60,8 @@ class StateCopies:
         """Is there page-locked memory for so many bytes? Then nobody uses it any more."""
         if size < LEAST:
             return False
-        wait(self._copying)
-        self._newest, self._copying = lambda: None, ()
+        wait([worker.submit(_nothing) for worker in self.workers])  # also for what an interrupt has left to them
+        self._newest = lambda: None
         if self._size < size:
             self._free()
             self._address = self._engine.alloc(size)
@@ -90,3 +88,7 @@ class StateCopies:
         for worker in self.workers:
             worker.close()
         self._free()
+
+
+def _nothing() -> None:
+    """Done once all is done that a worker was given before."""

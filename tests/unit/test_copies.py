@@ -46,8 +46,8 @@ def world() -> Iterator[Callable[..., Session]]:
         yield build
 
 
-def with_state(engine: FakeEngine, size: int) -> bytes:
-    engine._state = text(size).tolist()
+def with_state(engine: FakeEngine, size: int, seed: int = 0) -> bytes:
+    engine._state = text(size, seed).tolist()
     return engine.get_state()
 
 
@@ -94,12 +94,48 @@ def test_a_state_that_does_not_fit(engine: FakeEngine, made: StateCopies) -> Non
     assert put(engine, made, blob) == state
 
 
+@pytest.mark.parametrize(("first", "then"), [(40, 20), (20, 40)])
+def test_a_copy_that_was_interrupted_ends_before_the_next(
+    first: int, then: int, engine: FakeEngine, made: StateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads go on: what follows is put in the same memory, or in place of it."""
+    state, other = with_state(engine, first), with_state(engine, then, 1)
+    go, copyto, free = threading.Event(), np.copyto, engine.free
+    busy: list[int] = []
+    waits: list[int] = []
+    first_piece = np.frombuffer(state, np.uint8)[:1]
+
+    def slowly(to: Any, source: Any) -> None:
+        busy.append(1)
+        if np.shares_memory(source, first_piece):
+            assert go.wait(20)
+        copyto(to, source)
+        busy.pop()
+
+    def freed(address: int) -> None:
+        assert not busy, "its threads write there"
+        free(address)
+
+    def interrupted(pieces: Any) -> None:
+        waits.append(1)
+        if len(waits) == 2:  # for the copy
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "copyto", slowly)
+    monkeypatch.setattr(engine, "free", freed)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.put(Bytes(state), first)
+    threading.Timer(0.05, go.set).start()
+    assert put(engine, made, Bytes(other)) == other
+
+
 def test_nobody_is_kept_by_it(engine: FakeEngine, made: StateCopies) -> None:
     with_state(engine, 9)
     first = made.copy()
     assert made._newest() is first
     del first
-    made._copying = ()
     gc.collect()
     assert made._newest() is None
 
