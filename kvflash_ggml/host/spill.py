@@ -50,7 +50,7 @@ class SpillFile:
             while image:
                 image = image[self._file.write(image) :]
         except OSError as err:
-            self._complain(f"could not write a chunk to {self._folder}: {err}")
+            self._complain(f"could not write a chunk to {self._folder}: {err.strerror or err}")
             raise HostMemoryError(self._said) from err
         self.full = False
         if self._free:
@@ -79,9 +79,10 @@ class SpillFile:
             )
 
     def give_back(self, place: int) -> None:
-        """The image at a place is not needed any more."""
+        """The image at a place is not needed any more: the file has room for another, however full its disk is."""
         del self._checksums[place]
         self._free.append(place)
+        self.full = False
 
     def _complain(self, why: str) -> None:
         """A full disk stays full: say so once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,58 +11,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_engine import PAGE_BYTES, FakeEngine, make_session
-from support.fake_host import FakeHost
+from support.fake_engine import FakeEngine, make_session
+from support.heaps import PAGE, heaps, spilled, write
 from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import heap as heap_module
-from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.host.image import NOWHERE, PageImage
+from kvflash_ggml.host.image import PageImage
 
-PAGE = PAGE_BYTES
 PATIENCE = 60  # seconds after which something that should have happened never will
-
-
-@pytest.fixture(autouse=True)
-def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 * PAGE)
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Any]:
-    heaps = []
-
-    def make(pages: int | None = None, *, spill: bool = True) -> PageHeap:
-        limit = None if pages is None else pages * PAGE
-        heaps.append(PageHeap(FakeHost(), PAGE, limit=limit, spill=tmp_path if spill else None))
-        return heaps[-1]
-
-    yield make
-    for heap in heaps:
-        assert not heap._leases.threads
-        heap.close()
-
-
-def write(heap: PageHeap, *values: int) -> list[PageImage]:
-    pages = []
-    for value in values:
-        pages += heap.new(1)
-        with heap.lease(pages[-1:]):
-            heap.view(pages[-1])[:] = bytes([value]) * PAGE
-    return pages
+    with heaps(tmp_path) as make:
+        yield make
 
 
 def value(heap: PageHeap, address: int) -> int:
     (value,) = set(heap._memory.view(address, PAGE))
     return value
-
-
-def spilled(pages: list[PageImage]) -> list[bool]:
-    return [page.place != NOWHERE for page in pages]
 
 
 def test_a_leased_page_stays(build: Any) -> None:
@@ -302,47 +272,6 @@ def test_reclaimers_are_asked_one_after_the_other_until_there_is_room(build: Any
     with pytest.raises(HostMemoryError):
         heap.new(1)
     assert asked == ["one", "one", "two", "one", "one"], "before a page has to leave, and where none can"
-
-
-def test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full(
-    build: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    heap = build(2)
-    pages = write(heap, 1, 2, 3)
-    kept = write(heap, 4, 5, 6)
-    heap.add_reclaimer(lambda: not heap.spills and bool(kept) and (heap.release(kept.pop()) or True))
-    before = heap.spilled_bytes
-    write(heap, 7)
-    assert (len(kept), heap.spilled_bytes) == (3, before + PAGE), "there is room on the disk"
-
-    class Full:
-        """Grows no more."""
-
-        def __init__(self, file: Any) -> None:
-            self.seek, self.readinto, self._file, self._size = (
-                file.seek,
-                file.readinto,
-                file,
-                os.fstat(file.fileno()).st_size,
-            )
-
-        def write(self, image: memoryview) -> int:
-            if self._file.tell() >= self._size:
-                raise OSError(28, "No space left on device")
-            return int(self._file.write(image))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(heap._spill, "_file", Full(heap._spill._file))
-        write(heap, 8, 9)
-        assert len(kept) < 3
-        with pytest.raises(HostMemoryError, match="No space left"):
-            write(heap, 10, 11, 12)
-        assert not heap.spills
-    assert not kept
-    assert caplog.text.count("No space left") == 1
-    write(heap, 13, 14)
-    assert heap.spills
-    assert [set(heap.bytes_of(page)) for page in pages] == [{1}, {2}, {3}], "nothing that is wanted is lost"
 
 
 # --- a decode step beside a scoring thread
