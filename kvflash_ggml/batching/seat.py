@@ -188,7 +188,7 @@ class Seat:
 
     def _bring(self, found: Conversation) -> bool:
         """Put a conversation in place of the text at hand; False if it is lost."""
-        parked = None
+        kept, parked = found.parked, None
         try:
             parked = self._shelf.open(found)
             self._model.resume(parked)
@@ -199,7 +199,7 @@ class Seat:
             self.clear()
             return False
         finally:
-            if parked is not None and parked is not found.parked:
+            if parked is not None and parked is not kept:
                 parked.release()
         return True
 

@@ -159,8 +159,9 @@ class Shelf:
             self.erase(next(iter(self._all.values())))
 
     def evict(self, *, held: bool = False) -> bool:
-        """Take the one used longest ago out of memory; False if there is none. held: even one on its way back."""
-        oldest = next((c for c in self._all.values() if c.parked is not None and (held or c is not self._held)), None)
+        """Take the one used longest ago out of memory; False if there is none. held: if need be one on its way back."""
+        able = [conversation for conversation in self._all.values() if conversation.parked is not None]
+        oldest = next((one for one in able if one is not self._held), able[0] if able and held else None)
         if oldest is None:
             return False
         if self.store(oldest, sync=False):  # somebody waits for the room

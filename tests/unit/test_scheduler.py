@@ -341,6 +341,39 @@ def test_where_memory_is_full_what_is_asked_for_comes_from_the_folder(
     assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
 
 
+def test_where_memory_is_full_others_go_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long what is asked for has been waiting."""
+    model = FakeModel()
+    park = model.park
+
+    def two_at_a_time() -> FakeParked:
+        if model.held == 2:
+            raise HostMemoryError("no memory")
+        return park()
+
+    monkeypatch.setattr(model, "park", two_at_a_time)
+    scheduler = make(model)
+    texts = [text(300, i) for i in range(3)]
+    for one in texts:
+        answer(scheduler, one)
+    assert answer(scheduler, texts[0]).usage.cached == 299
+    assert (scheduler.seat.counts.lost, scheduler.shelf.counts.dropped) == (0, 1)
+
+
+def test_what_cannot_be_brought_back_is_let_go_of_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel()
+    scheduler = make(model)
+    for one in (text(300), text(300, 1)):
+        answer(scheduler, one)
+
+    def damaged(parked: object) -> None:
+        raise SnapshotError("damaged")
+
+    monkeypatch.setattr(model, "resume", damaged)
+    assert answer(scheduler, text(300)).usage.cached == 0
+    assert (scheduler.seat.counts.lost, model.held) == (1, 1)
+
+
 def test_without_a_folder_it_is_read_again(make: Make) -> None:
     scheduler = make(limits=Limits(park_bytes=3000))
     for i in range(4):
