@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..arrays import Int32s, common_prefix
+from ..arrays import Int32s, Int64s, common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
@@ -85,14 +85,15 @@ class GeneratingLlama(SavingLlama):
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
 
-    def _known(self, tokens: Sequence[int]) -> Int32s:
-        """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number."""
-        if len(tokens) == 0:
-            return np.empty(0, np.int32)
-        ids = np.asarray(tokens).astype(np.int64, casting="same_kind")  # which rounds nothing
-        strange = np.flatnonzero((ids < 0) | (ids >= self._n_vocab))
+    def _known(self, tokens: Sequence[int] | Int64s, at_hand: int = 0) -> Int32s:
+        """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number.
+
+        at_hand: so many of them are not read. An image that a chat handler has evaluated has places without tokens.
+        """
+        ids = _numbers(tokens)
+        strange = np.flatnonzero((ids[at_hand:] < 0) | (ids[at_hand:] >= self._n_vocab))
         if len(strange):
-            at = strange[0]
+            at = at_hand + strange[0]
             raise ConfigError(f"token {ids[at]} at {at} of {len(ids)}: this model has 0 to {self._n_vocab - 1}")
         return ids.astype(np.int32)
 
@@ -171,7 +172,8 @@ class GeneratingLlama(SavingLlama):
         grammar: LlamaGrammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
-        self._known(tokens)  # before anything of the text at hand is cut off
+        given = _numbers(tokens)  # once: a long list takes milliseconds
+        ids = self._known(given, common_prefix(self._input_ids, given))  # before any of the text at hand is cut off
         if len(tokens) == 0 and (reset or self.n_tokens == 0):
             raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
         going_on, self.kvflash_sampler = self.kvflash_sampler, None
@@ -205,7 +207,7 @@ class GeneratingLlama(SavingLlama):
             self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
         prompt = list(tokens)
         if reset:
-            prompt = prompt[self._reuse_prefix(prompt) :]
+            prompt = prompt[self._reuse_prefix(ids) :]
         newest = self.n_tokens + len(prompt) - 1
         self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=going_on is None)
         try:
@@ -290,20 +292,19 @@ class GeneratingLlama(SavingLlama):
     def _deterministic(self) -> bool:
         return self._config is not None and self._config.deterministic
 
-    def _reuse_prefix(self, tokens: Sequence[int]) -> int:
+    def _reuse_prefix(self, tokens: Int32s) -> int:
         """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
-        ids = np.asarray(tokens, np.int32)  # once: a long list takes milliseconds
         if self._deterministic:
             self.reset()
         if self._prefixes is not None:
-            self._restore_prefix(self._prefixes, ids)
-        shared = common_prefix(self._input_ids, ids)
+            self._restore_prefix(self._prefixes, tokens)
+        shared = common_prefix(self._input_ids, tokens)
         if shared == len(tokens) == self.n_tokens and self._logits_at_hand:
             return shared  # the logits of the last token are at hand
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if self._session is not None:
-            shared = self._session.prefix_to_keep(shared, ids)
+            shared = self._session.prefix_to_keep(shared, tokens)
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()
@@ -349,3 +350,8 @@ class GeneratingLlama(SavingLlama):
         if session is None or speculator is None or session.engine.closed:
             return None
         return speculator.propose(session, pending[0])
+
+
+def _numbers(tokens: Sequence[int] | Int64s) -> Int64s:
+    """TypeError for what is no whole number: nothing is rounded."""
+    return np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)

@@ -67,6 +67,18 @@ def test_a_prompt_that_cannot_be_read_leaves_the_text(
     assert next(llm.generate([], reset=False, temp=0.0)) == next(llama(kvflash=pool).generate(text, temp=0.0))
 
 
+def test_places_of_an_image_have_no_tokens(llama: Any, tokens: Any) -> None:
+    """A chat handler evaluates it behind the text's back, and asks for what follows: `input_ids` has anything there."""
+    llm = llama(kvflash=None)
+    text = tokens[:100].tolist()
+    first = next(llm.generate(text, temp=0.0))
+    llm.input_ids[40:60] = 10**9
+    prompt = llm.input_ids[: llm.n_tokens].tolist()
+    assert next(llm.generate(prompt, temp=0.0)) == first
+    with pytest.raises(ConfigError, match=f"token -1 at {len(prompt)} of"):
+        next(llm.generate([*prompt, -1]))
+
+
 def test_a_token_without_text(llama: Any) -> None:
     llm = llama()
     for token in (-1, llm.n_vocab()):
