@@ -354,4 +354,6 @@ class GeneratingLlama(SavingLlama):
 
 def _numbers(tokens: Sequence[int] | Int64s) -> Int64s:
     """TypeError for what is no whole number: nothing is rounded."""
-    return np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)
+    return (
+        np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)
+    )

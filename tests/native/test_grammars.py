@@ -84,6 +84,7 @@ def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
         chain(3, "next{0,1900}", '"a"?'),
         chain(60, "next next", '"a"?'),
         chain(100_000, "next", '"a"'),
+        chain(2500, 'next "b"', '"a"'),
         'root ::= b root "y" | "x"\nb ::= c\nc ::= ""',
         'root ::= root "a" | "a"',
     ]
@@ -91,3 +92,17 @@ def test_what_has_too_many_ways(models: dict[str, Path]) -> None:
     ambiguous = ['root ::= "a" root "b" | "a" root "c" | "d"', 'root ::= ("a" | "a")*']
     taken = [*ambiguous, chain(60, "next next", '"a"+'), chain(1000, "next", '"a"+'), 'root ::= ([a-z]* " "?)+']
     assert accepted(models["dense"], taken, tokens=24) == [True] * len(taken)
+
+
+def test_many_words(models: dict[str, Path]) -> None:
+    """A list of words is no ambiguity: the last one can be said too."""
+    words = " | ".join([f'"b{i}"' for i in range(20_000)] + ['"a"'])
+    assert accepted(models["dense"], [f"root ::= {words}", f"root ::= word+\nword ::= {words}"], tokens=1) == [True] * 2
+
+
+def test_where_no_way_goes_on(models: dict[str, Path]) -> None:
+    """The text ends: of 10,000 ways those are left that lead to no third "a", or there has never been one."""
+    many = " | ".join(f'"a" next "{i}"' for i in range(100))
+    rules = ['root ::= "a"* | one', f"one ::= {many.replace('next', 'two')}", f"two ::= {many.replace('next', 'last')}"]
+    cut_off = "\n".join([*rules, 'last ::= "b"'])
+    assert accepted(models["dense"], [cut_off, 'root ::= "b"'], tokens=4) == [True] * 2
