@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import llama_cpp
 
 
 def with_bias(processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float]) -> llama_cpp.LogitsProcessorList:
     """The processors, and one that adds the bias of each token."""
+    import llama_cpp
+
     added = {int(token): float(value) for token, value in bias.items()}
     return llama_cpp.LogitsProcessorList([*(processor or ()), _bias_processor(added)])
 
