@@ -54,7 +54,7 @@ class Folder:
             self._parked.mkdir(parents=True, exist_ok=True)
             probe = self._parked / ".writable"
             probe.touch()
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # another server may begin here
             for left in removable(self._parked):
                 left.path.unlink(missing_ok=True)
         except OSError as err:

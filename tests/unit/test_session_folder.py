@@ -31,6 +31,18 @@ def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
     assert sorted(parked.iterdir()) == [new, other]
 
 
+def test_two_servers_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = Path.touch
+
+    def beside_another(path: Path) -> None:
+        touch(path)
+        path.unlink()
+
+    monkeypatch.setattr(Path, "touch", beside_another)
+    Folder(tmp_path)
+    assert not list((tmp_path / "parked").iterdir())
+
+
 @pytest.fixture
 def few_files() -> Iterator[int]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
