@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ class Stored:
     prompt: int
     places: Sequence[int] | None
     current: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """On the disk; none of a file that has gone."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
 
     def delete(self) -> None:
         """A disk that fails leaves it there: the next start takes it over."""
@@ -61,6 +70,11 @@ class Folder:
             raise ConfigError(
                 f"cannot write to the session folder {path}: {err.strerror or err}: name a folder that can be written"
             ) from err
+
+    @property
+    def free(self) -> int:
+        """Bytes that its disk still takes."""
+        return shutil.disk_usage(self._parked).free
 
     def named(self, name: str) -> Path:
         """The file of a name that a user gives. ConfigError if it is none."""

@@ -174,7 +174,8 @@ class Shelf:
 
     def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
         """Write it to the folder, unless it is there as it is; False without one, or if it cannot be written. Where the
-        disk is full, those that were used longest ago and are only there go. sync: wait until it is on the disk.
+        disk is full, those that were used longest ago and are only there go, unless all of them make no room.
+        sync: wait until it is on the disk.
         """
         if self._folder is None:
             return False
@@ -192,7 +193,7 @@ class Shelf:
                 if not self._failing:  # a full disk stays full: say so once
                     logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
                 self._failing = full = True
-                if not (_disk_is_full(err) and self._forget_file()):
+                if not (_disk_is_full(err) and self._forget_file(conversation.parked)):
                     self.counts.failed += 1
                     return False
         self._failing = full
@@ -201,13 +202,15 @@ class Shelf:
         conversation.stored = place
         return True
 
-    def _forget_file(self) -> bool:
-        """Let go of the one used longest ago of those in the folder; False if there is none."""
-        oldest = next((c for c in self._all.values() if c.parked is None and c is not self._held), None)
-        if oldest is None:
+    def _forget_file(self, parked: Parked) -> bool:
+        """Let go of the one used longest ago of those in the folder; False if none is there, or all make no room."""
+        assert self._folder is not None
+        able = [one for one in self._all.values() if one.parked is None and one is not self._held]
+        needed = parked.tokens.nbytes + sum(dict(parked.parts()).values())
+        if not able or needed > self._folder.free + sum(one.stored.bytes for one in able if one.stored is not None):
             return False
         self.counts.dropped += 1
-        self.erase(oldest)
+        self.erase(able[0])
         return True
 
     def open(self, conversation: Conversation) -> Parked:

@@ -419,6 +419,27 @@ def test_a_disk_that_is_full_keeps_the_newest(
     assert answer(scheduler, text(300, 3 if full else 1)).usage.cached == 299
 
 
+def test_what_is_larger_than_a_disk_costs_no_others(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel()
+    write = model.write
+
+    def but_long_ones(parked: FakeParked, path: Path, *, sync: bool) -> None:
+        if len(parked.tokens) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(parked, path, sync=sync)
+
+    monkeypatch.setattr(model, "write", but_long_ones)
+    monkeypatch.setattr(Folder, "free", 0)
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    for length in (300, 301, 2000, 302):
+        answer(scheduler, text(length, length))
+    assert len(scheduler.shelf) == 2
+    assert (scheduler.shelf.counts.dropped, scheduler.shelf.counts.failed) == (1, 1)
+    assert [answer(scheduler, text(length, length)).usage.cached for length in (300, 301)] == [299, 300]
+
+
 def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
     scheduler = make(limits=Limits(park_bytes=0), folder=Folder(tmp_path))
     answer(scheduler, text(300))
