@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..session.question import QUESTION_TOKENS
+from ..session.question import LEFT_OVER, QUESTION_TOKENS
 from ..state.draft import SavedDraft
 from .base import Features
 from .context import DraftContext
@@ -19,7 +19,7 @@ from .lag import Lag
 from .memory import DraftMemory
 from .target import Target
 
-RECENT = QUESTION_TOKENS + 1
+RECENT = QUESTION_TOKENS + LEFT_OVER + 1
 """Rows that are kept for a text that is cut, as it is where the end of a prompt is read again: what follows a cut needs
 the row of the last token that stays."""
 

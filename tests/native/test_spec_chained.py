@@ -14,7 +14,7 @@ import pytest
 from support.harness import MODELS
 
 from kvflash_ggml.arrays import Floats, Int32s
-from kvflash_ggml.session.question import QUESTION_TOKENS
+from kvflash_ggml.session.question import LEFT_OVER, QUESTION_TOKENS
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
@@ -124,7 +124,7 @@ def test_what_comes_before_a_question_outlives_it(beside: Any, tokens: Any, kind
     one, make = beside(kind)
     drafter = make()
     text = told(one, drafter.wants, tokens[2000:2400], 8)
-    length = text.prompt - QUESTION_TOKENS
+    length = text.prompt - QUESTION_TOKENS - LEFT_OVER
     wanted = proposal(make(), text, length)
     proposal(drafter, text, text.prompt)
     drafter.truncate(length)
