@@ -91,7 +91,7 @@ FAULTS = {
     "a full disk: folder, cache, spill file": (
         "native/test_server_disk::test_a_full_disk",
         "native/test_server_disk::test_room_comes_back",
-        "unit/test_heap_leases::test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full",
+        "unit/test_heap_disk::test_what_is_kept_for_later_is_let_go_of_while_a_disk_is_full",
     ),
     "a policy that raises, or returns what are no scores": (
         "native/test_parking::test_a_policy_that_raises",

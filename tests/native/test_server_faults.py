@@ -45,7 +45,7 @@ def test_a_flood_of_connections(served: Served) -> None:
     before = resources(served)["descriptors"]
     told: list[str] = []
     reader = threading.Thread(
-        target=lambda: told.extend(frame["choices"][0]["text"] for frame in served.stream("/v1/completions", asked))
+        target=lambda: told.extend(frame["choices"][0]["text"] for frame in served.frames("/v1/completions", asked))
     )
     reader.start()
     parts = (b"", b"GET /hea", request(asked)[:150], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -93,7 +93,7 @@ def test_readers_of_a_byte_at_a_time(served: Served) -> None:
 def test_answers_of_no_token_and_of_one(most: int, stream: bool, served: Served) -> None:
     asked = {"prompt": LINES[5], "max_tokens": most, "ignore_eos": True, "temperature": 0, "logprobs": 1}
     if stream:
-        frames = list(served.stream("/v1/completions", {**asked, "stream_options": {"include_usage": True}}))
+        frames = list(served.frames("/v1/completions", {**asked, "stream_options": {"include_usage": True}}))
         choices, usage = [frame["choices"][0] for frame in frames if frame["choices"]], frames[-1]["usage"]
     else:
         reply = served.post("/v1/completions", asked)[1]
