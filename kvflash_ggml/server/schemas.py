@@ -27,16 +27,18 @@ def check(schema: Any, where: str) -> None:
     if size > MAX_BYTES:
         raise _refused(where, f"has {size} bytes, and may have {MAX_BYTES}")
     nodes = 0
-    stack: list[tuple[Any, int]] = [(schema, 0)]
+    stack: list[tuple[Any, int, bool]] = [(schema, 0, False)]
     references = []
     while stack:
-        node, depth = stack.pop()
+        node, depth, named = stack.pop()  # named: the keys are somebody's names
         nodes += 1
         if nodes > MAX_NODES:
             raise _refused(where, f"has more than {MAX_NODES} parts")
         if depth > MAX_DEPTH:
             raise _refused(where, f"is nested more than {MAX_DEPTH} deep")
-        if isinstance(node, dict):
+        if isinstance(node, dict) and named:
+            stack += [(child, depth + 1, False) for child in node.values()]
+        elif isinstance(node, dict):
             for name in _COUNTS:
                 count = node.get(name)
                 if isinstance(count, int) and count > MAX_REPEAT:
@@ -46,9 +48,9 @@ def check(schema: Any, where: str) -> None:
                 _check_pattern(pattern, where)
             if isinstance(node.get("$ref"), str):
                 references.append(node["$ref"])
-            stack += [(child, depth + 1) for child in node.values()]
+            stack += [(child, depth + 1, key in _NAMING) for key, child in node.items() if key not in _VALUES]
         elif isinstance(node, list):
-            stack += [(child, depth + 1) for child in node]
+            stack += [(child, depth + 1, False) for child in node]
     for reference in references:
         _follow(schema, reference, where)
 

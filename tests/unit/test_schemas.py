@@ -68,6 +68,8 @@ def test_values_are_no_schemas() -> None:
     }
     found = schemas.resolved(schema)
     assert followed(found, "properties", "enum") == schema["$defs"]["a"]
+    schemas.check({"enum": [f"word {i}" for i in range(2 * schemas.MAX_NODES)]}, "x")
+    schemas.check({"const": {"$ref": "https://example.com/schema", "maxItems": 10**9}}, "x")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,8 @@ def test_values_are_no_schemas() -> None:
         {"$ref": "#a"},
         {"$ref": ""},
         {"$ref": "https://example.com/schema"},
+        {"properties": {"default": {"$ref": "https://example.com/schema"}}},
+        {"properties": {"properties": {"maxItems": schemas.MAX_REPEAT + 1}}},
         {"properties": {"x" * schemas.MAX_BYTES: {}}},
         {"anyOf": [{}] * schemas.MAX_NODES},
     ],
