@@ -44,10 +44,16 @@ def test_a_flood_of_connections(served: Served) -> None:
     wanted = served.post("/v1/completions", asked)[1]["choices"][0]["text"]
     before = resources(served)["descriptors"]
     told: list[str] = []
-    reader = threading.Thread(
-        target=lambda: told.extend(frame["choices"][0]["text"] for frame in served.frames("/v1/completions", asked))
-    )
+    begun = threading.Event()
+
+    def read() -> None:
+        for frame in served.frames("/v1/completions", asked):
+            told.append(frame["choices"][0]["text"])
+            begun.set()
+
+    reader = threading.Thread(target=read)
     reader.start()
+    assert begun.wait(60), "who comes later may be sent away"
     parts = (b"", b"GET /hea", request(asked)[:150], b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     def flood(number: int) -> None:
