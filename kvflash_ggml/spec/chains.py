@@ -30,6 +30,7 @@ class Chains:
         self.count = 0
         self._hashes: Hashes = np.empty(0, np.uint32)
         self._before: Int32s = np.empty(0, np.int32)
+        self._linked = True  # else an interrupt has left the tables half done
         self._table(_FEWEST_BITS)
 
     def add(self, hashes: Hashes) -> None:
@@ -40,19 +41,28 @@ class Chains:
         self._hashes = grown(self._hashes, end)
         self._before = grown(self._before, end)
         self._hashes[self.count : end] = hashes
-        first, self.count = self.count, end
-        if 2 * end > len(self._newest):
+        first = self.count if self._linked else 0
+        self._linked = False
+        self.count = end
+        if first == 0 or 2 * end > len(self._newest):
             first = 0
-            self._table((4 * end - 1).bit_length())
+            self._table(max(_FEWEST_BITS, (4 * end - 1).bit_length()))
         self._link(first)
+        self._linked = True
 
     def truncate(self, count: int) -> None:
         """Forget the windows from `count` on, as if they had never been added."""
-        if count < self.count:
+        if not self._linked:
+            self.count = min(self.count, count)
+            self._table(max(_FEWEST_BITS, (4 * self.count).bit_length()))
+            self._link(0)
+        elif count < self.count:
+            self._linked = False
             late = slice(count, self.count)
             # Of several windows of a bucket the oldest is assigned last, and stays.
             self._newest[self._buckets(self._hashes[late])[::-1]] = self._before[late][::-1]
             self.count = count
+        self._linked = True
 
     def newest(self, hashed: np.uint32, most: int) -> list[int]:
         """At most so many windows of the bucket of this hash, newest first."""

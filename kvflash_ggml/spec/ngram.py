@@ -74,12 +74,10 @@ class NGram:
     def truncate(self, length: int) -> None:
         """See `Drafter`."""
         left = max(0, length - self._base)
-        if left < self._length:
-            self._length = left
-        if left < self._indexed:
-            self._indexed = left
-            for order, chains in zip(ORDERS, self._chains, strict=True):
-                chains.truncate(_windows(left, order))
+        self._length = min(self._length, left)
+        self._indexed = min(self._indexed, left)
+        for order, chains in zip(ORDERS, self._chains, strict=True):
+            chains.truncate(_windows(left, order))
 
     def close(self) -> None:
         """See `Drafter`."""
@@ -89,6 +87,7 @@ class NGram:
 
     def _index(self, beyond: int = 0) -> list[Hashes]:
         """Make all tokens known to the chains; the hashes of new runs, and of those that end so many tokens beyond."""
+        self.truncate(self._base + self._length)  # an interrupt may have left some of them ahead
         first = max(0, self._indexed - ORDERS[-1] + 1)
         hashes = hashes_of(self._text[first : self._length + beyond], ORDERS)
         for chains, order, values in zip(self._chains, ORDERS, hashes, strict=True):

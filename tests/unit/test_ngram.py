@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from support.interrupter import Interrupter
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.spec import ngram
@@ -211,3 +212,24 @@ def test_a_long_prompt_is_read_quickly() -> None:
         print(f"{kind}: filled in {filled:.3f} s, looked up in {lookup * 1e6:.0f} us")
         assert filled < 1
         assert lookup < 1e-3
+
+
+def test_an_interrupt_at_any_line_leaves_it_right() -> None:
+    """What it is told next counts, and it finds what a search finds."""
+    rng = np.random.default_rng(0)
+    for line in range(1, 400):
+        drafter, text = NGram(), rng.integers(0, 3, 900).tolist()
+        drafter.observe(0, ids(*text[:500]), None)
+
+        def work(drafter: NGram = drafter, text: list[int] = text) -> None:
+            drafter.observe(450, ids(*text[450:470]), None)
+            drafter.observe(470, ids(*text[470:900]), None)
+            drafter.truncate(600)
+            drafter.propose(1, ROOM)
+
+        Interrupter(line, ("spec/ngram.py", "spec/chains.py")).run(work)
+        text[440:] = rng.integers(0, 3, 260).tolist()
+        drafter.observe(440, ids(*text[440:]), None)
+        assert proposal(drafter, 1) == following([*text, 1], ROOM), f"line {line}"
+        drafter.truncate(300)
+        assert proposal(drafter, 2) == following([*text[:300], 2], ROOM), f"line {line}"
