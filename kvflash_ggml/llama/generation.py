@@ -90,6 +90,8 @@ class GeneratingLlama(SavingLlama):
 
         at_hand: so many of them are not read. An image that a chat handler has evaluated has places without tokens.
         """
+        if len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self._n_vocab:
+            return np.array(tokens, np.int32)  # each step of an answer comes here, and the rest takes microseconds
         ids = _numbers(tokens)
         strange = np.flatnonzero((ids[at_hand:] < 0) | (ids[at_hand:] >= self._n_vocab))
         if len(strange):
