@@ -61,7 +61,7 @@ def llama_source() -> Path | None:
 
 
 def allow_cpu() -> bool:
-    """KVFLASH_ALLOW_CPU=1: layers asked for on a build without a GPU backend run on the CPU, with a warning."""
+    """KVFLASH_ALLOW_CPU=1: layers asked for run on the CPU, with a warning, where this build cannot use the GPU."""
     return os.environ.get("KVFLASH_ALLOW_CPU", "") == "1"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 NAME = "kvflash_ggml"
 
@@ -25,3 +26,9 @@ def show_on(handler: logging.Handler, level: int) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning that this process has not logged before."""
+    logging.getLogger(NAME).warning(text)

@@ -121,7 +121,7 @@ def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
 
 
 def gpu_layers(loading: ModelOptions) -> int:
-    """-1 is all. Layers asked for that cannot be had are an error, never a silent CPU run."""
+    """Return n_gpu_layers, -1 for all. LibraryError if the machine has a GPU that this build cannot use."""
     layers = loading.n_gpu_layers
     if loading.rpc is not None:
         return -1 if layers == "auto" else layers

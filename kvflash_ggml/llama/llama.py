@@ -115,7 +115,8 @@ class Llama(ResizableLlama):
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
         endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
         if not endpoints:
-            library.ensure_gpu_offload(request.upstream.get("n_gpu_layers", 0))
+            layers = request.upstream.get("n_gpu_layers", 0)
+            library.ensure_gpu_offload(layers, installed=llama_cpp.Llama is Llama)
         self.placement: Placement | None = None
         if request.fit is not None:
             with servers.connected(endpoints):

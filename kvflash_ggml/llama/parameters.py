@@ -6,7 +6,6 @@ import difflib
 import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..config import KVFlashConfig, SpecConfig
 from ..constants import MAX_CONTEXT
 from ..convert import types
 from ..errors import ConfigError
+from ..logs import warn_once
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
@@ -142,7 +142,7 @@ def check_names(keywords: dict[str, Any]) -> None:
             hint = f": is it {known[close[0]]}?" if close else f"; there are {', '.join(POOL_KEYWORDS)}"
             raise TypeError(f"Llama() has no keyword {name}{hint}")
     if unknown:
-        _warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
+        warn_once(f"ignored, as llama_cpp.Llama does, for it has no such keywords: {', '.join(sorted(unknown))}")
 
 
 def _servers(given: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
@@ -219,7 +219,7 @@ def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_defau
     if upstream.get("flash_attn", True) is False:
         if not by_default:
             raise ConfigError("flash_attn=False: a pool needs flash attention, since V is stored transposed without it")
-        _warn_once("flash_attn=False of the program is raised to True: a pool needs flash attention")
+        warn_once("flash_attn=False of the program is raised to True: a pool needs flash attention")
     upstream["flash_attn"] = True
     if upstream.get("attention_type") == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL:
         raise ConfigError("attention_type=1 (non-causal): in a pool tokens see those before them: use kvflash=None")
@@ -242,8 +242,3 @@ def signature() -> inspect.Signature:
     ]
     *upstream, rest = names.values()
     return inspect.Signature([*upstream, *ours, rest])
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvflash_ggml import env
 from kvflash_ggml.errors import LibraryError
+from kvflash_ggml.logs import warn_once
 from kvflash_ggml.native import trial
 
 logger = logging.getLogger("kvflash_ggml")
@@ -151,13 +152,24 @@ def gpu_devices() -> list[str]:
     ]
 
 
-def ensure_gpu_offload(n_gpu_layers: int) -> None:
-    """Refuse a run that asks for a GPU and would silently use the CPU.
+def machine_has_gpu() -> bool:
+    """Report whether the system shows a GPU, whatever this build can use: a device of NVIDIA, or WSL's."""
+    dev = Path("/dev")
+    return (dev / "dxg").exists() or any(dev.glob("nvidia[0-9]*"))
+
+
+def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
+    """Refuse to leave a GPU of this machine idle that the caller asked for; warn where there is none.
+
+    installed: the caller asked llama_cpp.Llama, which runs on the CPU without an error, so this warns too.
 
     Raises:
-        LibraryError: layers were requested, no GPU can be used, ``KVFLASH_ALLOW_CPU`` is not 1.
+        LibraryError: the machine has a GPU that this build cannot use, and ``KVFLASH_ALLOW_CPU`` is not 1.
     """
     if n_gpu_layers == 0 or supports_gpu_offload():
+        return
+    if not machine_has_gpu():
+        warn_once(f"n_gpu_layers={n_gpu_layers}: no GPU was found, so the CPU computes every layer.")
         return
     backends = build_info()["backends"]
     gpu = [b for b in backends if b not in HOST_BACKENDS]
@@ -168,9 +180,9 @@ def ensure_gpu_offload(n_gpu_layers: int) -> None:
     else:
         why = f"it was built without a GPU backend (it has: {', '.join(backends)})"
         cure = f'Rebuild it with CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {REINSTALL}'
-    text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot offload: {why}."
-    if env.allow_cpu():
-        logger.warning("%s Running on the CPU, as KVFLASH_ALLOW_CPU=1 says.", text)
+    text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot use the GPU of this machine: {why}."
+    if installed or env.allow_cpu():
+        warn_once(f"{text} The CPU computes every layer. {cure}.")
         return
     raise LibraryError(f"{text} {cure}, or run on the CPU on purpose: n_gpu_layers=0 or KVFLASH_ALLOW_CPU=1.")
 

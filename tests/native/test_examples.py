@@ -30,7 +30,6 @@ def test_an_example_runs(example: str, tmp_path: Path, monkeypatch: pytest.Monke
     shutil.copy(MODELS / "recall-qwen3-q8_0.gguf", tmp_path / "model.gguf")
     (tmp_path / "book.txt").write_bytes(TEXT.read_bytes()[:16_000])  # some 5,000 tokens
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KVFLASH_ALLOW_CPU", "1")
     names: dict[str, object] = {}
     exec(compile(example, "an example", "exec"), names)
     for name, value in names.items():

@@ -15,9 +15,10 @@ import pytest
 from support.harness import MODELS
 
 import kvflash_ggml
-from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.errors import ConfigError
+from kvflash_ggml import KVFlashConfig, logs
+from kvflash_ggml.errors import ConfigError, LibraryError
 from kvflash_ggml.llama import keywords
+from kvflash_ggml.native import library
 
 MODEL = str(MODELS / "recall-qwen3-q8_0.gguf")
 
@@ -26,7 +27,7 @@ MODEL = str(MODELS / "recall-qwen3-q8_0.gguf")
 def parameters(loaded: None) -> Any:
     from kvflash_ggml.llama import parameters
 
-    parameters._warn_once.cache_clear()
+    logs.warn_once.cache_clear()
     return parameters
 
 
@@ -147,6 +148,32 @@ def test_drafts_are_given_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFLASH_SPEC", "clairvoyance")
     with pytest.raises(ConfigError, match="clairvoyance"):
         kvflash_ggml.install()
+
+
+@pytest.mark.parametrize("pool", [None, 512])
+@pytest.mark.parametrize("layers", [-1, 99])
+def test_layers_are_computed_on_the_cpu_where_there_is_no_gpu(
+    pool: int | None, layers: int, llama: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stock does, with one line; where a GPU would idle, only a program that does not know this package goes on."""
+    if library.supports_gpu_offload():
+        pytest.skip("this build has a GPU")
+    asked = {"n_gpu_layers": layers, "kvflash": pool}
+    monkeypatch.setattr(library, "machine_has_gpu", lambda: False)
+    for _ in range(2):
+        llama(**asked).eval([1, 2, 3])
+    assert [line for line in caplog.messages if "GPU" in line] == [
+        f"n_gpu_layers={layers}: no GPU was found, so the CPU computes every layer."
+    ]
+    caplog.clear()
+    monkeypatch.setattr(library, "machine_has_gpu", lambda: True)
+    with pytest.raises(LibraryError, match=f"n_gpu_layers={layers}, but .* built without a GPU backend"):
+        llama(**asked)
+    kvflash_ggml.install()
+    for _ in range(2):
+        llama(**asked).eval([1, 2, 3])
+    [line] = [line for line in caplog.messages if "GPU" in line]
+    assert "The CPU computes every layer. Rebuild it" in line
 
 
 def test_a_program_that_turns_flash_attention_off_knows_nothing_of_the_pool(caplog: Any) -> None:

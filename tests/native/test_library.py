@@ -167,15 +167,16 @@ def test_parts_of_different_builds_are_refused(breakage: str, message: str) -> N
     assert message in done.stderr
 
 
-def test_gpu_layers_on_a_cpu_build_are_not_ignored() -> None:
+def test_a_gpu_that_the_build_cannot_use_is_told() -> None:
     if library.supports_gpu_offload():
         pytest.skip("this build has a GPU")
-    code = LOAD + "library.ensure_gpu_offload(-1)"
-    refused, allowed = run(code), run(code, KVFLASH_ALLOW_CPU="1")
+    code = LOAD + "library.machine_has_gpu = lambda: {}\nlibrary.ensure_gpu_offload({})"
+    refused, allowed = run(code.format(True, -1)), run(code.format(True, -1), KVFLASH_ALLOW_CPU="1")
     assert "n_gpu_layers=-1" in refused.stderr
     assert "KVFLASH_ALLOW_CPU=1" in refused.stderr
     assert allowed.returncode == 0, allowed.stderr
-    assert run(LOAD + "library.ensure_gpu_offload(0)").returncode == 0
+    assert run(code.format(True, 0)).returncode == 0
+    assert run(code.format(False, 99)).returncode == 0
 
 
 def test_loading_twice_is_free() -> None:

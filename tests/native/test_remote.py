@@ -165,6 +165,7 @@ def test_a_server_that_came_back_with_other_devices_is_refused(
 def test_nobody_gets_devices_unasked(servers: list[Server], llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server in use is no GPU of this machine, neither for another model nor for the rule against silent CPU runs."""
     monkeypatch.delenv("KVFLASH_ALLOW_CPU", raising=False)
+    monkeypatch.setattr(library, "machine_has_gpu", lambda: True)
     llm = llama(kvflash=512, **over(servers[:1]))
     assert "rpc" in library.build_info()["backends"]
     if not library.gpu_devices():
