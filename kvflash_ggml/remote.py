@@ -22,8 +22,8 @@ SECONDS = 3.0
 """How long a server may take to accept a connection, and to say which protocol it speaks."""
 
 RISK = (
-    "whoever reaches the port controls the server's machine, and whoever reads the wire reads prompts, keys, values "
-    "and weights: there is neither a password nor encryption"
+    "RPC has neither a password nor encryption: anybody who reaches the port controls the server's machine, and "
+    "anybody on the wire reads prompts and weights"
 )
 TUNNEL = "ssh -N -L {port}:127.0.0.1:{port} HOST"
 
@@ -63,8 +63,8 @@ def find(text: str, *, trust: bool = False) -> Endpoint:
         raise RemoteError(f"{text}: the host {host} is not known ({err})") from err
     if not trust and not is_private(str(address)):
         raise RemoteError(
-            f"{text} is {address}, an address of the open internet, and {RISK}. Use a tunnel "
-            f"({TUNNEL.format(port=number)}, then 127.0.0.1:{number}), or rpc_trust=True"
+            f"{text} is {address}, an address of the open internet. {RISK}. Use a tunnel "
+            f"({TUNNEL.format(port=number)}, then 127.0.0.1:{number}), or rpc_trust=True (--rpc-trust)"
         )
     return Endpoint(text, str(address), int(number))
 

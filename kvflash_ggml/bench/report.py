@@ -58,4 +58,4 @@ def _cell(value: Any) -> str:
         return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if type(value) is int else str(value)  # True is an int too

@@ -174,7 +174,7 @@ def streaming(
         raise click.BadParameter("one pool at a time", param_hint="--pool")
     library.load()
     from . import report
-    from .streaming import ARMS, Plan, ratios, run_arm
+    from .streaming import ARMS, Plan, ratios, run_arm, table
 
     if unknown := set(arms.split(",")) - set(ARMS):
         raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(ARMS)}", param_hint="--arms")
@@ -187,24 +187,10 @@ def streaming(
                 logits[arm, point.depth] = row
                 device = where or device
                 click.echo(f"{arm} at {point.depth}: read in {point.prefill_s:.2f} s", err=True)
-    table = ratios(points, logits)
-    columns = {
-        "arm": "arm",
-        "depth": "depth",
-        "prefill_s": "read s",
-        "prefill_vs_full": "t/s /full",
-        "same_bits": "same bits",
-        "decode_tps": "decode t/s",
-        "kv_mib": "KV MiB",
-        "used_mib": "used MiB",
-        "step_ms": "step ms",
-        "copy_ms": "copy ms",
-        "turn_ms": "turn ms",
-    }
-    report.table(list(columns.values()), [[str(row.get(key, "-")) if key in ("same_bits", "step_ms", "turn_ms") else
-                                           row.get(key, "-") for key in columns] for row in table])  # fmt: skip
+    found = ratios(points, logits)
+    report.table(*table(found))
     report.document({"bench": "streaming", "model": Path(model).name, "options": options | asdict(plan),
-                     "environment": report.environment(device), "points": table})  # fmt: skip
+                     "environment": report.environment(device), "points": found})  # fmt: skip
 
 
 @click.command(name="random-model")

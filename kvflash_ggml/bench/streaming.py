@@ -189,3 +189,24 @@ def ratios(points: list[Point], logits: dict[tuple[str, int], npt.NDArray[np.flo
             row["step_vs_copy"] = {n: ms / p.copy_ms for n, ms in p.step_ms.items()}
         out.append(row)
     return out
+
+
+_COLUMNS = {
+    "arm": "arm", "depth": "depth", "prefill_s": "read s", "prefill_vs_full": "t/s /full", "same_bits": "same bits",
+    "decode_tps": "decode t/s", "kv_mib": "KV MiB", "used_mib": "used MiB", "step_ms": "step of {} ms",
+    "copy_ms": "copy ms", "turn_ms": "turn ms: {}",
+}  # fmt: skip
+"""Names of a row's values. A dictionary of times, as step_ms is, has one column a key."""
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the header and the cells of the table of `ratios`; None where a row has no such value."""
+    header: list[str] = []
+    cells: list[list[Any]] = [[] for _ in rows]
+    for name, title in _COLUMNS.items():
+        nested = [row[name] for row in rows] if "{}" in title else [{name: row.get(name)} for row in rows]
+        for key in dict.fromkeys(key for values in nested for key in values):
+            header.append(title.format(key))
+            for line, values in zip(cells, nested, strict=True):
+                line.append(values.get(key))
+    return header, cells

@@ -52,7 +52,7 @@ def serve(
     """Lend this machine's devices to one client after the other, until Ctrl-C or SIGTERM.
 
     \b
-    There is neither a password nor encryption: whoever reaches the port controls this machine.
+    There is neither a password nor encryption: anybody who reaches the port controls this machine.
     Other machines should come through a tunnel: ssh -N -L 50052:127.0.0.1:50052 THIS-HOST
     """
     try:
@@ -62,8 +62,8 @@ def serve(
     tunnel = remote.TUNNEL.format(port=port or "PORT")
     if outside and not trust_network:
         raise click.UsageError(
-            f"--host {host} can be reached by other machines, and {remote.RISK}. Use a tunnel ({tunnel} on the "
-            "client), or add --trust-network"
+            f"--host {host} can be reached by other machines. {remote.RISK}. Use a tunnel ({tunnel} on the client), "
+            "or add --trust-network"
         )
     with plain_errors(verbose=False):
         check_first_run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 import threading
@@ -103,6 +104,14 @@ def test_only_private_addresses_are_trusted() -> None:
     with pytest.raises(RemoteError, match=r"8.8.8.8, an address of the open internet.*rpc_trust=True"):
         remote.find("8.8.8.8:1")
     assert remote.find("8.8.8.8:1", trust=True).address == "8.8.8.8"
+
+
+def test_a_refusal_is_short_sentences() -> None:
+    with pytest.raises(RemoteError) as refused:
+        remote.find("8.8.8.8:1")
+    for told in (str(refused.value), CliRunner().invoke(main, ["rpc", "serve", "--host", "0.0.0.0"]).stderr):
+        sentences = re.split(r"[.?!:;]\s", told)
+        assert max(len(sentence.split()) for sentence in sentences) <= 25, sentences
 
 
 def test_check_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
