@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import pip_line
 from ..errors import ConfigError
 from .outcomes import wilson
 
@@ -15,7 +16,7 @@ def check() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvflash-ggml[plot]'") from err
+        raise ConfigError(f"--plot needs matplotlib: {pip_line.install('plot')}") from err
 
 
 def points(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[float, int, int]]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import env
+from .. import env, pip_line
 from ..errors import LibraryError
 from ..native import library, trial
 from . import about, dry_run, step
@@ -25,7 +25,7 @@ _OURS = "LLAMA_CPP_LIB_PATH"  # the package sets it for itself, which is no news
 _SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
-_CUDA_BUILD = f'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {library.REINSTALL}'
+_CUDA_BUILD = 'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _build() -> Check:
     try:
         info = library.build_info()
     except LibraryError as error:
-        return Check(name="build", status="error", detail=str(error), remedy="pip install .")
+        return Check(name="build", status="error", detail=str(error), remedy=pip_line.install())
     patches = info.get("patches", [])
     lines = [
         f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}, {_flavour(info)}",
@@ -151,7 +151,7 @@ def _devices(child: Child) -> Check:
     if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
         status = "warning"
         lines.append(f"no GPU is used, though there is a driver: {_driver()}")
-        remedy = _CUDA_BUILD if computes_on(_info()) == "CPU" else "nvidia-smi"
+        remedy = f"{_CUDA_BUILD} {pip_line.reinstall()}" if computes_on(_info()) == "CPU" else "nvidia-smi"
     elif child.said["gpu"] and _NVIDIA_DRIVER.exists():
         lines.append(_driver())
     return Check(

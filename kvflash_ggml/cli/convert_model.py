@@ -28,7 +28,7 @@ def model(*, folder: Path, arguments: tuple[str, ...], out: Path | None, kind: s
     """Make a GGUF file of the Hugging Face model in DIR.
 
     llama.cpp's own converter does it, of the release that this package is built from, in a process of its
-    own. It needs torch and transformers: pip install 'kvflash-ggml[convert]'. ARGUMENTS are passed on to it,
+    own. It needs torch and transformers, the extra "convert" of this package. ARGUMENTS are passed on to it,
     as in kvflash-convert model DIR -- --no-mtp. It may run code that lies in DIR: convert what you trust.
     """
     made = out or Path(f"{folder.resolve().name}-{kind}.gguf")

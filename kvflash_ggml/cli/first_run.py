@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import env
+from .. import env, pip_line
 from ..errors import LibraryError
 from ..native import library, trial
 from .child import Child, run_child
@@ -57,7 +57,7 @@ def told(child: Child) -> str:
 def rebuild(child: Child) -> str:
     """What to type for a build that should work here."""
     variables = trial.explain(child.said.get("features", []))[1] if child.crashed else ""
-    return f"{variables} {library.REINSTALL}".strip()
+    return f"{variables} {pip_line.reinstall()}".strip()
 
 
 def main(model: str) -> None:

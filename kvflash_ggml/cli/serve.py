@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .. import pip_line
 from .device_options import DeviceOptions, device_options
 from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, model_options
@@ -211,7 +212,7 @@ def serve(
             from ..server.start import start
         except ModuleNotFoundError as err:
             raise click.ClickException(
-                f"the server needs {err.name}, which is not installed: pip install 'kvflash-ggml[server]'"
+                f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
         if not quiet:
             log_requests(requestlog.NAME)

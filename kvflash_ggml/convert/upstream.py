@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from .. import env
+from .. import env, pip_line
 from ..errors import ConversionError, LibraryError, brief
 from ..files import check_writable
 from ..native import library
@@ -115,7 +115,7 @@ def _refuse_without_packages() -> None:
     if missing:
         raise LibraryError(
             f"llama.cpp's converter needs {', '.join(missing)}, and {sys.prefix} does not have it: "
-            "pip install 'kvflash-ggml[convert]'"
+            f"{pip_line.install('convert')}"
         )
 
 

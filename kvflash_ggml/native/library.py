@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvflash_ggml import env
+from kvflash_ggml import env, pip_line
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.logs import warn_once
 from kvflash_ggml.native import trial
@@ -39,8 +39,6 @@ HOST_BACKENDS = frozenset({"cpu", "blas", "rpc"})
 """Backends of a build that bring no GPU of this machine: RPC has devices only where somebody connects to a server."""
 
 _GPU_TYPES = (1, 2)  # ggml_backend_dev_type: GPU, IGPU
-
-REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps kvflash-ggml"
 
 
 def load() -> None:
@@ -77,7 +75,7 @@ def _load() -> None:
     try:
         trial.load_backends(ctypes.CDLL(str(libllama)), files)
     except OSError as error:
-        raise LibraryError(f"{error}. Build it again: {REINSTALL}") from error
+        raise LibraryError(f"{error}. Build it again: {pip_line.reinstall()}") from error
     extension = _import(_EXTENSION, libllama)
     _refuse_mismatch(llama_cpp, extension.lib, libllama)
 
@@ -93,7 +91,7 @@ def library_folder() -> Path:
             + (
                 "Point KVFLASH_LIB_PATH at the folder of a kvflash_ggml build, or unset it."
                 if override
-                else f"Build it again: {REINSTALL}"
+                else f"Build it again: {pip_line.reinstall()}"
             )
         )
     return folder
@@ -116,9 +114,7 @@ def build_info() -> dict[str, Any]:
     """
     path = _package_root() / "_build_info.json"
     if not path.is_file():
-        raise LibraryError(
-            f"kvflash_ggml is not built: {path} is missing. In a checkout run 'pip install .'; otherwise: {REINSTALL}"
-        )
+        raise LibraryError(f"kvflash_ggml is not built: {path} is missing. Build it: {pip_line.install()}")
     info: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if _load.cache_info().currsize:
         info["cpu_library"] = cpu_library()
@@ -179,7 +175,7 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
         cure = "Check the driver with nvidia-smi"
     else:
         why = f"it was built without a GPU backend (it has: {', '.join(backends)})"
-        cure = f'Rebuild it with CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {REINSTALL}'
+        cure = f'Rebuild it with CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {pip_line.reinstall()}'
     text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot use the GPU of this machine: {why}."
     if installed or env.allow_cpu():
         warn_once(f"{text} The CPU computes every layer. {cure}.")
@@ -262,7 +258,7 @@ def _explain(path: Path, error: OSError) -> str:
             f"{text} {name} belongs to the CUDA toolkit (the driver alone is not enough): install "
             "it or NVIDIA's runtime and cuBLAS wheels, or add its folder to LD_LIBRARY_PATH."
         )
-    return f"{text} Build it again for this machine: {REINSTALL}"
+    return f"{text} Build it again for this machine: {pip_line.reinstall()}"
 
 
 def _point_llama_cpp_at(folder: Path) -> None:
@@ -278,7 +274,9 @@ def _import(name: str, libllama: Path) -> ModuleType:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         if isinstance(error, LibraryError):
             raise
-        raise LibraryError(f"{name} cannot be used with {libllama}: {error}. Build it again: {REINSTALL}") from error
+        raise LibraryError(
+            f"{name} cannot be used with {libllama}: {error}. Build it again: {pip_line.reinstall()}"
+        ) from error
 
 
 def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
@@ -286,12 +284,12 @@ def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
     if lib.kvf_abi() != lib.KVF_ABI:
         raise LibraryError(
             f"{libllama} has native interface {lib.kvf_abi()}, this package needs {lib.KVF_ABI}. "
-            f"Unset KVFLASH_LIB_PATH, or build again: {REINSTALL}"
+            f"Unset KVFLASH_LIB_PATH, or build again: {pip_line.reinstall()}"
         )
     for which, name in enumerate(_STRUCTS):
         ours, theirs = int(lib.kvf_sizeof(which)), ctypes.sizeof(getattr(llama_cpp, name))
         if ours != theirs:
             raise LibraryError(
                 f"{name} has {ours} bytes in {libllama} but {theirs} in llama_cpp "
-                f"{llama_cpp.__version__}: they are not of one release. Build again: {REINSTALL}"
+                f"{llama_cpp.__version__}: they are not of one release. Build again: {pip_line.reinstall()}"
             )

@@ -6,6 +6,7 @@ import importlib
 from functools import cache
 from typing import Any
 
+from .. import pip_line
 from ..arrays import Buffer
 from ..errors import ConfigError, SnapshotError
 
@@ -63,4 +64,5 @@ def _zstd() -> Any:
     try:
         return importlib.import_module("zstandard")
     except ImportError as err:
-        raise ConfigError("compressed snapshots need the package zstandard: pip install kvflash-ggml[zstd]") from err
+        line = pip_line.install("zstd")
+        raise ConfigError(f"compressed snapshots need the package zstandard: {line}") from err

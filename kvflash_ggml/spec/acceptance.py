@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import pip_line
 from ..arrays import Floats
 from ..convert import gguf_read, verify
 from ..errors import ConversionError, LibraryError
@@ -221,6 +222,6 @@ def _exported(name: str, result: Any, *arguments: Any) -> Any:
     """A function of a context that llama.cpp exports as C++ only."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is None:
-        raise LibraryError(f"this libllama does not export {name}: {library.REINSTALL}")
+        raise LibraryError(f"this libllama does not export {name}: {pip_line.reinstall()}")
     function.restype, function.argtypes = result, [ctypes.c_void_p, *arguments]
     return function

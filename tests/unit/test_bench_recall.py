@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
+from kvflash_ggml import pip_line
 from kvflash_ggml.bench import main, plot
 from kvflash_ggml.bench.outcomes import HEADER, Arm, Outcome, Read, arms, cells, summary, verdicts, wilson
 from kvflash_ggml.errors import ConfigError
@@ -121,7 +122,7 @@ def test_a_picture(tmp_path):
 
 def test_no_picture_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvflash-ggml\[plot\]'"):
+    with pytest.raises(ConfigError, match=re.escape(pip_line.install("plot"))):
         plot.check()
     model = tmp_path / "m.gguf"
     model.write_bytes(b"")

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.checkpoints import config, rewritten, small_checkpoint, small_eagle3, small_target
 
+from kvflash_ggml import pip_line
 from kvflash_ggml.cli import convert_measure, convert_options
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.cli.convert import convert
@@ -268,7 +269,7 @@ def test_packages_that_are_missing_are_named(
     result = cli("model", model, "-o", tmp_path / "out.gguf")
     assert result.exit_code == 1
     assert "needs no_such_package, no_such.module" in result.stderr
-    assert "pip install 'kvflash-ggml[convert]'" in result.stderr
+    assert pip_line.install("convert") in result.stderr
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, converter: Path) -> None:

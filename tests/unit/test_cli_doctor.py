@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvflash_ggml import pip_line
 from kvflash_ggml.cli import checks, child, main, step
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
@@ -220,7 +221,7 @@ def test_nothing_is_built(healthy: None, monkeypatch: pytest.MonkeyPatch) -> Non
     say(monkeypatch, failed)
     result = doctor()
     assert result.exit_code == 1
-    assert "-> pip install ." in result.stdout
+    assert f"-> {pip_line.install()}" in result.stdout
 
 
 def test_a_gpu_that_is_not_used(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
