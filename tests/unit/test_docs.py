@@ -21,7 +21,17 @@ from kvflash_ggml.llama.keywords import PoolKeywords
 from kvflash_ggml.policy.base import Scorer
 
 REPO = Path(__file__).parents[2]
-FOLDERS = ("", "docs", "patches", "vendor", "tests/models", "tests/text", "scripts/train_recall", "scripts/train_draft")
+FOLDERS = (
+    "",
+    "docs",
+    "patches",
+    "vendor",
+    "tests/models",
+    "tests/golden",
+    "tests/text",
+    "scripts/train_recall",
+    "scripts/train_draft",
+)
 PAGES = [page for folder in FOLDERS for page in sorted((REPO / folder).glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
