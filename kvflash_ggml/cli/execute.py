@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,18 +15,19 @@ from typing import Any
 
 import click
 
-from .. import env
+from .. import env, pip_line
 from .model import plain_errors
 from .pool_options import PoolOptions, pool_options
 from .sections import SectionCommand
+from .terminal import note
 
 _PYTHONS = ("python", "python3")
 _STARTUP = "_kvflash_ggml_startup"
 
 _EPILOG = """\b
 Every llama_cpp.Llama that the program makes has the pool, unless the program asks for one itself. The
-program must be installed in the Python environment of kvflash-run. It is told through the environment:
-KVFLASH_INSTALL=1, and the variables of the options."""
+program must run in a Python environment that has kvflash_ggml; one of another environment is refused. It
+is told through the environment: KVFLASH_INSTALL=1, and the variables of the options."""
 
 
 @click.command(
@@ -61,7 +64,11 @@ def execute(ctx: click.Context, *, command: tuple[str, ...], pool: PoolOptions) 
 
 
 def resolve(command: list[str]) -> list[str]:
-    """The command with the full path of its program, which must run in this environment. UsageError if it does not."""
+    """Return the command with the full path of its program.
+
+    A program that is no Python program gets a warning: nobody can tell what it will start. UsageError for a program
+    that is not there, or that runs in a Python environment without this package, where it would get no pool.
+    """
     name, *arguments = command
     if name in _PYTHONS:
         return [sys.executable, *arguments]
@@ -72,27 +79,46 @@ def resolve(command: list[str]) -> list[str]:
     if found is None:
         raise click.UsageError(f"there is no program {name!r} in {here} or on the PATH")
     python = _interpreter(Path(found))
-    if python is not None and python.absolute().parent != Path(sys.executable).absolute().parent:
+    if python is None:
+        note(f"warning: {found} is no Python program: what it starts gets a pool only from {sys.prefix}")
+    elif not _starts_us(python):
         raise click.UsageError(
-            f"{found} runs in another Python environment, {python}: install the program beside kvflash_ggml "
-            f"({here}), or kvflash_ggml there"
+            f"{found} runs in another Python environment, {python}, and would get no pool there. Install kvflash_ggml "
+            f"into it: {pip_line.install_into(python)}; or install the program beside kvflash_ggml, in {sys.prefix}"
         )
     return [found, *arguments]
 
 
-def _interpreter(script: Path) -> Path | None:
-    """The Python that a script names in its first line; None for anything else."""
-    with script.open("rb") as file:
-        line = file.readline(500)
-    if not line.startswith(b"#!"):
+def _starts_us(python: str) -> bool:
+    """Whether a Python runs our file at its start, which it is asked unless it is this one."""
+    ours = Path(sys.executable)
+    if Path(python).absolute().parent == ours.absolute().parent and Path(python).resolve() == ours.resolve():
+        return True
+    question = f"import sys; sys.exit({_STARTUP!r} not in sys.modules)"
+    try:
+        return subprocess.run([python, "-c", question], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def _interpreter(program: Path) -> str | None:
+    """The Python that runs a program: itself, or the one that its first lines name; None for anything else."""
+    if _is_python(str(program)):
+        return str(program)
+    with program.open("rb") as file:
+        lines = [file.readline(4096).decode(errors="replace") for _ in range(2)]
+    if not lines[0].startswith("#!"):
         return None
-    words = shlex.split(line[2:].decode(errors="replace"))
+    words = lines[0][2:].split()
+    if words[:1] == ["/bin/sh"] and lines[1].startswith("'''exec' "):  # pip's way with long paths and blanks
+        words = shlex.split(lines[1])[1:]
     if words and Path(words[0]).name == "env":
-        words = words[1:]
-    if not words or not Path(words[0]).name.startswith("python"):
-        return None
-    found = shutil.which(words[0])
-    return None if found is None else Path(found)
+        words = [word for word in words[1:] if not word.startswith("-")]
+    return shutil.which(words[0]) if words and _is_python(words[0]) else None
+
+
+def _is_python(name: str) -> bool:
+    return re.fullmatch(r"(python|pypy)[\d.]*", Path(name).name) is not None
 
 
 def _variables(pool: PoolOptions) -> dict[str, str]:

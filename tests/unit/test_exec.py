@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_what_it_reads_is_what_it_was_told(started: Any, monkeypatch: pytest.Mon
 def test_programs_are_found_beside_python_first(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "env" / "python3"
     python.parent.mkdir()
-    python.touch()
+    python.touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     mine = script(python.parent, f"#!{python}")
     assert execute.resolve(["prog", "-m", "x"]) == [str(mine), "-m", "x"]
@@ -108,18 +109,68 @@ def test_programs_are_found_beside_python_first(started: Any, tmp_path: Path, mo
     assert execute.resolve([str(tmp_path / "it.py"), "a"]) == [str(python), str(tmp_path / "it.py"), "a"]
 
 
-@pytest.mark.parametrize("first", ["#!/usr/bin/python3", "#!/usr/bin/env python3"])
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The Python of another environment."""
+    venv.create(tmp_path / "other env", symlinks=True, with_pip=False)
+    return tmp_path / "other env" / "bin" / "python"
+
+
+FIRST_LINES = {
+    "plain": "#!{python}",
+    "options": "#!{python} -u",
+    "env": "#!/usr/bin/env python",
+    "env with options": "#!/usr/bin/env -S python -u",
+    "pip's, where the path is long or has blanks": "#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''",
+}
+
+
+@pytest.mark.parametrize("first", FIRST_LINES.values(), ids=list(FIRST_LINES))
 def test_a_program_of_another_python_is_refused(
-    first: str, started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    (tmp_path / "python3").touch(mode=0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
-    script(tmp_path, first.replace("/usr/bin/python3", str(tmp_path / "python3")))
+    first: str, started: Any, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = other
+    if first.startswith("#!{"):  # a first line cannot have blanks in a path
+        (tmp_path / "bin").symlink_to(other.parent)
+        python = tmp_path / "bin" / "python"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{python.parent}")
+    script(tmp_path, first.format(python=python))
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python3")
     result = run("--kvflash", "auto", "prog")
     assert result.exit_code == 2
     assert "runs in another Python environment" in result.stderr
+    assert str(python) in result.stderr
+    assert "-m pip install" in result.stderr
     assert not started
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_another_python_itself_is_refused(name: str, started: Any, other: Path) -> None:
+    result = run("--kvflash", "auto", "--", other.with_name(name), "script.py")
+    assert result.exit_code == 2
+    assert f"'{other.with_name(name)}' -m pip install" in result.stderr
+    assert not started
+
+
+def test_another_environment_that_has_the_package_is_as_good(
+    started: Any, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (packages,) = other.parents[1].glob("lib/python*/site-packages")
+    (packages / "what_is_started.py").touch()
+    (packages / "x.pth").write_text("import what_is_started")
+    monkeypatch.setattr(execute, "_STARTUP", "what_is_started")
+    assert execute.resolve([str(other), "-c", "pass"]) == [str(other), "-c", "pass"]
+
+
+def test_what_is_no_python_program_gets_a_warning(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shell = script(tmp_path, "#!/bin/sh")
+    result = run("--kvflash", "auto", "prog")
+    assert started[0][0] == str(shell)
+    assert f"warning: {shell} is no Python program" in result.stderr
+    assert sys.prefix in result.stderr
 
 
 @pytest.mark.parametrize(
