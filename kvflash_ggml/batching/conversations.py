@@ -1,29 +1,52 @@
-"""What can be done with conversations between two requests. Everything here runs on the engine's thread."""
+"""What can be done with conversations between two requests: on the engine's thread, where nothing else is said."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from .access import Access
 from .folder import Folder
 from .model import Model
 from .seat import Seat
 from .shelf import Conversation, Shelf
 
+T = TypeVar("T")
+
 
 class ConversationControl:
-    """The part of a scheduler that keeps conversations. Use it by `call`."""
+    """The part of a scheduler that keeps conversations. Use it by `call`.
+
+    access: of whoever asks. A conversation that it may not see is treated as one that is not known.
+    """
 
     model: Model
     seat: Seat
     shelf: Shelf
     folder: Folder | None
 
-    def conversations(self) -> list[dict[str, Any]]:
-        """All that are known, the one used last at the end. No text."""
+    def seen(self, access: Access, read: Callable[[], T]) -> T | None:
+        """What `read` tells of the text at hand; None if the text is not for this access. From any thread."""
+        before, value = self.seat.conversation, read()
+        if not access.owner:
+            return value
+        # the seat is nobody's while the engine's thread changes the text
+        mine = before is not None and access.may(before.salt) and self.seat.conversation is before
+        return value if mine else None
+
+    def places(self, access: Access) -> dict[str, int]:
+        """How many conversations are where. From any thread: a conversation that moves meanwhile may count twice."""
+        seated = self.seat.conversation
+        counts = {"device": int(seated is not None and access.may(seated.salt)), "memory": 0, "folder": 0}
+        for conversation in self.shelf:
+            counts[conversation.where] += access.may(conversation.salt)
+        return counts
+
+    def conversations(self, access: Access) -> list[dict[str, Any]]:
+        """Describe all that are known, the one used last at the end. No text."""
         seated = self.seat.conversation
         known = [*self.shelf, *([seated] if seated is not None else [])]
-        return [self._describe(conversation) for conversation in known]
+        return [self._describe(conversation) for conversation in known if access.may(conversation.salt)]
 
     def _describe(self, one: Conversation) -> dict[str, Any]:
         here = one is self.seat.conversation
@@ -35,47 +58,57 @@ class ConversationControl:
             "file": None if one.stored is None else one.stored.path.name,
         }
 
-    def park(self, id: str) -> bool:
+    def park(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""
-        if self._seated(id):
+        if self._seated(id, access):
             self.seat.park()
             return True
-        return self.shelf.get(id) is not None
+        return self._shelved(id, access) is not None
 
-    def save(self, id: str) -> bool:
+    def save(self, id: str, access: Access) -> bool:
         """Write a conversation to the folder; False if it is not known, or cannot be written."""
-        if self._seated(id):
+        if self._seated(id, access):
             self.seat.park()
-        found = self.shelf.get(id)
+        found = self._shelved(id, access)
         return found is not None and self.shelf.store(found)
 
-    def erase(self, id: str) -> bool:
+    def erase(self, id: str, access: Access) -> bool:
         """Forget a conversation, its file too; False if it is not known."""
-        if self._seated(id):
-            self.erase_seated()
+        if self._seated(id, access):
+            self.erase_seated(access)
             return True
-        found = self.shelf.get(id)
+        found = self._shelved(id, access)
         if found is not None:
             self.shelf.erase(found)
         return found is not None
 
-    def pin(self, id: str, lo: int, hi: int) -> bool:
+    def pin(self, id: str, lo: int, hi: int, access: Access) -> bool:
         """Keep tokens of the conversation at hand on the device; False if it is another."""
-        if not self._seated(id):
+        if not self._seated(id, access):
             return False
         self.model.pin(lo, hi)
         return True
 
-    def erase_seated(self) -> int:
+    def erase_seated(self, access: Access) -> int:
         """Forget the text at hand; how many tokens it had."""
-        count, mine = len(self.model.tokens), self.seat.conversation
+        count, mine = self.seen(access, lambda: len(self.model.tokens)), self.seat.conversation
+        if count is None:
+            return 0
         self.seat.clear()
         if mine is not None and mine.stored is not None:
             mine.stored.delete()
         return count
 
-    def save_seated(self, path: Path) -> tuple[int, int]:
-        """Write the text at hand to a file; how many tokens and bytes."""
+    def save_seated(self, name: str, access: Access) -> tuple[int, int] | None:
+        """Write the text at hand to the folder's file of this name; how many tokens and bytes, None without a text.
+
+        ConfigError for a name that is none.
+        """
+        assert self.folder is not None
+        seated = self.seen(access, lambda: self.seat.conversation)
+        if seated is None and access.owner:
+            return None
+        path = self.folder.named(name, "" if seated is None else seated.salt)
         parked = self.model.park()
         try:
             self.model.write(parked, path, sync=True)
@@ -83,14 +116,27 @@ class ConversationControl:
         finally:
             parked.release()
 
-    def load_seated(self, path: Path) -> int:
-        """Put a file's text in place of the one at hand, which is put aside; how many tokens it has."""
+    def load_seated(self, name: str, access: Access) -> int | None:
+        """Put a file's text in place of the one at hand, which is put aside; how many tokens it has, None for no file.
+
+        ConfigError for a name that is none.
+        """
+        assert self.folder is not None
+        found = self.folder.find(name, access)
+        if found is None:
+            return None
+        path, salt = found
         parked = self.model.read(path)
         try:
-            self.seat.load(parked)
+            self.seat.load(parked, salt)
             return len(parked.tokens)
         finally:
             parked.release()
 
-    def _seated(self, id: str) -> bool:
-        return self.seat.conversation is not None and self.seat.conversation.id == id
+    def _seated(self, id: str, access: Access) -> bool:
+        seated = self.seat.conversation
+        return seated is not None and seated.id == id and access.may(seated.salt)
+
+    def _shelved(self, id: str, access: Access) -> Conversation | None:
+        found = self.shelf.get(id)
+        return found if found is not None and access.may(found.salt) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..snapshot.inspect import removable
+from .access import Access
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -76,14 +77,27 @@ class Folder:
         """Bytes that its disk still takes."""
         return shutil.disk_usage(self._parked).free
 
-    def named(self, name: str) -> Path:
-        """The file of a name that a user gives. ConfigError if it is none."""
+    def named(self, name: str, salt: str) -> Path:
+        """The file of a name that a user gives, for a text of this salt. ConfigError if it is none."""
+        return self.path / f"{self._stem(name)}{f'~{salt}' if salt else ''}{SUFFIX}"
+
+    def find(self, name: str, access: Access) -> tuple[Path, str] | None:
+        """The newest file of this name that `access` may see, and its text's salt. ConfigError if it is no name."""
+        stem = self._stem(name)
+        paths = [self.path / f"{stem}{SUFFIX}", *self.path.glob(f"{stem}~*{SUFFIX}")]
+        salts = {path: path.stem[len(stem) + 1 :] for path in paths if path.is_file()}
+        own = [path for path, salt in salts.items() if access.may(salt)]
+        newest = max(own, key=lambda path: path.stat().st_mtime_ns, default=None)
+        return None if newest is None else (newest, salts[newest])
+
+    @staticmethod
+    def _stem(name: str) -> str:
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{name[:80]!r} cannot name a file: use 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-', not beginning "
                 f"with a dot"
             )
-        return self.path / (name if name.endswith(SUFFIX) else f"{name}{SUFFIX}")
+        return name.removesuffix(SUFFIX)
 
     def place(self, id: str, salt: str, prompt: int, *, places: Sequence[int] | None) -> Stored:
         """Where a conversation goes."""

@@ -51,6 +51,8 @@ class ResidencyObserver:
         evicted_mass: float | None,
         generating: bool,
     ) -> None:
+        if not length:  # the text may be another from here on
+            self._known, self.now = {}, Residency(number=self.now.number)
         came = dict(self.now.recalled)
         if scores is not None:
             self._known.update({reason.chunk: reason for reason in self._reasons(scores)})

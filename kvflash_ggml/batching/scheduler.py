@@ -196,13 +196,6 @@ class Scheduler(ConversationControl):
         self._ending = True
         self._wake.set()
 
-    def places(self) -> dict[str, int]:
-        """How many conversations are where. From any thread: what changes meanwhile may count twice."""
-        counts = {"device": int(self.seat.conversation is not None), "memory": 0, "folder": 0}
-        for conversation in self.shelf:
-            counts[conversation.where] += 1
-        return counts
-
     def close(self) -> None:
         """End what runs and waits, put every text aside and store it where there is a folder, close the model."""
         self._ending = self._stopping = True

@@ -129,8 +129,8 @@ class Seat:
         self._park()
         self.clear()
 
-    def load(self, parked: Parked) -> None:
-        """Go on from a text that was read from a file; whoever had the seat is put aside.
+    def load(self, parked: Parked, salt: str) -> None:
+        """Go on from a text of this salt that was read from a file; whoever had the seat is put aside.
 
         KVFlashError, and nobody has it.
         """
@@ -140,7 +140,7 @@ class Seat:
         except BaseException:
             self.clear()
             raise
-        self.conversation = Conversation(tokens=parked.tokens.copy(), prompt=len(parked.tokens))
+        self.conversation = Conversation(salt=salt, tokens=parked.tokens.copy(), prompt=len(parked.tokens))
         self._private = False
 
     def _begin(self, request: Request, *, private: bool = False) -> Conversation:
@@ -151,10 +151,9 @@ class Seat:
 
     def _park(self) -> None:
         """Put the text at hand on the shelf. Where there is no room at all it is let go of, and read again later."""
-        mine = self.conversation
+        mine, self.conversation = self.conversation, None  # first: other threads go by it whose the text is
         if mine is None or self._private or not len(self._model.tokens):
             return
-        self.conversation = None
         while True:
             try:
                 parked = self._model.park()

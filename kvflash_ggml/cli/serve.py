@@ -66,7 +66,7 @@ net_options = collected(
     _net(
         "--cors-origins", multiple=True, metavar="ORIGIN", help="Pages that may ask; may be repeated.  [default: none]"
     ),
-    _net("--isolate-keys", is_flag=True, help="Nobody goes on from a text that another key has sent."),
+    _net("--isolate-keys", is_flag=True, help="A key sees, uses and changes its own conversations only."),
     _net("--metrics-public", is_flag=True, help="/metrics needs no key."),
 )
 

@@ -46,7 +46,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         return Route(path, call, methods=list(methods) or ["GET"])
 
     async def show_metrics(front: Front, request: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.text(front.access(request)), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def refusing(path: str, instead: str) -> Route:
         async def call(front: Front, request: Request) -> Response:

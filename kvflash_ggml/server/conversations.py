@@ -8,49 +8,61 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from ..batching.access import Access
+from ..batching.residency import Residency
 from ..batching.shelf import Conversation
 from ..errors import KVFlashError
 from .errors import ApiError
 from .front import Front
 
+_OF_TEXT = {"length": 0, "chunks": 0, "resident": 0, "evicted_mass": None}
+_OF_NEWEST = ("read_exactly", "answered_exactly")
+"""Counters of a model that tell of the text at hand, each as it is without one; and of the newest request."""
+
 
 async def state(front: Front, request: HttpRequest) -> Response:
-    return JSONResponse(snapshot(front))
+    return JSONResponse(snapshot(front, front.access(request))[0])
 
 
-def snapshot(front: Front) -> dict[str, Any]:
-    """The server as it is, without any text."""
-    scheduler = front.scheduler
-    running, seat, shelf = scheduler.running, scheduler.seat, scheduler.shelf
-    return {
+def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
+    """The server as it is, without any text, and what is resident of the text at hand, as far as `access` may see."""
+    scheduler, model = front.scheduler, front.scheduler.model
+    running, counts, shelf = scheduler.running, scheduler.seat.counts, scheduler.shelf
+    seen = scheduler.seen(access, lambda: (model.counters(), model.residency(), scheduler.seat.conversation))
+    pool, now, seated = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
+    if access.owner:
+        pool = {name: value for name, value in pool.items() if name not in _OF_NEWEST}
+    told = {
         "model": front.settings.alias,
         "n_ctx": scheduler.model.n_ctx,
-        "pool": dict(scheduler.model.counters()),
+        "pool": dict(pool),
         "queue": {
-            "running": None if running is None else running.id,
+            "running": running.id if running is not None and access.may(running.salt) else None,
             "waiting": len(scheduler.waiting),
             "put_aside": scheduler.put_aside,  # for readers who have enough for now
         },
-        "conversations": {**scheduler.places(), "parked_bytes": shelf.size},
+        "conversations": {**scheduler.places(access), "parked_bytes": None if access.owner else shelf.size},
         "seat": {
-            "conversation": None if seat.conversation is None else seat.conversation.id,
-            "name_digest": _digest(seat.conversation),
-            "parks": seat.counts.parks,
-            "resumes": seat.counts.resumes,
-            "forks": seat.counts.forks,
-            "lost": seat.counts.lost,
+            "conversation": None if seated is None else seated.id,
+            "name_digest": _digest(seated),
+            "parks": counts.parks,
+            "resumes": counts.resumes,
+            "forks": counts.forks,
+            "lost": counts.lost,
         },
         "draining": front.draining,
     }
+    return told, now
 
 
 async def conversations(front: Front, request: HttpRequest) -> Response:
-    return JSONResponse({"data": await front.engine(front.scheduler.conversations)})
+    access = front.access(request)
+    return JSONResponse({"data": await front.engine(lambda: front.scheduler.conversations(access))})
 
 
 async def erase(front: Front, request: HttpRequest) -> Response:
-    id = request.path_params["id"]
-    if not await front.engine(lambda: front.scheduler.erase(id)):
+    id, access = request.path_params["id"], front.access(request)
+    if not await front.engine(lambda: front.scheduler.erase(id, access)):
         raise _unknown(id)
     return JSONResponse({"id": id, "deleted": True})
 
@@ -58,17 +70,17 @@ async def erase(front: Front, request: HttpRequest) -> Response:
 async def action(front: Front, http: HttpRequest) -> Response:
     """park: from the device to memory. save: to the folder. pin: keep a range on the device, of the text at hand."""
     id, what = http.path_params["id"], http.path_params["action"]
-    scheduler = front.scheduler
+    scheduler, access = front.scheduler, front.access(http)
     try:
         if what == "park":
-            known = await front.engine(lambda: scheduler.park(id))
+            known = await front.engine(lambda: scheduler.park(id, access))
         elif what == "save":
             if scheduler.folder is None:
                 raise ApiError(501, "conversations are saved in --session-dir: start the server with it")
-            known = await front.engine(lambda: scheduler.save(id))
+            known = await front.engine(lambda: scheduler.save(id, access))
         elif what == "pin":
             lo, hi = _range(await front.body(http))
-            known = await front.engine(lambda: scheduler.pin(id, lo, hi))
+            known = await front.engine(lambda: scheduler.pin(id, lo, hi, access))
         else:
             raise ApiError(404, "what can be done is park, save and pin")
     except KVFlashError as err:

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from ..batching.access import Access
 from ..batching.residency import Residency
 from ..constants import CHUNK
 from .conversations import snapshot
@@ -29,10 +30,10 @@ PAUSE_S = 0.25
 PING_S = 15.0
 
 
-def state(front: Front) -> dict[str, Any]:
+def state(front: Front, access: Access) -> dict[str, Any]:
     """What a viewer is told: the server, and the map of the text at hand. No text."""
-    now = front.scheduler.model.residency()
-    return {**snapshot(front), "map": _map(now), "speed": front.speed()}
+    told, now = snapshot(front, access)
+    return {**told, "map": _map(now), "speed": front.speed()}
 
 
 def _map(now: Residency) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def _map(now: Residency) -> dict[str, Any]:
 async def events(front: Front, request: HttpRequest) -> Response:
     if front.viewers >= MAX_VIEWERS:
         raise ApiError(429, f"{MAX_VIEWERS} look on already", code="viewers", retry_after_s=30)
-    return Viewer(front)
+    return Viewer(front, front.access(request))
 
 
 class Viewer(Response):
@@ -66,10 +67,11 @@ class Viewer(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, access: Access) -> None:
         self.status_code = 200
         self.background = None
         self._front = front
+        self._access = access
         self.init_headers({"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +81,7 @@ class Viewer(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             last, quiet = b"", 0.0
             while not left.done() and not self._front.draining:
-                data, quiet = frame(state(self._front)), quiet + PAUSE_S
+                data, quiet = frame(state(self._front, self._access)), quiet + PAUSE_S
                 if data != last or quiet >= PING_S:
                     body, last, quiet = data if data != last else PING, data, 0.0
                     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -103,14 +105,15 @@ async def _left(receive: Receive) -> None:
 
 
 async def words(front: Front, request: HttpRequest) -> Response:
-    """The beginning of a chunk's text, for whoever knows the name of the conversation at hand."""
+    """The beginning of a chunk's text, for a client that knows the name of the conversation at hand and may see it."""
     name, chunk = request.query_params.get("conversation", ""), request.query_params.get("chunk", "")
-    seated = front.scheduler.seat.conversation
-    if not name or not chunk.isdecimal() or len(chunk) > 9 or seated is None or seated.name != name:
+    start = int(chunk) * CHUNK if chunk.isdecimal() and len(chunk) <= 9 else None
+    scheduler = front.scheduler
+    seated = scheduler.seen(front.access(request), lambda: scheduler.seat.conversation)
+    if not name or start is None or seated is None or seated.name != name:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
-    start = int(chunk) * CHUNK
-    tokens = front.scheduler.model.tokens[start : start + CHUNK].tolist()
-    if front.scheduler.seat.conversation is not seated:
+    tokens = scheduler.model.tokens[start : start + CHUNK].tolist()
+    if scheduler.seat.conversation is not seated:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
     text = front.prompts.detokenize(tokens).decode("utf-8", "replace")
     return JSONResponse({"chunk": int(chunk), "text": text})

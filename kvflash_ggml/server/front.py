@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from ..batching.access import Access
 from ..batching.messages import Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..errors import ConfigError, ContextFull
@@ -93,6 +93,11 @@ class Front:
             raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
         return await self.work(_loads, bytes(data))
 
+    def access(self, request: HttpRequest) -> Access:
+        """Which conversations a request may see and touch: with --isolate-keys those of its key, else all."""
+        settings = self.settings
+        return Access.of(request.scope.get(KEY, "")) if settings.isolate_keys and settings.keys else Access()
+
     def admit(self) -> None:
         """ApiError while the server is draining."""
         if self.draining:
@@ -152,7 +157,7 @@ class Front:
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
             conversation=pool.conversation,
-            salt=_salt(key if settings.isolate_keys else "", pool.cache_salt),
+            salt=self.access(http).salt(pool.cache_salt),
             key=key,
             priority=pool.priority,
             timeout_s=settings.timeout_s,
@@ -234,9 +239,3 @@ def _loads(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as err:
         raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
-
-
-def _salt(key: str, salt: str) -> str:
-    if not key and not salt:
-        return ""
-    return hashlib.sha256(f"{key}\0{salt}".encode("utf-8", "surrogatepass")).hexdigest()[:16]

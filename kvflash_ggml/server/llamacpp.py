@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece
-from ..errors import ConfigError, KVFlashError
+from ..errors import KVFlashError
 from .chat import render
 from .completions import prompt_tokens
 from .errors import ApiError
@@ -21,7 +21,7 @@ from .took import report, timings
 
 
 async def slots(front: Front, request: HttpRequest) -> Response:
-    running = front.scheduler.running
+    running, access = front.scheduler.running, front.access(request)
     if running is not None and request.query_params.get("fail_on_no_slot") == "1":
         raise ApiError(503, "the only seat is taken", code="no_slot", retry_after_s=front.scheduler.retry_after_s)
     model = front.scheduler.model
@@ -29,8 +29,8 @@ async def slots(front: Front, request: HttpRequest) -> Response:
         "id": 0,
         "n_ctx": model.n_ctx,
         "is_processing": running is not None,
-        "n_tokens": model.counters()["length"],
-        "id_task": None if running is None else running.id,
+        "n_tokens": front.scheduler.seen(access, lambda: model.counters()["length"]) or 0,
+        "id_task": running.id if running is not None and access.may(running.salt) else None,
     }
     return JSONResponse([entry])
 
@@ -39,10 +39,10 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
     """`save`, `restore` and `erase` of the text at hand; files lie in the session folder."""
     if request.path_params["id"] != "0":
         raise ApiError(404, "there is one slot: 0", code="no_slot")
-    action = request.query_params.get("action")
+    action, access, scheduler = request.query_params.get("action"), front.access(request), front.scheduler
     began = time.monotonic()
     if action == "erase":
-        erased = await front.engine(front.scheduler.erase_seated)
+        erased = await front.engine(lambda: scheduler.erase_seated(access))
         return JSONResponse({"id_slot": 0, "n_erased": erased})
     if action not in ("save", "restore"):
         raise ApiError(400, "action must be save, restore or erase", param="action")
@@ -50,31 +50,23 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
     name = data.get("filename") if isinstance(data, dict) else None
     if not isinstance(name, str):
         raise ApiError(400, "filename is missing", param="filename")
-    path = _file(front, name)
+    if scheduler.folder is None:
+        raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
     try:
         if action == "save":
-            count, size = await front.engine(lambda: front.scheduler.save_seated(path))
-            done = {"n_saved": count, "n_written": size}
+            saved = await front.engine(lambda: scheduler.save_seated(name, access))
+            if saved is None:
+                raise ApiError(404, "no text of this key is at hand: send its request again first", code="no_text")
+            done = dict(zip(("n_saved", "n_written"), saved, strict=True))
         else:
-            if not path.is_file():
+            restored = await front.engine(lambda: scheduler.load_seated(name, access))
+            if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
-            done = {"n_restored": await front.engine(lambda: front.scheduler.load_seated(path))}
-    except ApiError:
-        raise
+            done = {"n_restored": restored}
     except KVFlashError as err:
         raise ApiError(400, str(err), code="snapshot") from None
     took = round((time.monotonic() - began) * 1e3, 3)
     return JSONResponse({"id_slot": 0, "filename": name, **done, "timings": {f"{action}_ms": took}})
-
-
-def _file(front: Front, name: str) -> Any:
-    folder = front.scheduler.folder
-    if folder is None:
-        raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
-    try:
-        return folder.named(name)
-    except ConfigError as err:
-        raise ApiError(400, str(err), param="filename") from None
 
 
 async def tokenize(front: Front, http: HttpRequest) -> Response:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from ..batching.access import Access
 from ..batching.messages import Request, Usage
 from ..batching.scheduler import Scheduler
+
+_OF_TEXT = b"kvflash:kv_cache_usage_perc"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -45,8 +48,11 @@ class Metrics:
             self._between.observe(usage.generation_s / (usage.generated - 1))
         self._whole.observe(took + usage.generation_s)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def text(self, access: Access) -> bytes:
+        """All metrics, without the gauge of the text at hand where `access` may not see it."""
+        lines = generate_latest(self._registry).splitlines(keepends=True)
+        shown = self._scheduler is not None and self._scheduler.seen(access, lambda: True)
+        return b"".join(line for line in lines if shown or _OF_TEXT not in line)
 
     def collect(self) -> Iterator[Metric]:
         scheduler = self._scheduler
@@ -76,7 +82,7 @@ class Metrics:
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
         where = GaugeMetricFamily("kvflash:conversations", "Conversations that are known.", labels=["state"])
-        for state, count in scheduler.places().items():
+        for state, count in scheduler.places(Access()).items():
             where.add_metric([state], count)
         yield where
         counters = {

@@ -10,9 +10,9 @@ from pathlib import Path
 class ServerSettings:
     """keys: any of them opens the server; none: it is open. cors: origins that a browser may ask from.
 
-    isolate_keys: nobody goes on from texts that another key has read. max_body: bytes. default_tokens, most_tokens: of
-    an answer, None for as many as the context has. Times are in seconds. page: serve it at "/". public_metrics: without
-    a key.
+    isolate_keys: a key sees and touches its own conversations only: see `Access`. max_body: bytes.
+    default_tokens, most_tokens: of an answer, None for as many as the context has. Times are in seconds. page: serve it
+    at "/". public_metrics: without a key.
     """
 
     alias: str

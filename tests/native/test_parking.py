@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from support.served import answer, ask
 
+from kvflash_ggml.batching.access import Access
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
@@ -324,8 +325,8 @@ def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
 
         alone = made(lambda: False)
         assert scheduler.stalls == 0
-        for known in scheduler.call(scheduler.conversations).result():
-            scheduler.call(lambda known=known: scheduler.erase(known["id"])).result()
+        for known in scheduler.call(lambda: scheduler.conversations(Access())).result():
+            scheduler.call(lambda known=known: scheduler.erase(known["id"], Access())).result()
         count = itertools.count(1)
         assert made(lambda: next(count) % 9 == 0) == alone
         assert scheduler.stalls >= 4

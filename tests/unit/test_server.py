@@ -10,69 +10,20 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.asgi import Client, Reply
 from support.fake_model import TEMPLATE, FakeModel, FakePrompts
+from support.fake_server import Server
 
-from kvflash_ggml.batching.folder import Folder
-from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.batching.scheduler import Limits
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.logs import Formatter
 from kvflash_ggml.server import exchange
-from kvflash_ggml.server.app import make_app
-from kvflash_ggml.server.front import Front
-from kvflash_ggml.server.metrics import Metrics
-from kvflash_ggml.server.settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class Server:
-    """Everything but the socket."""
-
-    def __init__(
-        self,
-        model: FakeModel | None = None,
-        prompts: FakePrompts | None = None,
-        *,
-        limits: Limits | None = None,
-        folder: Path | None = None,
-        **settings: Any,
-    ) -> None:
-        self.model, self.prompts = model or FakeModel(), prompts or FakePrompts()
-        self.settings = ServerSettings(alias="fake", **settings)
-        metrics = Metrics()
-        kept = None if folder is None else Folder(folder)
-        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=metrics.ended)
-        metrics.attach(self.scheduler)
-        self.front = Front(self.settings, self.scheduler, self.prompts)
-        self.client = Client(make_app(self.front, metrics))
-
-    def run(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
-        async def whole() -> Any:
-            return await asyncio.wait_for(work(self.client), 30)
-
-        self.scheduler.start()
-        try:
-            return asyncio.run(whole())
-        finally:
-            self.front.close()
-            self.scheduler.close()
-            assert self.model.held == 0
-
-    def post(self, path: str, data: Any, **headers: str) -> Reply:
-        reply = self.run(lambda client: client.post(path, data, **headers))
-        assert isinstance(reply, Reply)
-        return reply
-
-    def get(self, path: str, **headers: str) -> Reply:
-        reply = self.run(lambda client: client.get(path, **headers))
-        assert isinstance(reply, Reply)
-        return reply
 
 
 def chat(data: dict[str, Any] | None = None, *, server: Server | None = None, **more: Any) -> Reply:

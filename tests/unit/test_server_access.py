@@ -1,0 +1,202 @@
+"""Who may see and touch what: the texts of keys, pages of other origins, and the log of what was refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.routing import Route
+from support.asgi import Client, Reply
+from support.fake_model import FakeModel
+from support.fake_server import Server
+
+KEYS = ("one", "two")
+
+TEXT = "open sesame, " * 40
+
+NAME = "treasure"
+
+Asked = tuple[str, Any]
+"""A path with its query, and a body."""
+
+PROMPT, MESSAGES = {"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}
+
+COMPLETING: dict[str, list[Asked]] = {
+    "/v1/chat/completions": [("/v1/chat/completions", MESSAGES)],
+    "/chat/completions": [("/chat/completions", MESSAGES)],
+    "/v1/completions": [("/v1/completions", PROMPT)],
+    "/completion": [("/completion", PROMPT)],
+    "/completions": [("/completions", PROMPT)],
+}
+
+NOTHING = [
+    "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/rerank", "/rerank", "/infill",
+    "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
+    "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
+]  # fmt: skip
+
+
+def asked(id: str) -> dict[str, list[Asked]]:
+    """What to ask of each route; id: a conversation of somebody else."""
+    return {
+        **{path: [(path, None)] for path in NOTHING},
+        "/v1/models/{model:path}": [("/v1/models/fake", None)],
+        "/slots": [("/slots", None), ("/slots?fail_on_no_slot=1", None)],
+        "/slots/{id}": [
+            ("/slots/0?action=save", {"filename": "theirs"}),
+            ("/slots/0?action=restore", {"filename": "theirs"}),
+            ("/slots/0?action=restore", {"filename": "theirs.kvs"}),
+            ("/slots/0?action=erase", None),
+        ],
+        "/tokenize": [("/tokenize", {"content": "x"})],
+        "/detokenize": [("/detokenize", {"tokens": [120]})],
+        "/apply-template": [("/apply-template", {"messages": [{"role": "user", "content": "x"}]})],
+        "/kvflash/words": [(f"/kvflash/words?conversation={NAME}&chunk=0", None)],
+        "/kvflash/conversations/{id}": [(f"/kvflash/conversations/{id}", None)],
+        "/kvflash/conversations/{id}/{action}": [
+            (f"/kvflash/conversations/{id}/pin", {"lo": 0, "hi": 64}),
+            (f"/kvflash/conversations/{id}/save", None),
+            (f"/kvflash/conversations/{id}/park", None),
+        ],
+        **COMPLETING,
+    }
+
+
+async def ask(client: Client, method: str, one: Asked, key: str) -> Reply:
+    path, body = one
+    call = client.call(method, path, body, x_api_key=key)
+    if path == "/kvflash/events":
+        reply = await call.until(lambda reply: bool(reply.frames) or reply.ended)
+        call.leave()
+        await call.done()
+        return reply
+    return await call.done()
+
+
+async def walk(server: Server, client: Client, id: str, *, completing: bool) -> dict[str, tuple[int, str]]:
+    """The replies to key two of all routes of the application that complete, or of the others."""
+    replies = {}
+    for route in server.app.routes:
+        assert isinstance(route, Route)
+        if (route.path in COMPLETING) is not completing:
+            continue
+        assert route.path in asked(id), "a route is new: say in `asked` what to ask of it"
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            for one in asked(id)[route.path]:
+                reply = await ask(client, method, one, "two")
+                said = plain(one[0], bytes(reply.body).decode()).replace(id, "ID")
+                replies[f"{method} {one[0]} {one[1]}".replace(id, "ID")] = (reply.status, said)
+    return replies
+
+
+def plain(path: str, body: str) -> str:
+    """Without times, random names and totals of the server, which is all of the metrics but for one."""
+    if path == "/metrics":
+        return "\n".join(line for line in body.splitlines() if "kv_cache_usage" in line)
+    varying = r'"(?:id|created|[a-z_]*_ms|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
+    return re.sub(rf'({varying})("[^"]*"|[-+0-9.e]+)', r"\1_", body)
+
+
+def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
+    """What key two is told by all routes. other: key one has texts, and keeps them as they are."""
+
+    async def own(client: Client) -> Any:
+        known = (await client.get("/kvflash/conversations", x_api_key="one")).json["data"]
+        words = await client.get(f"/kvflash/words?conversation={NAME}&chunk=0", x_api_key="one")
+        files = {path.name: path.read_bytes() for path in folder.rglob("*.kvs")}
+        return known, words.json, files, list(server.model.pins)
+
+    async def work(client: Client) -> dict[str, tuple[int, str]]:
+        id, before = "c-0123456789abcdef", None
+        if other:
+            texts = ({"prompt": "an earlier text " * 30}, {"prompt": TEXT, "kvflash": {"conversation": NAME}})
+            for one in texts:
+                assert (await client.post("/v1/completions", one, x_api_key="one")).status == 200
+            saved = await client.post("/slots/0?action=save", {"filename": "theirs"}, x_api_key="one")
+            assert saved.status == 200
+            before = await own(client)
+            id = before[0][-1]["id"]
+            assert (len(before[0]), before[1]["text"]) == (2, TEXT[:64])
+        told = await walk(server, client, id, completing=False)
+        if other:
+            assert await own(client) == before
+        return told | await walk(server, client, id, completing=True)
+
+    server = Server(keys=KEYS, isolate_keys=True, folder=folder)
+    replies = server.run(work)
+    assert isinstance(replies, dict)
+    return replies
+
+
+def test_no_route_tells_or_touches_the_texts_of_another_key(tmp_path: Path) -> None:
+    """Every route that the application has; one that is new has to be asked something in `asked`."""
+    assert walked(tmp_path / "one", other=True) == walked(tmp_path / "none", other=False)
+
+
+def test_a_key_has_the_use_of_its_own_texts(tmp_path: Path) -> None:
+    """Its files keep their salt, lie beside those of the same name of another key, and only that salt goes on."""
+
+    async def work(client: Client) -> None:
+        async def cached(key: str, text: str, **more: Any) -> int:
+            asked = {"prompt": text, "max_tokens": 1, "kvflash": more}
+            reply = await client.post("/v1/completions", asked, x_api_key=key)
+            return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        async def slot(key: str, action: str) -> Any:
+            asked = {"filename": "mine"}
+            return (await client.post(f"/slots/0?action={action}", asked, x_api_key=key)).json
+
+        await cached("two", "y" * 300)
+        assert (await slot("two", "save"))["n_saved"] == 300
+        await cached("one", "x" * 400, cache_salt="inner", conversation=NAME)
+        (known,) = (await client.get("/kvflash/conversations", x_api_key="one")).json["data"]
+        assert (known["where"], known["prompt"]) == ("device", 400)
+        state = (await client.get("/kvflash/state", x_api_key="one")).json
+        assert (state["seat"]["conversation"], state["pool"]["length"]) == (known["id"], 400)
+        assert state["conversations"]["memory"] == 0
+        assert (await client.get("/slots", x_api_key="one")).json[0]["n_tokens"] == 400
+        assert (await slot("one", "save"))["n_saved"] == 400
+        assert (
+            await client.call("DELETE", f"/kvflash/conversations/{known['id']}", x_api_key="one").done()
+        ).status == 200
+        assert (await slot("one", "restore"))["n_restored"] == 400
+        assert await cached("one", "x" * 400) == 0
+        assert await cached("one", "x" * 400, cache_salt="inner") == 399
+        assert (await slot("one", "erase"))["n_erased"] == 400
+        assert (await slot("two", "restore"))["n_restored"] == 300
+        assert (await slot("one", "erase"))["n_erased"] == 0
+        assert (await slot("two", "erase"))["n_erased"] == 300
+
+    Server(keys=KEYS, isolate_keys=True, folder=tmp_path).run(work)
+    assert len(list(tmp_path.glob("mine~*.kvs"))) == 2
+
+
+def test_a_file_without_a_salt_belongs_to_no_key(tmp_path: Path) -> None:
+    def restored(**settings: Any) -> int:
+        server = Server(keys=KEYS, folder=tmp_path, **settings)
+        return server.post("/slots/0?action=restore", {"filename": "old"}, x_api_key="one").status
+
+    (tmp_path / "old.kvs").write_bytes(bytes(400))
+    assert (restored(isolate_keys=True), restored()) == (404, 200)
+
+
+def test_an_answer_of_another_key_is_not_told_of() -> None:
+    async def work(client: Client) -> None:
+        call = client.call("POST", "/v1/completions", {"prompt": TEXT, "stream": True}, x_api_key="one")
+        await call.until(lambda reply: len(reply.frames) > 1)
+        told = {}
+        for key in KEYS:
+            (slot,) = (await client.get("/slots", x_api_key=key)).json
+            state = (await client.get("/kvflash/state", x_api_key=key)).json
+            usage = "kv_cache_usage_perc" in bytes((await client.get("/metrics", x_api_key=key)).body).decode()
+            told[key] = slot["id_task"], state["queue"]["running"], state["pool"]["length"] > 0, usage
+        call.leave()
+        await call.done()
+        assert told["two"] == (None, None, False, False)
+        assert told["one"] == (told["one"][0], told["one"][0], True, True)
+        assert told["one"][0].startswith("cmpl-")
+
+    model = FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.002))
+    Server(model, keys=KEYS, isolate_keys=True).run(work)
