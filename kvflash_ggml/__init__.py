@@ -1,4 +1,4 @@
-"""Run any GGUF model in a KV cache of fixed size: a drop-in for llama-cpp-python's `Llama`.
+"""Run GGUF models in a KV cache of fixed size: a drop-in for llama-cpp-python's `Llama`.
 
 >>> from kvflash_ggml import Llama
 >>> llm = Llama("model.gguf", n_ctx=131072, kvflash=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -26,6 +27,10 @@ _SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
 _CUDA_BUILD = 'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF"'
+_ON_OURS = (
+    ", on the library of kvflash_ggml; it has none of its own\n"
+    "after pip uninstall kvflash-ggml: pip install --force-reinstall --no-cache-dir llama-cpp-python=="
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,11 @@ def _bindings() -> Check:
     except importlib.metadata.PackageNotFoundError:
         found = None
     if found is not None and pin in (None, found):
-        return Check(name=name, status="ok", detail=found, data={"version": found})
+        own = _has_own_library()
+        return Check(
+            name=name, status="ok", detail=found if own else f"{found}{_ON_OURS}{found}",
+            data={"version": found, "own_library": own},
+        )  # fmt: skip
     wanted = f"llama-cpp-python=={pin}" if pin else "llama-cpp-python"
     return Check(
         name=name,
@@ -106,6 +115,12 @@ def _bindings() -> Check:
         remedy=f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir {wanted}',
         data={"version": found},
     )
+
+
+def _has_own_library() -> bool:
+    """Whether llama-cpp-python was built with a libllama of its own."""
+    spec = importlib.util.find_spec("llama_cpp")
+    return spec is not None and spec.origin is not None and Path(spec.origin).with_name("lib").is_dir()
 
 
 def _build() -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +211,20 @@ def test_other_bindings(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "0.3.35; this build needs exactly 0.3.36" in result.stdout
     assert "pip install --no-cache-dir llama-cpp-python==0.3.36" in result.stdout
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_an_uninstall_would_leave_is_said(
+    own: bool, healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if own:
+        (tmp_path / "lib").mkdir()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    check = json.loads(doctor("m.gguf", "--json").stdout)["checks"]["llama-cpp-python"]
+    assert check["own_library"] is own
+    line = "after pip uninstall kvflash-ggml: pip install --force-reinstall --no-cache-dir llama-cpp-python==0.3.36"
+    assert (line in check["detail"]) is not own
 
 
 def test_nothing_is_built(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
