@@ -1,6 +1,6 @@
 """A chat with the official client. The conversation is on the server: each turn reads only what is new.
 
-kvflash-run serve model.gguf --kvflash auto
+kvflash-run serve model.gguf
 python chat_openai.py http://127.0.0.1:8080/v1
 """
 

@@ -149,12 +149,8 @@ def _stream(
     settings: dict[str, Any] = {
         "stream": True,
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temp,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repeat_penalty,
         "seed": seed,
+        **sampling.settings(),
     }
     if isinstance(request, str):
         with closing(llm.create_completion(request, **settings)) as chunks:

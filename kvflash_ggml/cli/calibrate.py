@@ -13,7 +13,7 @@ from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
 from .device_options import DeviceOptions, device_options
 from .model import load_model, log_to_stderr, plain_errors
-from .options import ModelOptions, OutputOptions, model_options, output_options
+from .options import LogOptions, WeightOptions, log_options, weight_options
 from .sections import SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
 
@@ -34,11 +34,12 @@ _result = option("Result")
     help="Where to write the heads, for --kvflash-calibrate FILE.  [default: the user's cache folder, where every"
     " later run finds them]",
 )
-@model_options
+@_result("--json", "as_json", is_flag=True, help="One JSON document on stdout: every head and its shares.")
+@weight_options
 @device_options
-@output_options
+@log_options
 def calibrate(
-    *, model: str, save: Path | None, loading: ModelOptions, devices: DeviceOptions, output: OutputOptions
+    *, model: str, save: Path | None, as_json: bool, loading: WeightOptions, devices: DeviceOptions, log: LogOptions
 ) -> None:
     """Find the retrieval heads of a model.
 
@@ -48,17 +49,17 @@ def calibrate(
     A run with a pool does so by itself behind its first answer, if that takes less than
     a minute; this shows the table, and waits as long as it takes.
     """
-    log_to_stderr(output)
-    with plain_errors(verbose=output.verbose):
-        found = _find(model, loading, devices, output)
+    log_to_stderr(log)
+    with plain_errors(verbose=log.verbose):
+        found = _find(model, loading, devices, log)
         path = save or heads_file(found.model)
         choice.save(found, path)
-    if output.as_json:
+    if as_json:
         click.echo(json.dumps(asdict(found)))
         return
     for line in table(found):
         click.echo(line)
-    if not output.quiet:
+    if not log.quiet:
         note(f"written to {path}")
 
 
@@ -81,12 +82,12 @@ def table(found: Calibration) -> list[str]:
     return lines
 
 
-def _find(model: str, loading: ModelOptions, devices: DeviceOptions, output: OutputOptions) -> Calibration:
+def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOptions) -> Calibration:
     from ..calibration.run import calibrate as find
     from ..calibration.subject import of_llama
 
-    progress = Progress(shown=stderr_is_terminal() and not output.quiet, doing="asking the model")
-    with load_model(model, loading=loading, devices=devices, verbose=output.verbose) as llm:
+    progress = Progress(shown=stderr_is_terminal() and not log.quiet, doing="asking the model")
+    with load_model(model, loading=loading, devices=devices, verbose=log.verbose) as llm:
         try:
             return find(
                 llm._model,

@@ -64,7 +64,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> N
 @click.group(
     cls=DefaultRun,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="The verb 'run' may be left out; its options: kvflash-run run --help",
+    epilog="The verb 'run' may be left out; its options: kvflash-run run --help, and all of them: --help-all",
 )
 @click.option(
     "--version",
@@ -82,7 +82,7 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
-    kvflash-run serve model.gguf --kvflash auto             OpenAI's API, and a page
+    kvflash-run serve model.gguf                            OpenAI's API, and a page
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run calibrate model.gguf                        which heads find what is asked for

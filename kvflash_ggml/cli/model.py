@@ -20,7 +20,7 @@ from ..native import library
 from ..placement.sizes import Fit
 from .device_options import DeviceOptions
 from .first_run import check_first_run
-from .options import ModelOptions, OutputOptions
+from .options import LogOptions, ModelOptions, WeightOptions
 from .pool_options import PoolOptions
 from .remedy import in_words
 from .spec_options import SpecOptions
@@ -47,14 +47,10 @@ def ensure_gpu_offload(layers: int) -> None:
 
 
 @contextmanager
-def load_model(path: str, *, loading: ModelOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
+def load_model(path: str, *, loading: WeightOptions, devices: DeviceOptions, verbose: bool) -> Iterator[Any]:
     """The model with a small context of its own, for what needs its weights only."""
     settings: dict[str, Any] = {"n_ctx": 512, "verbose": verbose}
-    settings |= offloading(loading, devices) | _servers(loading) | devices.settings()
-    if not loading.repack:
-        settings["use_extra_bufts"] = False
-    if loading.threads is not None:
-        settings["n_threads"] = settings["n_threads_batch"] = loading.threads
+    settings |= offloading(loading, devices) | loading.settings() | devices.settings()
     with closing(create_llama(model_path=path, **settings)) as llm:
         yield llm
 
@@ -79,32 +75,15 @@ def keywords(
     *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions
 ) -> dict[str, Any]:
     """The keywords of `Llama` that say how a model is loaded, and where it goes."""
-    settings: dict[str, Any] = {
-        "n_ctx": loading.ctx_size,
-        "flash_attn": loading.flash_attn != "off",
-        "kvflash": _with_drafts(pool.config(), drafts),
-    }
-    settings |= offloading(loading, devices) | loading.cache_types | _servers(loading) | devices.settings()
-    if not loading.repack:
-        settings["use_extra_bufts"] = False
-    if loading.batch_size is not None:
-        settings["n_batch"] = loading.batch_size
-    if loading.ubatch_size is not None:
-        settings["n_ubatch"] = loading.ubatch_size
-    if loading.threads is not None:
-        settings["n_threads"] = settings["n_threads_batch"] = loading.threads
-    return settings
-
-
-def _servers(loading: ModelOptions) -> dict[str, Any]:
-    return {} if loading.rpc is None else {"rpc": loading.rpc, "rpc_trust": loading.rpc_trust}
+    config = {"kvflash": _with_drafts(pool.config(), drafts)}
+    return config | offloading(loading, devices) | loading.settings() | devices.settings()
 
 
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
     return None if config is None else replace(config, spec=drafts.over(config.spec))
 
 
-def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
+def offloading(loading: WeightOptions, devices: DeviceOptions) -> dict[str, Any]:
     """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
     check_first_run(repack=loading.repack)
     fits, leaves = devices.fit, devices.fit_target is not None
@@ -120,7 +99,7 @@ def offloading(loading: ModelOptions, devices: DeviceOptions) -> dict[str, Any]:
     return asked | {"fit": Fit(margin=devices.fit_target)}
 
 
-def gpu_layers(loading: ModelOptions) -> int:
+def gpu_layers(loading: WeightOptions) -> int:
     """Return n_gpu_layers, -1 for all. LibraryError if the machine has a GPU that this build cannot use."""
     layers = loading.n_gpu_layers
     if loading.rpc is not None:
@@ -160,7 +139,7 @@ def plain_errors(*, verbose: bool) -> Iterator[None]:
         raise kind(in_words(error)) from error
 
 
-def log_to_stderr(output: OutputOptions) -> None:
+def log_to_stderr(output: LogOptions) -> None:
     """The package's log: warnings, with -v everything, with -q errors only."""
     level = logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
     logs.show_on(_StderrHandler(), level)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -19,26 +19,100 @@ CACHE_TYPE = click.Choice(list(KV_TYPES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How the model is loaded."""
+class WeightOptions:
+    """How the weights are loaded."""
+
+    n_gpu_layers: int | Literal["auto"]
+    threads: int | None
+    repack: bool
+    mmap: bool
+    mlock: bool
+    rpc: str | None
+    rpc_trust: bool
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `Llama` for what was given, less the layers on the GPU."""
+        given: dict[str, Any] = {}
+        if not self.repack:
+            given["use_extra_bufts"] = False
+        if not self.mmap:
+            given["use_mmap"] = False
+        if self.mlock:
+            given["use_mlock"] = True
+        if self.threads is not None:
+            given["n_threads"] = given["n_threads_batch"] = self.threads
+        if self.rpc is not None:
+            given |= {"rpc": self.rpc, "rpc_trust": self.rpc_trust}
+        return given
+
+
+_WEIGHTS = (
+    _model(
+        "-ngl",
+        "--n-gpu-layers",
+        "--gpu-layers",
+        type=Layers(),
+        default="auto",
+        metavar="N|auto|all",
+        help="Layers on the GPU; auto is what --fit finds, or all, or 0 without a GPU.  [default: auto]",
+    ),
+    _model(
+        "-t",
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="CPU threads.  [default: half of them]",
+    ),
+    _model(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
+    ),
+    _model(
+        "--rpc-trust",
+        is_flag=True,
+        help="Also of servers that are neither on this machine nor in a private network.",
+    ),
+    _model(
+        "--repack/--no-repack",
+        " /-nr",
+        "repack",
+        default=True,
+        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
+    ),
+    _model(
+        "--mmap/--no-mmap",
+        default=True,
+        help="Map the file into memory, or read it into memory.  [default: mmap]",
+    ),
+    _model("--mlock", is_flag=True, help="Keep the weights in memory: the system must not swap them out."),
+)
+
+weight_options = collected("loading", WeightOptions, *_WEIGHTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(WeightOptions):
+    """How the weights are loaded, and the context that is made for them."""
 
     ctx_size: int
     batch_size: int | None
     ubatch_size: int | None
-    n_gpu_layers: int | Literal["auto"]
-    threads: int | None
+    threads_batch: int | None
     cache_type_k: str | None
     cache_type_v: str | None
     flash_attn: str
-    repack: bool
-    rpc: str | None
-    rpc_trust: bool
 
-    @property
-    def cache_types(self) -> dict[str, int]:
-        """Keywords of `Llama`, for those that were given."""
-        given = {"type_k": self.cache_type_k, "type_v": self.cache_type_v}
-        return {name: KV_TYPES[kind] for name, kind in given.items() if kind is not None}
+    def settings(self) -> dict[str, Any]:
+        given = WeightOptions.settings(self) | {"n_ctx": self.ctx_size, "flash_attn": self.flash_attn != "off"}
+        options = {
+            "n_batch": self.batch_size,
+            "n_ubatch": self.ubatch_size,
+            "n_threads_batch": self.threads_batch,
+            "type_k": None if self.cache_type_k is None else KV_TYPES[self.cache_type_k],
+            "type_v": None if self.cache_type_v is None else KV_TYPES[self.cache_type_v],
+        }
+        return given | {name: value for name, value in options.items() if value is not None}
 
 
 model_options = collected(
@@ -67,19 +141,11 @@ model_options = collected(
         help="Tokens computed at once.  [default: 512, or what --fit finds]",
     ),
     _model(
-        "-ngl",
-        "--n-gpu-layers",
-        type=Layers(),
-        default="auto",
-        metavar="N|auto|all",
-        help="Layers on the GPU; auto is what --fit finds, or all, or 0 without a GPU.  [default: auto]",
-    ),
-    _model(
-        "-t",
-        "--threads",
+        "-tb",
+        "--threads-batch",
         type=click.IntRange(min=1),
         metavar="N",
-        help="CPU threads.  [default: half of them]",
+        help="CPU threads that read a prompt.  [default: as -t]",
     ),
     _model(
         "-ctk",
@@ -103,53 +169,32 @@ model_options = collected(
         default="auto",
         help="Flash attention; a pool needs it, and auto is on.  [default: auto]",
     ),
-    _model(
-        "--rpc",
-        metavar="HOST:PORT,...",
-        help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
-    ),
-    _model(
-        "--rpc-trust",
-        is_flag=True,
-        help="Also of servers that are neither on this machine nor in a private network.",
-    ),
-    _model(
-        "--repack/--no-repack",
-        " /-nr",
-        "repack",
-        default=True,
-        help="Pack weights for the kernels of this CPU, or keep them as the file has them.  [default: repack]",
-    ),
+    *_WEIGHTS,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How the next token is chosen. The defaults are llama.cpp's."""
+class SamplerOptions:
+    """The samplers. The defaults are llama.cpp's."""
 
-    max_tokens: int
     temp: float
     top_k: int
     top_p: float
     min_p: float
     repeat_penalty: float
-    seed: int
+
+    def settings(self) -> dict[str, Any]:
+        """By the names of `Llama`'s methods and of requests."""
+        return {
+            "temperature": self.temp,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repeat_penalty": self.repeat_penalty,
+        }
 
 
-sampling_options = collected(
-    "sampling",
-    SamplingOptions,
-    _sampling(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "--max-tokens",
-        "max_tokens",
-        type=TokenLimit(),
-        default=-1,
-        metavar="N",
-        help="Tokens to generate at most; -1 is until the answer ends.  [default: -1]",
-    ),
+_SAMPLERS = (
     _sampling(
         "--temp",
         "--temperature",
@@ -191,6 +236,34 @@ sampling_options = collected(
         show_default=True,
         help="1: off.",
     ),
+)
+
+sampler_options = collected("sampling", SamplerOptions, *_SAMPLERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(SamplerOptions):
+    """The samplers, the length of an answer, and the seed."""
+
+    max_tokens: int
+    seed: int
+
+
+sampling_options = collected(
+    "sampling",
+    SamplingOptions,
+    _sampling(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "--max-tokens",
+        "max_tokens",
+        type=TokenLimit(),
+        default=-1,
+        metavar="N",
+        help="Tokens to generate at most; -1 is until the answer ends.  [default: -1]",
+    ),
+    *_SAMPLERS,
     _sampling(
         "--seed",
         type=click.IntRange(-1, 0xFFFFFFFF),
@@ -202,13 +275,27 @@ sampling_options = collected(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
+class LogOptions:
+    """What is printed on stderr."""
+
+    verbose: bool
+    quiet: bool
+
+
+_LOG = (
+    _output("-v", "--verbose", is_flag=True, help="llama.cpp's log, and tracebacks, on stderr."),
+    _output("-q", "--quiet", is_flag=True, help="Nothing but errors on stderr."),
+)
+
+log_options = collected("log", LogOptions, *_LOG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions(LogOptions):
     """What is printed, and where."""
 
     as_json: bool
     stream: bool
-    verbose: bool
-    quiet: bool
 
 
 output_options = collected(
@@ -221,6 +308,5 @@ output_options = collected(
         help="One JSON document on stdout: text, usage, timings and the pool's counters.",
     ),
     _output("--stream/--no-stream", default=True, help="Print tokens as they come, or at the end."),
-    _output("-v", "--verbose", is_flag=True, help="llama.cpp's log, and tracebacks, on stderr."),
-    _output("-q", "--quiet", is_flag=True, help="Nothing but errors on stderr."),
+    *_LOG,
 )

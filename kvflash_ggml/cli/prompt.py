@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -29,8 +29,8 @@ def model_and_words(option: str | None, arguments: Sequence[str]) -> tuple[str, 
     return path, given[0] if given else None
 
 
-def read_prompt(words: str | None, prompt: str | None, file: Path | None, *, use_stdin: bool) -> str | None:
-    """File or piped text first, then the prompt: a document, then a question. None: no text.
+def read_prompt(words: str | None, prompt: str | None, files: Sequence[Path], *, use_stdin: bool) -> str | None:
+    """Files in their order or piped text first, then the prompt: documents, then a question. None: no text.
 
     words: the argument. A pipe is read for it, or when nothing else was given, or for `-f -`;
     `-p` and `-f FILE` leave stdin alone, so that a loop over lines of stdin keeps them.
@@ -39,8 +39,10 @@ def read_prompt(words: str | None, prompt: str | None, file: Path | None, *, use
         raise click.UsageError("the prompt is given twice: as an argument and with -p")
     question = as_typed(words if words is not None else prompt, "the prompt")
     document: str | None = None
-    if file is not None:
-        document = _read_stdin() if file == STDIN else read_text(file)
+    if files:
+        if files.count(STDIN) > 1:
+            raise click.UsageError(f"stdin is read once, not {files.count(STDIN)} times: give -f - once")
+        document = _joined(_read_stdin() if file == STDIN else read_text(file) for file in files)
     elif use_stdin and prompt is None and not stdin_is_terminal():
         document = _read_stdin() or None
         if document is None and question is None:
@@ -50,10 +52,16 @@ def read_prompt(words: str | None, prompt: str | None, file: Path | None, *, use
     elif question is None:
         text = document.removesuffix("\n")
     else:
-        text = document + ("" if document.endswith("\n") else "\n") + question
+        text = _joined([document, question])
     if text is not None and not text.strip():
         raise click.UsageError("the prompt is empty")
     return text
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Each text but the last ends its line."""
+    *first, last = texts
+    return "".join(text if text.endswith("\n") else f"{text}\n" for text in first) + last
 
 
 def read_text(path: Path) -> str:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 _CONTEXT_FULL = "exceed context window"
 
+_FLAGS = {
+    "host_limit = ": "--kvflash-host-limit ",
+    "host_limit": "--kvflash-host-limit",
+    "spill = ": "--kvflash-spill ",
+    "a spill folder": "a folder with --kvflash-spill",
+}
+"""Options that the library names by their keywords, the longest name first."""
+
 
 def in_words(error: BaseException) -> str:
     """The error's text, with the option that helps."""
     text = str(error) or type(error).__name__
+    for keyword, flag in _FLAGS.items():
+        text = text.replace(keyword, flag)
     if _CONTEXT_FULL in text:
         text += ": give a larger context with -c (0 is the length the model was trained for), or a shorter prompt"
     return text

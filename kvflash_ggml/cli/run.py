@@ -16,6 +16,7 @@ from .calibrate import finish
 from .chat import Chat
 from .device_options import DeviceOptions, device_options
 from .dry_run import dry_run as say_what_goes_where
+from .llama_flags import llama_flags
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
 from .pool_options import PoolOptions, pool_options
@@ -54,32 +55,35 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or a server of --rpc that cannot be 
 3 does not fit (--dry-run), 130 stopped by Ctrl-C."""
 
 
-def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: str | None) -> None:
-    if repository is not None:
-        raise click.UsageError(
-            f"models are not fetched here: download a .gguf file of {repository}, and give its path "
-            "(in Python Llama.from_pretrained does both)"
-        )
+_COMMON = (
+    "--model", "--prompt", "--file", "--system", "--conversation", "--dry-run", "--ctx-size", "--n-gpu-layers",
+    "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec",
+    "--snapshot", "--predict", "--temp", "--seed", "--json", "--verbose", "--quiet",
+)  # fmt: skip
 
 
 @click.command(
     cls=SectionCommand,
     epilog=_EPILOG,
+    common=_COMMON,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "auto_envvar_prefix": "KVFLASH",
     },
 )
+@llama_flags
 @click.argument("arguments", nargs=-1, metavar="MODEL [PROMPT]")
 @_prompt("-m", "--model", metavar="PATH", help="The model, instead of the first argument.")
 @_prompt("-p", "--prompt", allow_from_autoenv=False, metavar="TEXT", help="The prompt.")
 @_prompt(
     "-f",
     "--file",
+    "files",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     allow_from_autoenv=False,
     metavar="FILE",
-    help="Text that comes before the prompt; '-' is stdin.",
+    help="Text that comes before the prompt; '-' is stdin. Several are read in their order.",
 )
 @_prompt("-s", "-sys", "--system", metavar="TEXT", help="The system message.")
 @_prompt(
@@ -95,15 +99,6 @@ def _refuse_repository(ctx: click.Context, param: click.Parameter, repository: s
     allow_from_autoenv=False,
     help="Say what would go where, and whether it fits; load nothing. The exit code is 3 if it does not fit.",
 )
-@_prompt(
-    "-hf",
-    "--hf-repo",
-    hidden=True,
-    allow_from_autoenv=False,
-    is_eager=True,
-    expose_value=False,
-    callback=_refuse_repository,
-)
 @model_options
 @device_options
 @pool_options
@@ -118,7 +113,7 @@ def run(
     arguments: tuple[str, ...],
     model: str | None,
     prompt: str | None,
-    file: Path | None,
+    files: tuple[Path, ...],
     system: str | None,
     conversation: bool | None,
     dry_run: bool,
@@ -145,7 +140,7 @@ def run(
         if dry_run:
             settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
-        text = read_prompt(words, prompt, file, use_stdin=conversation is not True)
+        text = read_prompt(words, prompt, files, use_stdin=conversation is not True)
         system = as_typed(system, "the system message")
         chatting = text is None or (conversation is True and stdin_is_terminal())
         if chatting and conversation is False:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -11,6 +11,8 @@ import click
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
+
+_EVERYTHING = f"{__name__}.everything"
 
 
 class SectionOption(click.Option):
@@ -28,17 +30,46 @@ class SectionOption(click.Option):
 
 
 class SectionCommand(click.Command):
-    """A command whose help groups the options by section, in order of appearance."""
+    """A command whose help groups the options by section, in order of appearance.
+
+    common: the options that `--help` shows, by any of their names; `--help-all` shows every option. Without names there
+    is no `--help-all`.
+    """
+
+    def __init__(self, *args: Any, common: Collection[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._common = {*common}
+        if common:
+            self._common |= {"--help", "--help-all"}
+            self.params.append(
+                SectionOption(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    allow_from_autoenv=False,
+                    callback=_show_everything,
+                    help="Show every option and exit; --help shows the common ones.",
+                )
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record is not None:
+            shown = not self._common or _EVERYTHING in ctx.meta or self._common & {*param.opts}
+            if record is not None and shown:
                 sections.setdefault(getattr(param, "section", "Other"), []).append(record)
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _show_everything(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        ctx.meta[_EVERYTHING] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def option(section: str) -> Callable[..., Callable[[F], F]]:

@@ -10,8 +10,9 @@ import click
 
 from .. import pip_line
 from .device_options import DeviceOptions, device_options
+from .llama_flags import llama_flags
 from .model import log_requests, log_to_stderr, open_model, plain_errors
-from .options import ModelOptions, OutputOptions, model_options
+from .options import LogOptions, ModelOptions, SamplerOptions, log_options, model_options, sampler_options
 from .pool_options import PoolOptions, pool_options
 from .sections import SectionCommand, collected, option
 from .spec_options import SpecOptions, spec_options
@@ -21,7 +22,7 @@ from .types import Size
 _net = option("Network")
 _limits = option("Limits")
 _sessions = option("Conversations")
-_other = option("Other")
+_server = option("Server")
 
 _EPILOG = """\b
 Any number of conversations share the pool: one is computed at a time, the others are put
@@ -115,7 +116,17 @@ limit_options = collected(
         metavar="SIZE",
         help="Of a request; beyond: 413.",
     ),
-    _count("--max-tokens-default", "Of an answer that names no limit.", default=4096),
+    _limits(
+        "-n",
+        "--max-tokens-default",
+        "--predict",
+        "--n-predict",
+        type=click.IntRange(min=1),
+        default=4096,
+        show_default=True,
+        metavar="N",
+        help="Of an answer that names no limit.",
+    ),
     _count("--max-tokens-limit", "Of any answer.  [default: the context]"),
     _seconds("--timeout", "For a request, from its arrival.", 3600),
     _seconds("--queue-timeout", "For its turn.", 600),
@@ -145,6 +156,7 @@ session_options = collected(
     ),
     _sessions(
         "--session-dir",
+        "--slot-save-path",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
         help="Folder for those that find no room there, and for all of them when the server ends.",
@@ -152,61 +164,90 @@ session_options = collected(
 )
 
 
+_COMMON = (
+    "--model", "--alias", "--chat-template-file", "--host", "--port", "--api-key", "--isolate-keys", "--session-dir",
+    "--park-memory", "--max-queue", "--max-tokens-default", "--temp", "--ctx-size", "--n-gpu-layers", "--threads",
+    "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec", "--verbose", "--quiet",
+)  # fmt: skip
+
+
 @click.command(
     cls=SectionCommand,
     epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVFLASH"},
+    common=_COMMON,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "KVFLASH",
+        "default_map": {"kvflash": "auto"},
+    },
 )
-@click.argument("path", metavar="MODEL", type=str)
-@_other("-a", "--alias", metavar="NAME", help="What the model is called.  [default: the file's name]")
-@_other(
+@llama_flags
+@click.argument("path", metavar="MODEL", required=False)
+@_server("-m", "--model", metavar="PATH", help="The model, instead of the argument.")
+@_server("-a", "--alias", metavar="NAME", help="What the model is called.  [default: the file's name]")
+@_server(
     "--chat-template-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Jinja template in place of the model's own.",
 )
-@_other("--page/--no-page", default=True, help="Serve the chat page at /.")
-@_other("-v", "--verbose", is_flag=True, help="llama.cpp's log, and tracebacks, on stderr.")
-@_other("-q", "--quiet", is_flag=True, help="Nothing but errors on stderr: no line a request.")
+@_server("--page/--no-page", "--webui/--no-webui", default=True, help="Serve the chat page at /.")
 @net_options
 @session_options
 @limit_options
+@_limits(
+    "-np",
+    "--parallel",
+    type=int,
+    metavar="N",
+    help="For llama-server's command lines: any number of conversations share the pool, and answers take turns.",
+)
 @model_options
+@sampler_options
 @device_options
 @pool_options
 @spec_options
+@log_options
+@click.pass_context
 def serve(
+    ctx: click.Context,
     *,
-    path: str,
+    path: str | None,
+    model: str | None,
     alias: str | None,
     chat_template_file: Path | None,
     page: bool,
-    verbose: bool,
-    quiet: bool,
     net: NetOptions,
     sessions: SessionOptions,
     limits: LimitOptions,
+    parallel: int | None,
     loading: ModelOptions,
+    sampling: SamplerOptions,
     devices: DeviceOptions,
     pool: PoolOptions,
     drafts: SpecOptions,
+    log: LogOptions,
 ) -> None:
     """Serve OpenAI's API, with every conversation kept.
 
     \b
-    kvflash-run serve model.gguf --kvflash auto
+    kvflash-run serve model.gguf
     kvflash-run serve model.gguf --kvflash 8K --session-dir sessions --api-key SECRET --host 0.0.0.0
     """
+    path = _model_of(ctx, path, model)
     if pool.kvflash == "off":
-        raise click.UsageError("conversations are put aside in a pool: add --kvflash auto, or a number of tokens")
+        raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
     if pool.kvflash_report is not None:
         raise click.UsageError("--kvflash-report is of one run: the page at / shows the same while it happens")
     keys = _keys(net)
     if net.host not in ("127.0.0.1", "localhost", "::1") and not keys and not net.insecure:
         raise click.UsageError(f"--host {net.host} lets others in: give an --api-key, or say --insecure")
-    log_to_stderr(OutputOptions(as_json=False, stream=False, verbose=verbose, quiet=quiet))
-    with plain_errors(verbose=verbose):
+    log_to_stderr(log)
+    if parallel is not None and parallel > 1 and not log.quiet:
+        note(f"-np {parallel}: any number of conversations share the pool, and answers take turns")
+    with plain_errors(verbose=log.verbose):
         try:
+            from ..batching.messages import Sampling
             from ..server import requestlog
             from ..server.settings import ServerSettings
             from ..server.start import start
@@ -214,7 +255,7 @@ def serve(
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
-        if not quiet:
+        if not log.quiet:
             log_requests(requestlog.NAME)
         template = None if chat_template_file is None else chat_template_file.read_text(encoding="utf-8")
         settings = ServerSettings(
@@ -237,15 +278,26 @@ def serve(
             park_bytes=sessions.park_memory,
             session_dir=sessions.session_dir,
             page=page,
+            sampling=Sampling(**sampling.settings()),
         )
-        with open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=verbose) as llm:
-            if not quiet and not verbose:
+        with open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=log.verbose) as llm:
+            if not log.quiet and not log.verbose:
                 note(llm.kvflash.banner())
             if (cache := pool.cache()) is not None:
                 llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
             start(
                 llm, settings, template=template, ready=lambda address: note(f"serving {settings.alias} at {address}")
             )
+
+
+def _model_of(ctx: click.Context, path: str | None, model: str | None) -> str:
+    """The argument, or `-m`. UsageError for both, or neither; a variable gives way to the argument."""
+    if path is not None and ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"the model is given twice, as {path} and with -m {model}: leave one out")
+    found = path if path is not None else model
+    if found is None:
+        raise click.UsageError("which model? Give the path of a .gguf file, or -m PATH.")
+    return found
 
 
 def _keys(net: NetOptions) -> tuple[str, ...]:

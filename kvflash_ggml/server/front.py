@@ -171,7 +171,7 @@ class Front:
         )
 
     def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:
-        usual, bias = Sampling(), {}
+        usual, bias = self.settings.sampling, {}
         for token, value in (asked.logit_bias or {}).items():
             if not token.isdecimal() or len(token) > 9 or int(token) >= self.prompts.n_vocab:
                 raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")

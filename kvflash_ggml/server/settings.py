@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from ..batching.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +14,7 @@ class ServerSettings:
 
     isolate_keys: a key sees and touches its own conversations only: see `Access`. max_body: bytes.
     default_tokens, most_tokens: of an answer, None for as many as the context has. Times are in seconds. page: serve it
-    at "/". public_metrics: without a key.
+    at "/". public_metrics: without a key. sampling: for requests that do not say how.
     """
 
     alias: str
@@ -35,6 +37,7 @@ class ServerSettings:
     session_dir: Path | None = None
     page: bool = True
     public_metrics: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
 
     @property
     def loopback(self) -> bool:

@@ -380,6 +380,12 @@ def test_document_then_question(cli: Stage, tmp_path: Path) -> None:
     document.write_text("a document\n")
     cli("m.gguf", "-f", str(document), "-p", "a question", stdin="left alone")
     assert cli.request == [user("a document\na question")]
+    other = tmp_path / "other.txt"
+    other.write_text("more of it")
+    cli("m.gguf", "-f", str(other), "-f", "-", "-f", str(document), "-p", "a question", stdin="piped")
+    assert cli.request == [user("more of it\npiped\na document\na question")]
+    twice = cli("m.gguf", "-f", "-", "-f", "-", "-p", "a question", stdin="piped")
+    assert (twice.exit_code, "give -f - once" in twice.stderr) == (2, True)
     cli("m.gguf", "a question", stdin="a document")
     assert cli.request == [user("a document\na question")]
     cli("m.gguf", "-f", "-", "-p", "a question", stdin="a document")
@@ -599,7 +605,7 @@ def test_help(cli: Stage) -> None:
     group = cli("-h")
     assert group.exit_code == 0
     assert "doctor" in group.stdout
-    verb = cli("run", "--help")
+    verb = cli("run", "--help-all")
     for text in ("KVFlash:", "Sampling:", "--kvflash TOKENS|SIZE|auto|off", "-ngl, --n-gpu-layers"):
         assert text in verb.stdout
     assert cli().exit_code == 2

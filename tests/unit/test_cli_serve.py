@@ -1,0 +1,165 @@
+"""`kvflash-run serve` up to the start of the server, and the options that llama-server and llama-cli have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from support.fake_llama import Stage, staged
+
+from kvflash_ggml.batching.messages import Sampling
+from kvflash_ggml.cli.llama_flags import ANSWERED, TAKEN
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import ConfigError, HostMemoryError
+from kvflash_ggml.server import start
+from kvflash_ggml.server.settings import ServerSettings
+
+SERVED = ("-np", "--parallel", "--host", "--port", "--api-key")
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@dataclass
+class Serving:
+    """The command line, and the settings of the servers that it has started."""
+
+    cli: Stage
+    started: list[ServerSettings] = field(default_factory=list)
+
+    def __call__(self, *arguments: object) -> Result:
+        return self.cli("serve", *arguments)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    yield from staged(monkeypatch)
+
+
+@pytest.fixture
+def serve(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> Serving:
+    serving = Serving(cli)
+
+    def started(llm: Any, settings: ServerSettings, **_more: Any) -> None:
+        serving.started.append(settings)
+
+    monkeypatch.setattr(start, "start", started)
+    return serving
+
+
+def test_a_model_is_all_that_is_needed(serve: Serving) -> None:
+    result = serve("folder/m.gguf")
+    assert result.exit_code == 0, result.output
+    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto")
+    assert serve.started[0].alias == "m"
+    assert serve.started[0].sampling == Sampling()
+    refused = serve("m.gguf", "--kvflash", "off")
+    assert (refused.exit_code, "--kvflash auto" in refused.stderr) == (2, True)
+
+
+def test_the_model_as_llama_server_takes_it(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve("-m", "m.gguf").exit_code == 0
+    assert serve.cli.settings["model_path"] == "m.gguf"
+    assert "given twice" in serve("-m", "m.gguf", "n.gguf").stderr
+    assert "which model?" in serve().stderr
+    monkeypatch.setenv("KVFLASH_MODEL", "env.gguf")
+    assert serve().exit_code == 0
+    assert serve.cli.settings["model_path"] == "env.gguf"
+    assert serve("n.gguf").exit_code == 0
+    assert serve.cli.settings["model_path"] == "n.gguf"
+
+
+def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
+    line = f"""-m m.gguf -a name -c 8192 -b 256 -ub 128 --gpu-layers 9 -t 3 -tb 2 -fa on -ctk q8_0 -ctv q8_0 --jinja
+        --metrics --slots -cb -np 4 --no-webui --no-mmap --mlock --host 127.0.0.1 --port 81 --api-key k --temp 0.2
+        --top-k 7 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.1 -n 99 --slot-save-path {tmp_path}"""
+    result = serve(*line.split())
+    assert result.exit_code == 0, result.output
+    assert "-np 4: any number of conversations share the pool" in result.stderr
+    expected = {
+        "n_ctx": 8192, "n_batch": 256, "n_ubatch": 128, "n_gpu_layers": 9, "n_threads": 3, "n_threads_batch": 2,
+        "flash_attn": True, "type_k": 8, "type_v": 8, "use_mmap": False, "use_mlock": True,
+    }  # fmt: skip
+    assert {name: serve.cli.settings.get(name) for name in expected} == expected
+    (settings,) = serve.started
+    assert settings.sampling == Sampling(temperature=0.2, top_k=7, top_p=0.5, min_p=0.1, repeat_penalty=1.1)
+    assert (settings.alias, settings.port, settings.keys, settings.page) == ("name", 81, ("k",), False)
+    assert (settings.default_tokens, settings.session_dir) == (99, tmp_path)
+    assert "-np" not in serve("m.gguf", "-np", "4", "-q").stderr
+    assert "-np" not in serve("m.gguf", "-np", "1").stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_what_is_so_anyway_is_taken(verb: str, serve: Serving) -> None:
+    assert serve.cli(verb, "m.gguf", *TAKEN, *(["-p", "hi"] if verb == "run" else [])).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [("run", name) for names in ANSWERED for name in names]
+    + [("serve", name) for names in ANSWERED for name in names if name not in SERVED],
+)
+def test_other_options_of_llama_cpp_are_answered(verb: str, name: str, serve: Serving) -> None:
+    for line in ([name], [name, "4", "-q"], ["-q", name, "a b"]):
+        result = serve.cli(verb, "m.gguf", *line)
+        assert result.exit_code == 2
+        assert f"{name} is llama.cpp's: " in result.stderr.replace("\n", " ")
+    assert not serve.cli.made
+
+
+def test_the_documents_have_all_of_them() -> None:
+    page = (DOCS / "server.md").read_text(encoding="utf-8")
+    told = {*re.findall(r"`(--?[a-z-]+)\b", page.partition("## Options of llama-server")[2])}
+    assert [name for names in (TAKEN, *ANSWERED) for name in names if name not in told] == []
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_a_mistyped_option_brings_the_near_one(verb: str, serve: Serving) -> None:
+    result = serve.cli(verb, "m.gguf", "--kvflsh", "4096")
+    assert result.exit_code == 2
+    assert "(Did you mean" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_help_has_the_common_options_and_help_all_has_the_others(verb: str, cli: Stage) -> None:
+    common, everything = cli(verb, "--help").stdout, cli(verb, "--help-all").stdout
+    assert len(common.splitlines()) < 90
+    assert len(re.findall(r"^  -", common, re.MULTILINE)) in range(20, 27)
+    for name in ("-c, --ctx-size", "--kvflash TOKENS|SIZE|auto|off", "--help-all", "-q, --quiet", "--temp"):
+        assert name in common
+    for name in ("--kvflash-repair", "--override-tensor", "--help", "--spec-tree"):
+        assert name in everything
+    assert "--kvflash-repair" not in common
+    assert "--jinja" not in everything
+    assert everything.startswith(common.partition("\n")[0])
+
+
+def test_the_pool_s_default_is_shown(cli: Stage) -> None:
+    assert "[default: auto]" in " ".join(cli("serve", "--help").stdout.partition("--kvflash TOKENS")[2][:400].split())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            HostMemoryError("more than host_limit = 5 bytes: raise host_limit, give a spill folder, or a larger pool"),
+            "more than --kvflash-host-limit 5 bytes: raise --kvflash-host-limit, give a folder with --kvflash-spill, "
+            "or a larger pool",
+        ),
+        (ConfigError("spill = x is no folder"), "--kvflash-spill x is no folder"),
+    ],
+)
+def test_errors_name_flags(cli: Stage, error: Exception, told: str) -> None:
+    result = cli("m.gguf", "hi", error=error)
+    assert (result.exit_code, result.stderr) == (1, f"Error: {told}\n")
+
+
+def test_calibrate_has_no_options_of_answers(cli: Stage) -> None:
+    text = cli("calibrate", "--help").stdout
+    for name in ("--stream", "--ctx-size", "--batch-size", "--cache-type-k", "--flash-attn", "timings"):
+        assert name not in text
+    for name in ("--save", "--json", "--n-gpu-layers", "--threads", "--rpc", "--quiet"):
+        assert name in text
