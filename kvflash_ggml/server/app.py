@@ -102,5 +102,5 @@ async def _http_error(request: Request, err: Exception) -> Response:
 
 
 async def _any_error(request: Request, err: Exception) -> Response:
-    logger.error("%s %s", request.method, request.url.path, exc_info=err)
+    logger.error("%.16s %.100a", request.method, request.url.path, exc_info=err)
     return ApiError(500, "the server failed at this request: its log says why", code="internal_error").response()

@@ -21,9 +21,11 @@ from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError
 from .exchange import PING, frame
-from .front import Front
+from .front import KEY, Front
 
 MAX_VIEWERS = 16
+"""Streams of one key, so that no key locks out another."""
+
 PAUSE_S = 0.25
 """Between two states that a viewer is sent."""
 
@@ -57,9 +59,11 @@ def _map(now: Residency) -> dict[str, Any]:
 
 
 async def events(front: Front, request: HttpRequest) -> Response:
-    if front.viewers >= MAX_VIEWERS:
-        raise ApiError(429, f"{MAX_VIEWERS} look on already", code="viewers", retry_after_s=30)
-    return Viewer(front, front.access(request))
+    key = request.scope.get(KEY, "")
+    if front.viewers[key] >= MAX_VIEWERS:
+        message = f"{front.viewers[key]} streams of this key are open, and {MAX_VIEWERS} may be: close one"
+        raise ApiError(429, message, code="viewers", retry_after_s=30)
+    return Viewer(front, key, front.access(request))
 
 
 class Viewer(Response):
@@ -67,10 +71,11 @@ class Viewer(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, front: Front, access: Access) -> None:
+    def __init__(self, front: Front, key: str, access: Access) -> None:
         self.status_code = 200
         self.background = None
         self._front = front
+        self._key = key
         self._access = access
         self.init_headers({"Cache-Control": "no-store"})
 
@@ -95,8 +100,8 @@ class Viewer(Response):
             left.cancel()
 
     def _look_on(self, more: int) -> None:
-        self._front.viewers += more
-        self._front.scheduler.model.explain(self._front.viewers > 0)
+        self._front.viewers[self._key] += more
+        self._front.scheduler.model.explain(self._front.viewers.total() > 0)
 
 
 async def _left(receive: Receive) -> None:

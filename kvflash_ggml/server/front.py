@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -40,6 +41,9 @@ SLOWEST = 16 << 10
 KEY = "kvflash.key"
 """Where in a request's scope its key's digest is."""
 
+TAKEN = "kvflash.taken"
+"""In the scope of a request that the scheduler has taken, which logs how it ends."""
+
 
 class Front:
     """What the endpoints work with. `draining`: nothing new is taken; `ready`: the model is loaded."""
@@ -50,7 +54,7 @@ class Front:
         self.prompts = prompts
         self.created = int(time.time())
         self.draining = False
-        self.viewers = 0
+        self.viewers: Counter[str] = Counter()  # by key
         self.speed = Speed(scheduler)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
 
@@ -218,6 +222,7 @@ class Front:
         first, *others = requests
         others = [replace(other, queue_timeout_s=None) for other in others]
         exchanges = submitted(self.scheduler, [first, *others], http.receive)
+        http.scope[TAKEN] = True
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s)

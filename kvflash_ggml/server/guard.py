@@ -1,4 +1,4 @@
-"""Who may ask: keys, host names, origins. Before anything else sees a request."""
+"""Who may ask: keys, host names, origins. Before anything else sees a request; and the log of what is refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import requestlog
 from .errors import ApiError
-from .front import KEY
+from .front import KEY, TAKEN
 from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
+"""Answered without a key, and to pages of any origin."""
 
 
 class Guard:
@@ -34,9 +36,14 @@ class Guard:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         allowed = origin is not None and (origin in self._settings.cors or "*" in self._settings.cors)
+        begun = False
 
         async def answer(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
+                if message["status"] >= 400:
+                    _log(scope, message["status"])
                 out = MutableHeaders(scope=message)
                 out["X-Content-Type-Options"] = "nosniff"
                 if allowed and origin is not None:
@@ -49,11 +56,17 @@ class Guard:
             if scope["method"] == "OPTIONS":
                 await self._preflight(headers, allowed)(scope, receive, answer)
                 return
+            self._check_origin(scope["path"], headers, allowed)
             scope[KEY] = self._key(scope["path"], headers)
         except ApiError as err:
             await err.response()(scope, receive, answer)
             return
-        await self._app(scope, receive, answer)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:
+            if not begun:
+                _log(scope, 500)
+            raise
 
     def _check_host(self, headers: Headers) -> None:
         """A page elsewhere whose name leads to this machine may not ask an open server."""
@@ -63,6 +76,24 @@ class Guard:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if name.strip("[]") not in LOOPBACK:
             raise ApiError(403, "this server answers to loopback names only: give it a key to open it", code="host")
+
+    def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
+        """A page of another origin may not ask unless it is allowed: browsers send some of its requests unasked."""
+        if path in OPEN_PATHS or allowed or "*" in self._settings.cors:
+            return
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if site is None:  # an older browser, or a name without TLS; or no browser
+            own = f"://{headers.get('host', '')}".lower()
+            other = origin is not None and origin.lower() not in (f"http{own}", f"https{own}")
+        else:
+            other = site in ("cross-site", "same-site")
+        if other:
+            raise ApiError(
+                403,
+                f"a page of {(origin or 'another origin')[:100]} may not ask this server, only its own page may: start "
+                f"the server with --cors-origins and the origin of that page",
+                code="origin",
+            )
 
     def _key(self, path: str, headers: Headers) -> str:
         """A short digest of the key; "" on an open server."""
@@ -91,3 +122,9 @@ class Guard:
                 "Access-Control-Max-Age": "600",
             },
         )
+
+
+def _log(scope: Scope, status: int) -> None:
+    """One line for a request that is refused. One that the scheduler has taken has a line from there."""
+    if TAKEN not in scope:
+        requestlog.refused(scope["method"], scope["path"], scope.get(KEY, ""), status)

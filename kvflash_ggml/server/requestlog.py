@@ -34,5 +34,11 @@ class RequestLog:
         logger.info("%s", json.dumps(line))
 
 
+def refused(method: str, path: str, key: str, status: int) -> None:
+    """Log a request that got no answer from the model but an error. Bounded and in ASCII, without query or body."""
+    line = {"method": method[:16], "path": path[:100], "key": key[:8], "status": status}
+    logger.info("%s", json.dumps(line).replace("\x7f", "\\u007f"))
+
+
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 2)

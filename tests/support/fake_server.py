@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvflash_ggml.batching.folder import Folder
+from kvflash_ggml.batching.messages import Request, Usage
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
@@ -28,13 +29,14 @@ class Server:
         *,
         limits: Limits | None = None,
         folder: Path | None = None,
+        on_end: Callable[[Request, Usage, str], None] | None = None,
         **settings: Any,
     ) -> None:
         self.model, self.prompts = model or FakeModel(), prompts or FakePrompts()
         self.settings = ServerSettings(alias="fake", **settings)
         metrics = Metrics()
         kept = None if folder is None else Folder(folder)
-        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=metrics.ended)
+        self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=on_end or metrics.ended)
         metrics.attach(self.scheduler)
         self.front = Front(self.settings, self.scheduler, self.prompts)
         self.app = make_app(self.front, metrics)

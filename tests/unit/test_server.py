@@ -672,7 +672,7 @@ def test_events() -> None:
     assert words == {"chunk": 1, "text": "x" * 64}
     assert others == [404] * 4
     assert b"xxx" not in body
-    assert server.front.viewers == 0
+    assert server.front.viewers.total() == 0
 
 
 def test_too_many_look_on() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from starlette.routing import Route
 from support.asgi import Client, Reply
 from support.fake_model import FakeModel
 from support.fake_server import Server
+
+from kvflash_ggml.errors import HostMemoryError
+from kvflash_ggml.server import requestlog
 
 KEYS = ("one", "two")
 
@@ -200,3 +207,157 @@ def test_an_answer_of_another_key_is_not_told_of() -> None:
 
     model = FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.002))
     Server(model, keys=KEYS, isolate_keys=True).run(work)
+
+
+# --- pages of other origins
+
+
+OPEN = ("/", "/health", "/v1/health")
+"""What any page may ask for."""
+
+REFUSED = [
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://127.0.0.1:9090"},
+    {"origin": "http://127.0.0.1:8080", "sec_fetch_site": "same-site"},
+    {"sec_fetch_site": "cross-site"},
+    {"sec_fetch_site": "same-site"},
+    {"sec_fetch_site": "cross-site", "origin": "https://evil.example"},
+]
+
+LET_IN = [
+    {},
+    {"origin": "http://127.0.0.1:8080"},
+    {"origin": "http://127.0.0.1:8080", "sec_fetch_site": "same-origin"},
+    {"origin": "https://chat.example", "sec_fetch_site": "same-origin"},  # a proxy gave its own name as the host
+    {"sec_fetch_site": "none"},
+    {"origin": "https://good.example"},
+    {"origin": "https://good.example", "sec_fetch_site": "cross-site"},
+]
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_no_page_of_another_origin_is_answered(headers: dict[str, str], keys: tuple[str, ...]) -> None:
+    """Whatever the route, the page and the health apart; a text is not erased by a form of another page."""
+
+    async def work(client: Client) -> None:
+        asked = {"prompt": TEXT, "max_tokens": 1}
+        assert (await client.post("/v1/completions", asked, x_api_key="one")).status == 200
+        for route in server.app.routes:
+            assert isinstance(route, Route)
+            path = {"/slots/{id}": "/slots/0?action=erase"}.get(route.path, route.path)
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                reply = await client.call(method, path, x_api_key="one", **headers).done()
+                assert (reply.status == 403) is (route.path not in OPEN), (method, path)
+        assert len(server.model.tokens) > 0
+
+    server = Server(keys=keys, cors=("https://good.example",))
+    server.run(work)
+
+
+@pytest.mark.parametrize("headers", LET_IN)
+def test_pages_that_may_ask(headers: dict[str, str]) -> None:
+    server = Server(cors=("https://good.example",))
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **headers).status == 200
+
+
+def test_any_page_may_ask_where_all_are_allowed() -> None:
+    for headers in REFUSED:
+        assert Server(cors=("*",)).get("/v1/models", **headers).status == 200
+
+
+def test_viewers_of_one_key_do_not_lock_out_another() -> None:
+    async def work(client: Client) -> list[int]:
+        calls = [client.call("GET", "/kvflash/events", x_api_key="one") for _ in range(16)]
+        calls.append(client.call("GET", "/kvflash/events", x_api_key="two"))
+        for call in calls:
+            await call.until(lambda reply: bool(reply.frames) or reply.ended)
+        more = await client.get("/kvflash/events", x_api_key="one")
+        for call in calls:
+            call.leave()
+            await call.done()
+        return [calls[-1].reply.status, more.status]
+
+    assert Server(keys=KEYS).run(work) == [200, 429]
+
+
+# --- the log of what was refused
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == requestlog.NAME]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "data", "headers", "status"),
+    [
+        ("POST", "/v1/completions", {"prompt": ""}, {}, 400),
+        ("GET", "/v1/models", None, {"x_api_key": "wrong"}, 401),
+        ("GET", "/v1/models", None, {"origin": "https://evil.example"}, 403),
+        ("OPTIONS", "/v1/models", None, {"origin": "https://evil.example"}, 403),
+        ("GET", "/nowhere", None, {}, 404),
+        ("DELETE", "/v1/completions", None, {}, 405),
+        ("POST", "/v1/completions", {"prompt": "x" * 3000}, {}, 413),
+        ("POST", "/v1/completions", {"prompt": "x"}, {"content_type": "text/plain"}, 415),
+        ("POST", "/v1/embeddings", {}, {}, 501),
+    ],
+)
+def test_a_refused_request_leaves_one_line(
+    method: str, path: str, data: Any, headers: dict[str, str], status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=requestlog.NAME)
+    server = Server(keys=KEYS, max_body=2000)
+    given = {"x_api_key": "one", **headers}
+    reply = server.run(lambda client: client.call(method, path, data, **given).done())
+    assert reply.status == status
+    (line,) = lines(caplog)
+    assert (line["method"], line["path"], line["status"]) == (method, path, status)
+    assert line["key"] == (hashlib.sha256(b"one").hexdigest()[:8] if status not in (401, 403) else "")
+
+
+def test_an_answer_leaves_one_line_also_where_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own line, with what it took."""
+
+    def fail() -> None:
+        raise HostMemoryError("no room")
+
+    caplog.set_level(logging.INFO, logger=requestlog.NAME)
+    for model in (FakeModel(), FakeModel(on_step=fail)):
+        Server(model, on_end=requestlog.RequestLog().ended).post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+    assert [line["finish"] for line in lines(caplog)] == ["length", "internal_error"]
+
+
+def test_a_failure_of_the_server_leaves_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    def render(*args: Any, **more: Any) -> str:
+        raise ZeroDivisionError
+
+    async def work(client: Client) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await client.post("/apply-template", {"messages": [{"role": "user", "content": TEXT}]})
+
+    caplog.set_level(logging.INFO, logger=requestlog.NAME)
+    server = Server()
+    server.prompts.render = render  # type: ignore[method-assign]
+    server.run(work)
+    assert [(line["path"], line["status"]) for line in lines(caplog)] == [("/apply-template", 500)]
+
+
+def test_what_is_logged_of_a_hostile_request(caplog: pytest.LogCaptureFixture) -> None:
+    """One line of bounded length, in ASCII, whatever path and method say; no query, for keys are put there."""
+    caplog.set_level(logging.INFO, logger=requestlog.NAME)
+    paths = ["/a\n{}\r\x1b[2J\x7f\x9b\u202e\ud800", "/" + "x" * 10000, "/x?api_key=SECRET", "/\u00e9" * 5000]
+
+    async def work(client: Client) -> None:
+        for path in paths:
+            call = client.call("M" * 5000, path.encode("utf-8", "replace").decode())
+            await call.done()
+
+    Server().run(work)
+    said = [record.getMessage() for record in caplog.records if record.name == requestlog.NAME]
+    assert len(said) == len(paths)
+    for one in said:
+        assert one.isascii()
+        assert one.isprintable()
+        assert len(one) < 2000
+        assert "SECRET" not in one
