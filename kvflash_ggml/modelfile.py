@@ -19,12 +19,13 @@ _LONGEST = 64
 
 def check(path: Path) -> None:
     """ConfigError for what is there and is no GGUF file. A path that does not exist is upstream's to report."""
-    if path.is_dir():
-        raise _refusal(path, f"is a folder: give {_files(path)}")
-    if not path.exists():
+    try:
+        start = _start(path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise _refusal(path, f"cannot be read ({reason}): check its name, and who may read it") from error
+    if start is None:
         return
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
     if start == _MAGIC:
         return
     if not start:
@@ -32,6 +33,18 @@ def check(path: Path) -> None:
     if start in _OLD:
         raise _refusal(path, "is of a format older than GGUF: fetch or convert the model again")
     raise _refusal(path, f"is not a GGUF file, it begins with {start!r}: convert the model, or give its .gguf file")
+
+
+def _start(path: Path) -> bytes | None:
+    """The first bytes of a file, None if there is none. ConfigError if there is something else."""
+    if path.is_dir():
+        raise _refusal(path, f"is a folder: give {_files(path)}")
+    if not path.exists():
+        return None
+    if not path.is_file():  # to open a pipe would wait for whoever writes into it
+        raise _refusal(path, "is a pipe or a device: give the path of a .gguf file")
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC))
 
 
 def architecture(path: Path) -> str | None:

@@ -26,6 +26,7 @@ ALIGNMENT = 32
 PIECE = 16 << 20
 """Bytes of a tensor that are in memory at a time."""
 
+_LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ITEMS = 1 << 20
@@ -172,14 +173,17 @@ def read(path: Path, *, called: str | None = None) -> GGUF:
         return _Reader(path, called or path.name, data).read()
 
 
-def all_tensors(file: GGUF) -> list[Tensor]:
-    """Those of the other parts too, where the file is the first of several."""
-    found = list(file.tensors.values())
+def parts(file: GGUF) -> Iterator[GGUF]:
+    """The file, and the other parts where it is the first of several; each is read when it is asked for."""
+    yield file
     split = _SHARD.fullmatch(file.path.name)
     for part in range(2, int(split[2]) + 1) if split else ():
-        path = file.path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf") if split else file.path
-        found += read(path).tensors.values()
-    return found
+        yield read(file.path.with_name(f"{split[1]}-{part:05}-of-{split[2]}.gguf") if split else file.path)
+
+
+def all_tensors(file: GGUF) -> list[Tensor]:
+    """Those of the other parts too, where the file is the first of several."""
+    return [tensor for part in parts(file) for tensor in part.tensors.values()]
 
 
 class _Reader:
@@ -228,12 +232,24 @@ class _Reader:
         if kind == _STRING:
             if count > (self._size - self._at) // 8:
                 raise self._refusal(f"the length of {name!r}", count, "no more than the file has room for")
-            for _ in range(count):
-                self._skip(name, self._number("Q"))
+            self._skip_strings(name, count)
         elif kind in _SCALARS:
             self._skip(name, count * struct.calcsize(_SCALARS[kind]))
         else:
             raise self._refusal(f"the type in {name!r}", kind, "numbers, truth values or strings")
+
+    def _skip_strings(self, name: str, count: int) -> None:
+        """Skip strings without a call for each: vocabularies have hundreds of thousands, and a user waits."""
+        at, last, length = self._at, self._size - _LENGTH.size, _LENGTH.unpack_from
+        for _ in range(count):
+            if at > last:
+                break
+            at += _LENGTH.size + length(self._data, at)[0]
+        else:
+            if at <= self._size:
+                self._at = at
+                return
+        raise self._refusal(name, f"strings up to {at}", f"within the file's {self._size}")
 
     def _tensor(self) -> Tensor:
         name = self._text("a tensor's name", _MAX_TENSOR_NAME)

@@ -24,7 +24,7 @@ def count(file: GGUF) -> int:
 
 def alone(file: GGUF) -> bool:
     """Has it heads, and no other layers? The question is llama.cpp's."""
-    return count(file) > 0 and "blk.0.attn_norm.weight" not in file.tensors
+    return count(file) > 0 and all(tensor.name != "blk.0.attn_norm.weight" for tensor in all_tensors(file))
 
 
 def check(file: GGUF) -> None:

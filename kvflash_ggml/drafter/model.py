@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from llama_cpp import _internals as internals
 
 from .. import modelfile
 from ..arrays import Floats, Int32s
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
+from ..placement.measure import sketch
 from ..policy.combine import softmax_max
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
@@ -41,12 +43,13 @@ COMPUTE_BYTES = 512 << 20
 """What a small model takes on the device beside its weights, roughly."""
 
 
-def find(model: str | Path, asked: Path | None) -> Path:
+def find(model: str | Path, asked: Path | None, *, serves: Callable[[Path], bool] = lambda path: True) -> Path:
     """The drafter's file: the one asked for, or one found by its name near the target.
 
     Looked at are the target's folder and its subfolders `drafter` and `draft`, in this order, for files that end in
     .gguf and have "scorer", "drafter" or "draft" in their names, in this order of preference, then by name. Drafts that
-    cannot read a text by themselves, as DFlash's, are passed over. ConfigError if there is none.
+    cannot read a text by themselves, as DFlash's, are passed over, and so is what `serves` refuses. ConfigError if
+    there is none.
     """
     if asked is not None:
         if not asked.is_file():
@@ -57,7 +60,7 @@ def find(model: str | Path, asked: Path | None) -> Path:
         files = [file for file in sorted((target.parent / folder).glob("*")) if _is_candidate(file, target)]
         for word in WORDS:
             for file in files:
-                if word in file.name.lower():
+                if word in file.name.lower() and serves(file):
                     return file
     raise ConfigError(
         f"the policy '{NAME}' needs a small model, and none was found beside {target.name}: give its path as "
@@ -69,6 +72,20 @@ def _is_candidate(file: Path, target: Path) -> bool:
     if file.suffix.lower() != ".gguf" or not file.is_file() or (target.exists() and file.samefile(target)):
         return False
     return modelfile.architecture(file) not in BOUND
+
+
+def check(path: Path) -> None:
+    """Raise ConfigError if llama.cpp cannot load the file, or cannot run it in a pool. No weight of it is read."""
+    settings = llama_cpp.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = settings.n_ubatch = STEP
+    settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    try:
+        with sketch(path, llama_cpp.llama_model_default_params()) as found:
+            found.measure(settings, pool=STEP, query_rows=QUERY_ROWS)
+    except (ConfigError, UnsupportedModelError) as error:
+        raise ConfigError(
+            f"kvflash_drafter (--kvflash-drafter) {path} cannot serve: {error}. Give another small model."
+        ) from error
 
 
 def reserve_bytes(path: Path) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 import llama_cpp
 
-from .. import modelfile, policy, remote
+from .. import policy, remote
 from ..config import KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
+from ..convert import purpose
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
 from ..native import library
@@ -83,12 +84,15 @@ def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
 def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
     """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit."""
     asked = parameters.read(keywords, parameters.defaults)
-    modelfile.check(Path(path))
+    purpose.check_model(Path(path))
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
     if not endpoints:
         library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
+    others = beside(path, asked)
+    if asked.config is not None and asked.config.drafter is not None:
+        drafter.check(asked.config.drafter)
     with servers.connected(endpoints):
-        return predicted(path, asked, beside(path, asked), endpoints)
+        return predicted(path, asked, others, endpoints)
 
 
 def beside(path: str, asked: Asked) -> Beside:
@@ -96,7 +100,7 @@ def beside(path: str, asked: Asked) -> Beside:
     config = asked.config
     if config is None:
         return Beside()
-    small = drafter.find(path, config.drafter) if config.policy == DRAFTER else None
+    small = reader(path, config)
     scorer = policy.resolve(config.policy) if small is None else None
     found, drafts = search(Path(path), config.spec), likely(config, asked.upstream.get("draft_model"))
     rows = 0 if scorer is None else scorer.query_rows
@@ -107,6 +111,19 @@ def beside(path: str, asked: Asked) -> Beside:
         planes=drafts.planes,
         head=loads_head(found),
     )
+
+
+def reader(path: str, config: KVFlashConfig) -> Path | None:
+    """The small model that the policy 'drafter' asks, None for another policy.
+
+    ConfigError if there is none, ConfigError or ConversionError if a file that was asked for is not one.
+    """
+    if config.policy != DRAFTER:
+        return None
+    found = drafter.find(path, config.drafter, serves=purpose.reads_alone)
+    if config.drafter is not None:
+        purpose.check_reader(found)
+    return found
 
 
 def does_not_fit(path: str, asked: Asked, size: PoolSize, endpoints: Sequence[Endpoint] = ()) -> DoesNotFit:

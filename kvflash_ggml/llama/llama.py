@@ -16,9 +16,10 @@ import numpy as np
 from llama_cpp import _internals as internals
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from .. import modelfile, policy, remote
+from .. import policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
+from ..convert import purpose
 from ..drafter import model as drafter
 from ..native import engine as native
 from ..native import library
@@ -26,7 +27,6 @@ from ..native import remote as servers
 from ..placement import inventory
 from ..placement.measure import copied
 from ..policy.base import Scorer
-from ..policy.drafter import NAME as DRAFTER
 from ..session.pool import Pool
 from ..spec.find import Found
 from . import devices, fitting, images, parameters, sizing
@@ -96,8 +96,8 @@ class Llama(ResizableLlama):
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
         self._turns = Turns()
-        modelfile.check(Path(model_path))
         request = parameters.read(dict(keywords), parameters.defaults)
+        purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
         self._config = request.config
         self._weights = request.weights
         self._session = None
@@ -107,9 +107,10 @@ class Llama(ResizableLlama):
         self._drafter: Path | None = None
         self._found: tuple[Found, ...] = ()
         if self._config is not None:
-            if self._config.policy == DRAFTER:
-                self._drafter = drafter.find(model_path, self._config.drafter)
-            else:
+            self._drafter = fitting.reader(model_path, self._config)
+            if self._config.drafter is not None:
+                drafter.check(self._config.drafter)
+            if self._drafter is None:
                 self._scorer = policy.resolve(self._config.policy)
             self._found = search(Path(model_path), self._config.spec)
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from .. import modelfile
-from ..convert import gguf_read, heads, verify
+from ..convert import gguf_read, heads, purpose, verify
 from ..convert import target as target_facts
 from ..convert.gguf_read import GGUF
 from ..drafter.model import BOUND, FOLDERS
@@ -61,6 +61,11 @@ class _Search:
     def kind(self, draft: Path) -> str:
         """Which type of drafter a file is; checked, if it is bound to a target."""
         file = gguf_read.read(draft)
+        part = purpose.part(file)
+        if part is not None and not part.drafts and file.get("general.architecture") not in BOUND:
+            raise ConversionError(
+                file.name, "the file", found=part.what, wanted=f"a drafter for {self._model.name}", remedy=part.use
+            )
         found = kind_of(file)
         if found != SIMPLE:
             verify.check(file, self._target, rope_differs=True)

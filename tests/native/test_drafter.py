@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
+from support.checkpoints import small_target
 from support.drafter_models import with_context, with_other_tokens
 from support.harness import CHUNK, MODELS, TEXT, check
 
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter
-from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.errors import ConfigError, ConversionError
+from kvflash_ggml.llama import fitting
 from kvflash_ggml.policy.combine import softmax_max
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
@@ -242,24 +245,62 @@ def test_without_a_drafter_the_policy_is_refused(models: Any, tmp_path: Path) ->
         Llama(str(alone), kvflash=512, kvflash_policy="drafter", verbose=False)
 
 
-def test_a_model_that_cannot_read_alone_is_reported(llama: Any, tokens: Any, caplog: Any) -> None:
-    llm = llama(**POOLED, kvflash_drafter=MODELS / "recall-dflash.gguf")
-    llm.eval(tokens[:1500].tolist())
-    assert reader_of(llm) is None
-    assert caplog.text.count("the drafter") == 1
-    assert "recall-dflash.gguf" in caplog.text
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("recall-dflash.gguf", "a DFlash drafter; the policy 'drafter' needs a small model"),
+        ("mtp-recall-qwen35-q8_0.gguf", "a head for further tokens"),
+        ("missing.gguf", "there is no drafter"),
+    ],
+)
+def test_a_file_that_cannot_read_alone_is_refused_at_the_start(llama: Any, tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{why}|{why}.*{name}"):
+        llama(**POOLED, kvflash_drafter=MODELS / name)
 
 
-def test_a_broken_drafter_is_reported_once(llama: Any, tmp_path: Path, caplog: Any) -> None:
+def test_a_damaged_drafter_is_refused_at_the_start(llama: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
+    for data in (b"GGUF, but not really" * 100, SMALL.read_bytes()[:200000], b"", b"a text"):
+        broken.write_bytes(data)
+        with pytest.raises(ConversionError, match=r"broken\.gguf"):
+            llama(**POOLED, kvflash_drafter=broken)
+
+
+def test_a_drafter_that_llama_cpp_cannot_run_is_refused_with_its_reason(llama: Any, tmp_path: Path) -> None:
+    odd = small_target(tmp_path / "odd.gguf", architecture="no-such", whole=True)
+    with pytest.raises(ConfigError, match=r"odd\.gguf cannot serve: .*unknown model architecture: 'no-such'"):
+        llama(**POOLED, kvflash_drafter=odd)
+    for fit in (False, True):
+        with pytest.raises(ConfigError, match=r"odd\.gguf cannot serve"):
+            fitting.without_loading(
+                str(MODELS / "recall-qwen3-q8_0.gguf"), {**POOLED, "kvflash_drafter": odd, "fit": fit or None}
+            )
+
+
+def test_a_head_beside_the_model_is_passed_over(models: Any, tmp_path: Path) -> None:
+    from kvflash_ggml import Llama
+
+    model = shutil.copy(models["dense"], tmp_path / "model.gguf")
+    shutil.copy(models["mtp"], tmp_path / "a-draft.gguf")
+    with pytest.raises(ConfigError, match="needs a small model"):
+        Llama(str(model), **POOLED, verbose=False)
+
+
+def test_a_broken_drafter_beside_the_model_is_reported_once(models: Any, tmp_path: Path, caplog: Any) -> None:
+    from kvflash_ggml import Llama
+
+    model = shutil.copy(models["dense"], tmp_path / "model.gguf")
+    broken = tmp_path / "broken-draft.gguf"
     broken.write_bytes(b"GGUF, but not really" * 100)
-    with caplog.at_level(logging.WARNING, "kvflash_ggml"):
-        llm = llama(**POOLED, kvflash_drafter=broken)
+    with (
+        caplog.at_level(logging.WARNING, "kvflash_ggml"),
+        closing(Llama(str(model), **POOLED, kvflash_reading="pool", n_threads=1, verbose=False)) as llm,
+    ):
         for seed in (1, 2):
             ask(llm, seed=seed, n_tokens=1500)
-    reports = [record for record in caplog.records if "broken.gguf" in record.getMessage()]
-    assert len(reports) == 1
-    assert reader_of(llm) is None
-    shutil.copy(SMALL, broken)  # repaired, it is taken from the next text on
-    assert ask(llm, seed=3, n_tokens=1500)
-    assert reader_of(llm) is not None
+        reports = [record for record in caplog.records if "broken-draft.gguf" in record.getMessage()]
+        assert len(reports) == 1
+        assert reader_of(llm) is None
+        shutil.copy(SMALL, broken)  # repaired, it is taken from the next text on
+        assert ask(llm, seed=3, n_tokens=1500)
+        assert reader_of(llm) is not None

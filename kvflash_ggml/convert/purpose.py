@@ -1,0 +1,133 @@
+"""What a GGUF file is for, told from its head: a model to open, or a part of one that llama.cpp cannot open alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import modelfile
+from ..errors import ConfigError, ConversionError, brief
+from . import gguf_read, heads, migrate
+from .gguf_read import GGUF
+
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_BESIDE = (
+    "Open {} with a pool, and give this file beside it: --kvflash auto -md FILE on the command line, "
+    'kvflash="auto", draft_model="FILE" in Python.'
+)
+_TRAINED = _BESIDE.format("the model that it was trained for")
+_DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file that is no model by itself. what: with its article. use: a sentence. drafts: beside a model."""
+
+    what: str
+    use: str
+    drafts: bool = False
+
+
+def check_model(path: Path, *, vocab_only: bool = False) -> None:
+    """Raise ConfigError if llama.cpp cannot open `path` as a model, and would end the process or say nothing helpful.
+
+    vocab_only: only the vocabulary is opened, which every file may have. A path that does not exist, and a head that
+    cannot be read, are left to llama.cpp.
+    """
+    modelfile.check(path)
+    if vocab_only or not path.exists():
+        return
+    try:
+        found = part(gguf_read.read(path))
+    except (ConversionError, OSError):
+        return
+    if found is not None:
+        raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
+
+
+def check_reader(path: Path) -> None:
+    """Raise ConfigError or ConversionError unless `path` is a whole model, as the policy 'drafter' needs one."""
+    file = gguf_read.read(path)
+    found = part(file)
+    if found is not None:
+        raise ConfigError(
+            f"kvflash_drafter (--kvflash-drafter) {path} is {found.what}; the policy 'drafter' needs a small model "
+            f"that reads a text by itself. {found.use}"
+        )
+    if "tokenizer.ggml.tokens" not in file.fields:
+        raise ConfigError(
+            f"kvflash_drafter (--kvflash-drafter) {path} has no vocabulary; the policy 'drafter' needs a small model "
+            "that reads a text by itself. Convert it with its tokenizer."
+        )
+
+
+def reads_alone(path: Path) -> bool:
+    """Report whether a file is a model by itself, as far as its head says. One that cannot be read counts as one."""
+    try:
+        return part(gguf_read.read(path)) is None
+    except (ConversionError, OSError):
+        return True
+
+
+def part(file: GGUF) -> Part | None:
+    """What a file is that is no model by itself, None for a model. ConversionError if the file does not say."""
+    return _named(file) or _drafter(file) or _incomplete(file)
+
+
+def _named(file: GGUF) -> Part | None:
+    """What files without an architecture are, or with one that is no model's."""
+    number, count = file.get("split.no"), file.get("split.count")
+    if type(number) is int and number > 0:
+        name = _PART.fullmatch(file.path.name)
+        first = f"{name[1]}-00001-of-{name[2]}.gguf" if name else "the part whose number is 00001"
+        return Part(f"part {number + 1} of {brief(count)} of a model", f"Open the first part: {first}.")
+    kind, architecture = file.get("general.type"), file.get("general.architecture")
+    if kind == "imatrix":
+        return Part("an importance matrix", "llama.cpp's llama-quantize takes it: --imatrix FILE.")
+    if architecture == "controlvector":
+        return Part("a control vector", "llama.cpp's own programs take it: --control-vector FILE.")
+    if kind == "adapter":
+        return Part(
+            f"an adapter (LoRA) of a model of the architecture {brief(architecture)}",
+            'Open the model that it was trained for, and give this file beside it in Python: lora_path="FILE".',
+        )
+    if architecture == "clip" or kind == "mmproj":
+        return Part(
+            "a projector of images or sound (mmproj)",
+            "Open the model that it belongs to, without a pool, and give this file to a chat handler of "
+            'llama-cpp-python: clip_model_path="FILE".',
+        )
+    return None
+
+
+def _drafter(file: GGUF) -> Part | None:
+    architecture = file.architecture
+    if architecture in _DRAFTERS:
+        return Part(_DRAFTERS[architecture], _TRAINED, drafts=True)
+    if architecture in migrate.OLD:
+        return Part(
+            "a DFlash drafter with older names", "Give it llama.cpp's names first: kvflash-convert migrate IN OUT."
+        )
+    if architecture == "gemma4-assistant":
+        return Part(
+            "a drafter that reads the memory of its target",
+            "llama.cpp's own programs draft with it: a pool pages that memory.",
+        )
+    if heads.alone(file):
+        return Part(
+            f"a head for further tokens (MTP) of a {brief(architecture)} model, without that model",
+            _BESIDE.format("the model that it belongs to"),
+            drafts=True,
+        )
+    return None
+
+
+def _incomplete(file: GGUF) -> Part | None:
+    split = file.get("split.count")
+    if file.tensors or (type(split) is int and split > 1):
+        return None
+    return Part(
+        "a vocabulary without weights",
+        "Open a file of the whole model, or only the vocabulary in Python: vocab_only=True.",
+    )

@@ -1,0 +1,156 @@
+"""What is opened as a model: files that are a part of one are refused by their heads, before llama.cpp sees them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import rewritten, small_eagle3, small_target, target_fields, write_gguf
+
+from kvflash_ggml import modelfile
+from kvflash_ggml.convert import purpose
+from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.errors import ConfigError, ConversionError
+
+MODELS = Path(__file__).parents[1] / "models"
+WEIGHT = {"a.weight": np.ones((1, 32), np.float32)}
+
+
+def made(path: Path, *, weights: bool = True, **fields: str | int) -> Path:
+    """A file of a few keys; "__" stands for a dot."""
+    values = [Field.of(name.replace("__", "."), value) for name, value in fields.items()]
+    return write_gguf(path, values, WEIGHT if weights else {})
+
+
+PARTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "mtp": (lambda p: MODELS / "mtp-recall-qwen35-q8_0.gguf", "(MTP) of a qwen35 model", "-md FILE"),
+    "dflash": (lambda p: MODELS / "recall-dflash.gguf", "a DFlash drafter", 'draft_model="FILE"'),
+    "eagle3": (small_eagle3, "an EAGLE3 drafter", "-md FILE"),
+    "older": (lambda p: small_target(p, architecture="dflash-draft"), "older names", "kvflash-convert migrate"),
+    "assistant": (lambda p: small_target(p, architecture="gemma4-assistant"), "memory of its target", "own programs"),
+    "mmproj": (lambda p: made(p, general__architecture="clip"), "a projector", "clip_model_path"),
+    "lora": (
+        lambda p: made(p, general__architecture="llama", general__type="adapter"),
+        "an adapter (LoRA) of a model of the architecture llama",
+        'lora_path="FILE"',
+    ),
+    "control": (lambda p: made(p, general__architecture="controlvector"), "a control vector", "--control-vector"),
+    "imatrix": (lambda p: made(p, general__type="imatrix"), "an importance matrix", "--imatrix"),
+    "part": (
+        lambda p: made(p.with_name("m-00002-of-00003.gguf"), split__no=1, split__count=3),
+        "part 2 of 3",
+        "first part: m-00001-of-00003.gguf",
+    ),
+    "renamed part": (lambda p: made(p, split__no=1, split__count=3), "part 2 of 3", "number is 00001"),
+    "vocabulary": (lambda p: write_gguf(p, target_fields(), {}), "without weights", "vocab_only=True"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_of_a_model_says_what_it_is_and_how_to_use_it(tmp_path: Path, kind: str) -> None:
+    make, what, use = PARTS[kind]
+    path = make(tmp_path / "model.gguf")
+    with pytest.raises(ConfigError) as refused:
+        purpose.check_model(path)
+    assert str(refused.value).startswith(str(path))
+    assert what in str(refused.value)
+    assert use in str(refused.value)
+    assert not purpose.reads_alone(path)
+    purpose.check_model(path, vocab_only=True)
+    with pytest.raises((ConfigError, ConversionError), match=path.name):
+        purpose.check_reader(path)
+
+
+def test_a_model_is_one(tmp_path: Path) -> None:
+    for path in (
+        *(MODELS / f"{name}-q8_0.gguf" for name in ("recall-qwen3", "recall-qwen35", "scorer-qwen3")),
+        small_target(tmp_path / "model.gguf", whole=True),
+    ):
+        purpose.check_model(path)
+        purpose.check_reader(path)
+        assert purpose.reads_alone(path)
+    purpose.check_model(tmp_path / "missing.gguf")
+
+
+def test_the_first_part_of_a_model_may_have_no_weights(tmp_path: Path) -> None:
+    first = tmp_path / "m-00001-of-00002.gguf"
+    own = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 2, "split.no": 0, "split.count": 2}
+    write_gguf(first, [Field.of("general.architecture", "qwen35"), *(Field.of(*item) for item in own.items())], {})
+    second = tmp_path / "m-00002-of-00002.gguf"
+    head = {"blk.1.nextn.eh_proj.weight": np.ones((1, 32), np.float32)}
+    write_gguf(second, [], {**head, "blk.0.attn_norm.weight": np.ones(32, np.float32)})
+    purpose.check_model(first)
+    write_gguf(second, [], head)
+    with pytest.raises(ConfigError, match="a head for further tokens"):
+        purpose.check_model(first)
+    second.unlink()
+    purpose.check_model(first)  # llama.cpp says what is missing
+
+
+def test_a_model_without_a_vocabulary_reads_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no vocabulary"):
+        purpose.check_reader(made(tmp_path / "model.gguf", general__architecture="llama"))
+
+
+@pytest.mark.parametrize("value", [7, 1.5, True, [1, 2], ""])
+@pytest.mark.parametrize("key", ["general.type", "general.architecture", "split.no", "split.count"])
+def test_odd_values_are_left_to_llama_cpp(tmp_path: Path, key: str, value: int) -> None:
+    def change(fields: dict[str, Field]) -> None:
+        fields[key] = Field.of(key, value)
+
+    for source in (MODELS / "recall-dflash.gguf", MODELS / "scorer-qwen3-q8_0.gguf"):
+        with suppress(ConfigError):
+            purpose.check_model(rewritten(source, tmp_path / source.name, change))
+
+
+def test_a_head_that_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path) -> None:
+    data = (MODELS / "mtp-recall-qwen35-q8_0.gguf").read_bytes()
+    path = tmp_path / "model.gguf"
+    big, first = data[:4] + data[4:8][::-1] + data[8:], data[:4] + b"\x01\0\0\0" + data[8:]
+    for damaged in (b"GGUF", data[:20], data[:1000], data[:90000], big, first, data[:16] + b"\xff" * 8 + data[24:]):
+        path.write_bytes(damaged)
+        purpose.check_model(path)
+        assert purpose.reads_alone(path)
+        with pytest.raises(ConversionError, match=r"model\.gguf"):
+            purpose.check_reader(path)
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        changed = bytearray(data[:120000])
+        for at in random.integers(24, 4000, 3):
+            changed[at] = random.integers(256)
+        path.write_bytes(bytes(changed))
+        with suppress(ConfigError):
+            purpose.check_model(path)
+
+
+# --- what is no file
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "model.gguf")
+    for kind in (path, Path(os.devnull)):
+        with pytest.raises(ConfigError, match=rf"{kind} is a pipe or a device: give the path of a \.gguf file"):
+            modelfile.check(kind)
+    with pytest.raises(ConversionError, match=r"model\.gguf"):
+        purpose.check_reader(path)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ConfigError, match=r"model\.gguf cannot be read \(Permission denied\): check its name"):
+        modelfile.check(path)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
+        modelfile.check(tmp_path / ("a" * 300))
