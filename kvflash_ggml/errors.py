@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CLOSED = "this model is closed: make a new Llama"
+"""The message of the KVFlashError that every call raises after `close`."""
+
 
 class KVFlashError(Exception):
     """Base of every error this package raises on purpose."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import llama_cpp
 from llama_cpp import _internals as internals
 
-from ..errors import ConfigError, KVFlashError
+from ..errors import CLOSED, ConfigError, KVFlashError
 from ..session.session import Session
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
@@ -61,7 +61,7 @@ class Closed:
     """In place of the context, the model and the tokenizer of a closed Llama, which would end the process."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise KVFlashError("this model is closed: make a new Llama")
+        raise KVFlashError(CLOSED)
 
 
 def take_closing(context: internals.LlamaContext) -> ExitStack:

@@ -323,7 +323,8 @@ class Llama(ResizableLlama):
 
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
-        with self._turns:
+        with self._turns.lock:
+            self._turns.close()
             super().close()
             closed: Any = Closed()
             self._ctx = self._model = self._tokenizer = closed

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import common_prefix
-from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite
 from ..prefix_cache.cache import PrefixCache, Prefixes
 from ..session.session import Session
 from ..session.step import Logits
@@ -192,7 +192,7 @@ class SavingLlama(llama_cpp.Llama):
         if self._snapshot_store is None or self._session is None:
             raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
         if self._session.engine.closed:
-            raise KVFlashError("this model is closed: make a new Llama")
+            raise KVFlashError(CLOSED)
         return self._snapshot_store
 
     def _saved(self, length: int | None, *, drafts: bool = True) -> SessionState:

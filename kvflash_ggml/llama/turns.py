@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import wraps
 from typing import Any, TypeVar
 
-from ..errors import KVFlashError
+from ..errors import CLOSED, KVFlashError
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -18,29 +18,34 @@ class Turns:
 
     A generator may be advanced on another thread each time, or never again: so it keeps nobody waiting between two
     pieces. But it cannot go on when the text has changed meanwhile.
+
+    lock: to be entered by `with` itself. An interrupt cannot come between a block and a lock written in C; it can come
+    at the start of an `__enter__` or `__exit__` of our own, and then no other thread would ever get the lock.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._writer: object = None  # the generator whose text it is
+        self.lock = threading.RLock()
+        self._closed = False
+        self._writer: Generator[Any, Any, Any] | None = None  # the generator whose text it is
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
+    def close(self) -> None:
+        """Refuse all calls from now on. The caller has the lock."""
+        self._closed = True
 
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        self._lock.release()
+    def check_open(self) -> None:
+        """KVFlashError for a model that was closed. The caller has the lock."""
+        if self._closed:
+            raise KVFlashError(CLOSED)
 
     def take(self) -> None:
-        """The text belongs to the call that has the lock, unless a generator has called it."""
-        if self._depth == 1:
+        """Give the text to the call that has the lock, unless the text's generator has made that call."""
+        if self._writer is not None and not self._writer.gi_running:
             self._writer = None
 
     def whole(self, stream: Generator[T, Any, Any]) -> Iterator[T]:
         """The only piece of a generator, which is closed in the same turn."""
-        with self:
+        with self.lock:
+            self.check_open()
             piece = next(stream)
             stream.close()
         yield piece
@@ -49,14 +54,15 @@ class Turns:
         """A generator, each piece in a turn of its own."""
         try:
             while True:
-                with self:
+                with self.lock:
+                    self.check_open()
                     try:
                         piece = next(stream)
                     except StopIteration:
                         return
                 yield piece
         finally:
-            with self:
+            with self.lock:
                 stream.close()
 
     def writing(self, stream: Generator[T, Any, Any]) -> Generator[T, Any, None]:
@@ -65,7 +71,8 @@ class Turns:
         begun = False
         try:
             while True:
-                with self:
+                with self.lock:
+                    self.check_open()
                     if begun and self._writer is not stream:
                         raise KVFlashError(
                             "another call has used this model since, and its text is gone: read a stream to its end "
@@ -78,7 +85,7 @@ class Turns:
                         return
                 sent = yield piece
         finally:
-            with self:
+            with self.lock:
                 stream.close()
 
 
@@ -87,7 +94,8 @@ def in_turn(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turns:
+        with self._turns.lock:
+            self._turns.check_open()
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -98,7 +106,8 @@ def changing(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turns:
+        with self._turns.lock:
+            self._turns.check_open()
             self._turns.take()
             return method(self, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
-from ..errors import ContextFull, KVFlashError
+from ..errors import CLOSED, ContextFull, KVFlashError
 from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
 from ..state.session import Limits, PolicyState, SessionState
@@ -253,7 +253,7 @@ class Session(AskedText):
     def check_open(self) -> None:
         """KVFlashError for a model that was closed."""
         if self.engine.closed:
-            raise KVFlashError("this model is closed: make a new Llama")
+            raise KVFlashError(CLOSED)
 
     def _begin(self, count: int) -> None:
         self.check_open()

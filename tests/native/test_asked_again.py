@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.harness import check, row
+from support.harness import check, reach, row
 from support.interrupter import Interrupter
 from support.served import answer
 
@@ -185,7 +186,7 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
     k, hits = random.Random(4).randrange(1, 4), 0
     while True:
         interrupter = Interrupter(k, (*files, "pool/page_table.py"))
-        if not interrupter.run(lambda: ask(llm, text, 1)):
+        if not interrupter.run(partial(ask, llm, text, 1), partial(reach, llm)):
             break
         hits += 1
         llm._session.settle()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from support.harness import CHUNK, check, row
+from support.harness import CHUNK, check, reach, row
 from support.interrupter import Interrupter
 
 PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
 SESSION = tuple(f"session/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "lease", "image", "slabs", "spill", "store")
-BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py")
+BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/turns.py")
 RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
 
 
@@ -47,7 +48,7 @@ def interrupt_each_line(llm: Any, tokens: list[int], work: Callable[[], object],
         k += 1
         llm.load_state(state)
         interrupter = Interrupter(k, files)
-        if not interrupter.run(work):
+        if not interrupter.run(work, partial(reach, llm)):
             break
         llm._session.settle()
         check(llm)
@@ -118,7 +119,7 @@ def test_a_restore(kind: str, llama: Any, tokens: Any) -> None:
     while True:
         k += 1
         llm.load_state(before)
-        if not Interrupter(k, RESTORING).run(lambda: llm.load_state(state)):
+        if not Interrupter(k, RESTORING).run(partial(llm.load_state, state), partial(reach, llm)):
             break
         assert llm.input_ids[: llm.n_tokens].tolist() in texts
         assert llm._session.tokens.tolist() in (llm.input_ids[: llm.n_tokens].tolist(), [])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from support.harness import MODELS
+from support.harness import MODELS, reach
 from support.interrupter import Interrupter
 from support.replay import let_replay, noted
 
@@ -184,7 +185,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     llm = nested("headed", "draft-mtp")
     first = told(llm, prompt, 2, temp=0.0)[0]
     begins = [*prompt, first[0]]
-    files = ("llama/sketch.py", "session/sketch.py", "spec/loop.py", "session/text.py")
+    files = ("llama/sketch.py", "session/sketch.py", "spec/loop.py", "session/text.py", "llama/turns.py")
 
     def answer() -> None:
         stream = llm.generate(begins, temp=0.0)
@@ -199,7 +200,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
         k += 61
         interrupter = Interrupter(k, files)
         llm._session.truncate(len(begins))
-        if not interrupter.run(answer):
+        if not interrupter.run(answer, partial(reach, llm)):
             break
         points += "propose" in interrupter.stack
         llm._session.settle()

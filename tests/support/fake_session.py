@@ -91,6 +91,12 @@ def accept(session: Session, count: int) -> None:
     session.accept()
 
 
+def reach(one: Session) -> None:
+    """Take the lock of its page images, for as long as nothing takes."""
+    with one.paging.heap.lease(()):
+        pass
+
+
 def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = ()) -> None:
     """Everything that must be true between two calls. frozen: what is put aside."""
     engine, pager = session.engine, session.table

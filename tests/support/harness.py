@@ -78,6 +78,13 @@ def agreement(a: Logits, b: Logits) -> float:
     return float((a.argmax(1) == b.argmax(1)).mean())
 
 
+def reach(llm: Any) -> None:
+    """Take the locks of a Llama without a prefix cache: that of its calls, and that of its page images."""
+    llm.set_cache(None)
+    with llm._session.paging.heap.lease(()):
+        pass
+
+
 def check(llm: Any) -> None:
     """The page table, the cells and the mask agree."""
     session = llm._session

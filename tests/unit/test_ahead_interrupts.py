@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, make_session
-from support.fake_session import accept
+from support.fake_session import accept, reach
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
@@ -40,7 +41,7 @@ def test_every_line(accepted: int, recurrent: bool) -> None:
             one.verify(DRAFT)
             accept(one, accepted)
 
-        interrupted = Interrupter(k, FILES).run(work)
+        interrupted = Interrupter(k, FILES).run(work, partial(reach, one))
         one.settle()
         assert one.ahead == 0
         assert len(PROMPT) <= one.length <= len(PROMPT) + accepted, f"line {k}"

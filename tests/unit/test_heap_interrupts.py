@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from support.fake_engine import PAGE_BYTES, FakeHost
-from support.interrupter import Interrupter
+from support.interrupter import Interrupter, signalled
 
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
@@ -53,6 +54,14 @@ class World:
         with self.heap.lease([page]) as (address,):
             assert page.address == address
             assert set(self.heap.view(page)) == {self.values[page]}
+
+    @property
+    def live(self) -> list[PageImage]:
+        """Pages with a holder."""
+        return [*self.pages, *self.filed]
+
+    def check_live(self, where: str) -> None:
+        self.check(self.live, where)
 
     def check(self, live: list[PageImage], where: str) -> None:
         heap = self.heap
@@ -111,12 +120,24 @@ def test_every_line(work: Callable[[World], None], tmp_path: Path) -> None:
         k += 1
         with mock.patch.object(slabs, "SLAB_BYTES", 2 * PAGE_BYTES):
             world = World(tmp_path)
-            done = not Interrupter(k, FILES).run(lambda world=world: work(world))
-            live = [*world.pages, *world.filed]
-            world.check(live, f"line {k}")
+            done = not Interrupter(k, FILES).run(partial(work, world), partial(world.check_live, f"line {k}"))
+            live = world.live
             live += [world.write(value) for value in (100, 101)]
             for page in np.random.default_rng(k).permutation(np.array(live, object)):
                 world.read(page)
             world.check(live, f"line {k}")
             world.heap.close()
     assert k > 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [let_go, lease])
+def test_real_signals(work: Callable[[World], None], tmp_path: Path) -> None:
+    """Not in `load`, which starts threads: the standard library's own locks are not safe from signals."""
+    hits = 0
+    with mock.patch.object(slabs, "SLAB_BYTES", 2 * PAGE_BYTES):
+        for seconds in np.random.default_rng(0).uniform(1e-5, 2e-3, 400):
+            world = World(tmp_path)
+            hits += signalled(partial(work, world), partial(world.check_live, f"after {seconds} s"), float(seconds))
+            world.heap.close()
+    assert hits

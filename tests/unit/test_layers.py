@@ -102,3 +102,14 @@ def test_no_file_is_long() -> None:
     paths = [path for kind in ("*.py", "*.cpp", "*.h") for path in PACKAGE.rglob(kind)]
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_locks_are_entered_by_with() -> None:
+    """An interrupt between an `acquire` and what gives the lock back would keep it."""
+    called = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("acquire", "Condition", "Semaphore", "BoundedSemaphore")
+    }
+    assert called == set()

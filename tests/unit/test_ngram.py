@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ def test_an_interrupt_at_any_line_leaves_it_right() -> None:
             drafter.truncate(600)
             drafter.propose(1, ROOM)
 
-        Interrupter(line, ("spec/ngram.py", "spec/chains.py")).run(work)
+        Interrupter(line, ("spec/ngram.py", "spec/chains.py")).run(work, partial(drafter.propose, 1, ROOM))
         text[440:] = rng.integers(0, 3, 260).tolist()
         drafter.observe(440, ids(*text[440:]), None)
         assert proposal(drafter, 1) == following([*text, 1], ROOM), f"line {line}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_session import check, close, ints, make, small_slabs, some
+from support.fake_session import check, close, ints, make, reach, small_slabs, some
 from support.interrupter import Interrupter
 
 from kvflash_ggml.session.session import Session
@@ -51,7 +52,7 @@ def test_every_line_of_a_streamed_step(recurrent: bool) -> None:
         while interrupted:
             k += 1
             one = session(recurrent)
-            interrupted = Interrupter(k, FILES).run(lambda one=one: one.extend(MORE))  # type: ignore[misc]
+            interrupted = Interrupter(k, FILES).run(partial(one.extend, MORE), partial(reach, one))
             one.settle()
             assert one.length in (N, N + 40), f"line {k}"
             assert one.whole[: one.length].all()
@@ -72,7 +73,7 @@ def test_every_line_of_a_repair(recurrent: bool) -> None:
             one = session(recurrent, repair=REPAIRED)
             for token in answer[:-1]:
                 one.extend(ints(token))
-            interrupted = Interrupter(k, FILES).run(lambda one=one: one.extend(ints(answer[-1])))  # type: ignore[misc]
+            interrupted = Interrupter(k, FILES).run(partial(one.extend, ints(answer[-1])), partial(reach, one))
             one.settle()
             assert one.length in (N, N + REPAIRED - 1, N + REPAIRED), f"line {k}"
             assert one.repair is not None

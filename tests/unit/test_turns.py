@@ -1,0 +1,137 @@
+"""Several threads on one text: no interrupt keeps the others waiting, and no stream goes on with another's text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+
+import numpy as np
+import pytest
+from support.interrupter import Interrupter, elsewhere, signalled
+
+from kvflash_ggml.errors import KVFlashError
+from kvflash_ggml.llama.turns import Turns, changing, in_turn, writing
+
+FILES = ("llama/turns.py",)
+
+
+class Writer:
+    """A text of letters, written as `Llama` writes its own."""
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+        self.text = ""
+
+    @in_turn
+    def read(self) -> str:
+        return self.text
+
+    @changing
+    def replace(self, text: str) -> None:
+        self.text = text
+
+    @changing
+    def change_often(self) -> None:
+        for letter in "abc":
+            self.replace(letter)
+
+    @writing
+    def write(self, letter: str) -> Generator[str, str | None, None]:
+        self.replace("")
+        while True:
+            self.text += (yield self.text) or letter
+
+    def close(self) -> None:
+        with self._turns.lock:
+            self._turns.close()
+
+
+def whole(writer: Writer) -> None:
+    list(writer._turns.whole(writer.write("w")))
+
+
+def pieces(writer: Writer) -> None:
+    stream = writer._turns.pieces(writer.write("p"))
+    next(stream)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def stream(writer: Writer) -> None:
+    stream = writer.write("s")
+    next(stream)
+    stream.send("t")
+    stream.close()
+
+
+def calls(writer: Writer) -> None:
+    writer.replace("c")
+    writer.change_often()
+    writer.read()
+
+
+def failing(writer: Writer) -> None:
+    left = writer.write("f")
+    next(left)
+    writer.replace("g")
+    with pytest.raises(KVFlashError):
+        next(left)
+
+
+WORKS = [whole, pieces, stream, calls, failing]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_an_interrupt_keeps_nobody_waiting(work: Callable[[Writer], None]) -> None:
+    k, interrupted = 0, True
+    while interrupted:
+        k += 1
+        writer = Writer()
+        left = writer.write("x")
+        next(left)
+        interrupted = Interrupter(k, FILES).run(lambda writer=writer: work(writer), writer.read)  # type: ignore[misc]
+        elsewhere(lambda writer=writer: writer.replace("y"))  # type: ignore[misc]
+        with pytest.raises(KVFlashError, match="another call has used this model"):
+            next(left)
+        assert writer.text == "y"
+    assert k > 4
+
+
+def test_a_stream_stops_once_its_text_was_replaced() -> None:
+    writer = Writer()
+    first = writer.write("a")
+    assert [next(first), next(first)] == ["", "a"]
+    writer.read()
+    assert next(first) == "aa"
+    second = writer.write("b")
+    next(second)
+    with pytest.raises(KVFlashError, match="another call has used this model"):
+        next(first)
+    writer.change_often()
+    with pytest.raises(KVFlashError, match="another call has used this model"):
+        next(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", WORKS)
+def test_real_signals_keep_nobody_waiting(work: Callable[[Writer], None]) -> None:
+    hits = 0
+    for seconds in np.random.default_rng(0).uniform(1e-5, 5e-4, 1500):
+        writer = Writer()
+
+        def many(writer: Writer = writer) -> None:
+            for _ in range(2000):
+                work(writer)
+
+        hits += signalled(many, writer.read, float(seconds))
+    assert hits
+
+
+def test_after_close_every_call_says_so() -> None:
+    writer = Writer()
+    left, new = writer.write("a"), writer.write("b")
+    next(left)
+    elsewhere(writer.close)
+    for call in (writer.read, partial(writer.replace, ""), partial(next, left), partial(next, new)):
+        with pytest.raises(KVFlashError, match="this model is closed"):
+            call()
