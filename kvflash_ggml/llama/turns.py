@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from functools import wraps
+from types import GeneratorType
 from typing import Any, TypeVar
 
 from ..errors import CLOSED, KVFlashError
@@ -26,7 +27,7 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._closed = False
-        self._writer: Generator[Any, Any, Any] | None = None  # the generator whose text it is
+        self._writer: GeneratorType[Any, Any, Any] | None = None  # the generator whose text it is
 
     def close(self) -> None:
         """Refuse all calls from now on. The caller has the lock."""
@@ -65,7 +66,7 @@ class Turns:
             with self.lock:
                 stream.close()
 
-    def writing(self, stream: Generator[T, Any, Any]) -> Generator[T, Any, None]:
+    def writing(self, stream: GeneratorType[T, Any, Any]) -> Generator[T, Any, None]:
         """The same for one that changes the text, and can be sent values. KVFlashError once somebody else has."""
         sent: Any = None
         begun = False

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
-from ..errors import ConfigError, EngineError, UnsupportedModelError
+from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
 from . import logits
 from ._kvf import ffi, lib
 from .captures import Captures
@@ -68,7 +68,6 @@ class Engine(HostScoring, Captures):
     """
 
     def __init__(self, context: int, max_tokens: int) -> None:
-        self._engine = None
         self._context = context
         handle = ffi.new("kvf_engine **")
         self._engine = value(lib.kvf_engine_init(ffi.cast("void *", context), handle), handle)
@@ -359,10 +358,15 @@ class Engine(HostScoring, Captures):
 
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
-        if self._engine is not None:
-            lib.kvf_engine_free(self._engine)
-            self._engine = None  # a call after this is a TypeError, not a crash
+        engine = vars(self).pop("_engine", None)  # first, so that an interrupt cannot free it twice
+        if engine is not None:
+            lib.kvf_engine_free(engine)
 
     @property
     def closed(self) -> bool:
-        return self._engine is None
+        return "_engine" not in vars(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_engine":  # a call after `close` must not reach the library
+            raise KVFlashError(CLOSED)
+        raise AttributeError(f"an Engine has no {name}")
