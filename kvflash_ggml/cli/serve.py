@@ -250,7 +250,7 @@ def serve(
             from ..batching.messages import Sampling
             from ..server import requestlog
             from ..server.settings import ServerSettings
-            from ..server.start import start
+            from ..server.start import listen, start
         except ModuleNotFoundError as err:
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
@@ -280,13 +280,26 @@ def serve(
             page=page,
             sampling=Sampling(**sampling.settings()),
         )
-        with open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=log.verbose) as llm:
+
+        def found(count: int) -> None:
+            if settings.session_dir is not None and not log.quiet:
+                note(f"{count} conversation{'s' * (count != 1)} found in {settings.session_dir}")
+
+        with (
+            listen(settings) as sock,  # before the model, whose loading may take minutes
+            open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=log.verbose) as llm,
+        ):
             if not log.quiet and not log.verbose:
                 note(llm.kvflash.banner())
             if (cache := pool.cache()) is not None:
                 llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
             start(
-                llm, settings, template=template, ready=lambda address: note(f"serving {settings.alias} at {address}")
+                llm,
+                settings,
+                sock,
+                template=template,
+                found=found,
+                ready=lambda address: note(f"serving {settings.alias} at {address}"),
             )
 
 

@@ -48,11 +48,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Callable[[str], None]) -> None:
+def serve(
+    model: Model,
+    prompts: Prompts,
+    settings: ServerSettings,
+    sock: socket.socket,
+    *,
+    found: Callable[[int], None],
+    ready: Callable[[str], None],
+) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. The model is closed at the end.
 
-    ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used, or an
-    address that is taken.
+    sock: of `listen`. found: called, on another thread, with the number of conversations that the session folder
+    had. ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _allow_files()
@@ -68,14 +76,14 @@ def serve(model: Model, prompts: Prompts, settings: ServerSettings, *, ready: Ca
         park_bytes=settings.park_bytes,
     )
     folder = None if settings.session_dir is None else Folder(settings.session_dir)
-    with _listen(settings.host, settings.port) as sock:
-        scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
-        metrics.attach(scheduler)
-        scheduler.start()
-        try:
-            asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, sock, ready))
-        finally:
-            scheduler.close()
+    scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
+    metrics.attach(scheduler)
+    scheduler.start()
+    scheduler.call(lambda: found(len(scheduler.shelf)))
+    try:
+        asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, sock, ready))
+    finally:
+        scheduler.close()
 
 
 def _allow_files() -> None:
@@ -87,7 +95,9 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(settings: ServerSettings) -> socket.socket:
+    """Take the address of the server: clients that connect wait until it serves. ConfigError if it is taken."""
+    host, port = settings.host, settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

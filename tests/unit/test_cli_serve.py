@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,14 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 def serve(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> Serving:
     serving = Serving(cli)
 
-    def started(llm: Any, settings: ServerSettings, **_more: Any) -> None:
+    def started(
+        llm: Any, settings: ServerSettings, _sock: object, *, found: Callable[[int], None], **_more: Any
+    ) -> None:
         serving.started.append(settings)
+        found(2)
 
     monkeypatch.setattr(start, "start", started)
+    monkeypatch.setattr(start, "listen", lambda _settings: nullcontext())
     return serving
 
 
@@ -163,3 +169,19 @@ def test_calibrate_has_no_options_of_answers(cli: Stage) -> None:
         assert name not in text
     for name in ("--save", "--json", "--n-gpu-layers", "--threads", "--rpc", "--quiet"):
         assert name in text
+
+
+def test_an_address_that_is_taken_is_found_before_the_model_is_loaded(cli: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = cli("serve", "m.gguf", "--port", port)
+    assert result.exit_code == 1
+    assert f"port {port}" in result.stderr
+    assert "give another --port or --host" in result.stderr
+    assert cli.made == [], "no model is loaded"
+
+
+def test_the_start_says_what_the_session_folder_has(serve: Serving, tmp_path: Path) -> None:
+    assert f"2 conversations found in {tmp_path}" in serve("m.gguf", "--session-dir", tmp_path).stderr
+    assert "found" not in serve("m.gguf", "--session-dir", tmp_path, "-q").stderr
+    assert "found" not in serve("m.gguf").stderr
