@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,11 @@ logger = logging.getLogger("kvflash_ggml")
 
 HALVINGS = 2
 """How often a pool that "auto" has sized gets half as large where no context can be made with it."""
+
+_REDIRECTING = threading.RLock()
+"""While upstream's constructor runs: with `verbose=False` it points the process's stdout and stderr elsewhere. Where two
+overlapped, the second would put back what the first has redirected.
+"""
 
 NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
@@ -158,7 +164,7 @@ class Llama(ResizableLlama):
         """Upstream's constructor. A pool that "auto" has sized gets smaller until a context can be made with it."""
         for self._halvings in range(HALVINGS + 1):
             try:
-                with contextlib.ExitStack() as self._pool_requests:
+                with _REDIRECTING, contextlib.ExitStack() as self._pool_requests:
                     # upstream would allocate n_ctx rows of logits at once; here they grow with use
                     super().__init__(model_path, logits_all=False, **request.upstream)
                 return

@@ -40,6 +40,26 @@ def test_calls_of_several_threads_are_done_in_turns(pool: str) -> None:
     assert done.stdout.startswith("True "), done.stdout
 
 
+LOADS = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+from kvflash_ggml import Llama
+
+before = sys.stdout, os.fstat(1), os.fstat(2)
+with ThreadPoolExecutor(4) as threads:
+    for _ in range(8):
+        threads.submit(Llama, sys.argv[1], n_ctx=64, n_threads=1, verbose=False)
+assert (sys.stdout, os.fstat(1), os.fstat(2)) == before
+print("here")
+"""
+
+
+def test_models_that_are_loaded_at_the_same_time_leave_the_streams() -> None:
+    command = [sys.executable, "-c", LOADS, str(MODELS / "recall-qwen3-q8_0.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+
+
 def stream(llm: Any, text: str) -> Any:
     return llm.create_completion(text, max_tokens=8, temperature=0.0, stream=True, logit_bias={llm.token_eos(): -1e9})
 
