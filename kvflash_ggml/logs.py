@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from logging.handlers import MemoryHandler
 
 NAME = "kvflash_ggml"
 
@@ -32,3 +36,20 @@ def show_on(handler: logging.Handler, level: int) -> None:
 def warn_once(text: str) -> None:
     """Log a warning that this process has not logged before."""
     logging.getLogger(NAME).warning(text)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Show warnings after the answer, which they would cut in two on a terminal. With `-v` each comes at once."""
+    logger = logging.getLogger(NAME)
+    if logger.getEffectiveLevel() < logging.WARNING or not logger.handlers:
+        yield
+        return
+    shown = logger.handlers[:]
+    holding = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, target=shown[0])
+    logger.handlers[:] = [holding]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = shown
+        holding.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from .. import logs
 from ..errors import ContextFull
 from .answer import Answer, Message, ask
 from .model import first_seed
@@ -108,6 +109,7 @@ class Chat:
         self._documents.clear()
         self._answer()
 
+    @logs.held()
     def _answer(self) -> bool:
         """Answer the last message. Without an answer, the message is taken back."""
         try:

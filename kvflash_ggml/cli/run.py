@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from .. import logs
 from ..files import check_writable
 from .answer import Answer, Message, ask
 from .calibrate import finish
@@ -201,6 +202,7 @@ def _say_how_it_was_loaded(llm: Any) -> None:
         note(f"fit: {llm.placement.why}")
 
 
+@logs.held()
 def _answer(llm: Any, request: str | list[Message], sampling: SamplingOptions, output: OutputOptions) -> Answer:
     streaming = output.stream and not output.as_json
     answer = ask(

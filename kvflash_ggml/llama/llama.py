@@ -53,8 +53,8 @@ HALVINGS = 2
 """How often a pool that "auto" has sized gets half as large where no context can be made with it."""
 
 _REDIRECTING = threading.RLock()
-"""While upstream's constructor runs: with `verbose=False` it points the process's stdout and stderr elsewhere. Where two
-overlapped, the second would put back what the first has redirected.
+"""Held by upstream's constructor, which redirects the process's stdout and stderr with `verbose=False`. If two
+overlapped, one would restore a stream that the other has redirected.
 """
 
 NOT_MADE = ("Failed to create llama_context", "Failed to load model")

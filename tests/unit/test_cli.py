@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
+from kvflash_ggml import logs
 from kvflash_ggml.cli import chat, dry_run, model, prompt, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
@@ -50,6 +52,20 @@ def test_stdout_has_the_answer_and_nothing_else(cli: Stage) -> None:
     assert "| generation 9 tokens, " in closing
     assert closing.endswith("t/s | resident 16/84 chunks | 3 recalled, 83 copied to the host | read exactly")
     assert cli.made[0].closed
+
+
+@pytest.mark.parametrize("chatting", [False, True])
+def test_a_warning_comes_after_the_answer(cli: Stage, chatting: bool) -> None:
+    """On a terminal, which shows both streams, it would cut the answer in two."""
+    ask = {"stdin": "hello\n"} if chatting else {}
+
+    def warn(count: int) -> None:
+        if count == 3:
+            logging.getLogger(logs.NAME).warning("full")
+
+    result = cli("m.gguf", *(["-cnv"] if chatting else ["hello"]), on_token=warn, **ask)
+    assert REPLY in result.output
+    assert "kvflash: warning: full\n" in result.stderr
 
 
 def test_without_a_pool_there_is_no_banner(cli: Stage) -> None:
