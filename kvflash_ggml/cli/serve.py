@@ -192,6 +192,9 @@ _COMMON = (
     help="Jinja template in place of the model's own.",
 )
 @_server("--page/--no-page", "--webui/--no-webui", default=True, help="Serve the chat page at /.")
+@_server(
+    "--strict", is_flag=True, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
+)
 @net_options
 @session_options
 @limit_options
@@ -217,6 +220,7 @@ def serve(
     alias: str | None,
     chat_template_file: Path | None,
     page: bool,
+    strict: bool,
     net: NetOptions,
     sessions: SessionOptions,
     limits: LimitOptions,
@@ -279,6 +283,7 @@ def serve(
             session_dir=sessions.session_dir,
             page=page,
             sampling=Sampling(**sampling.settings()),
+            strict=strict,
         )
 
         def found(count: int) -> None:

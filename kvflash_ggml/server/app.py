@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import about, chat, completions, conversations, events, llamacpp
+from . import about, chat, completions, conversations, events, fields, llamacpp
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
@@ -41,7 +41,9 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
 
     def route(path: str, endpoint: Endpoint, *methods: str) -> Route:
         async def call(request: Request) -> Response:
-            return await endpoint(front, request)
+            response = await endpoint(front, request)
+            fields.tell(request, response)
+            return response
 
         return Route(path, call, methods=list(methods) or ["GET"])
 

@@ -11,75 +11,67 @@ from starlette.responses import Response
 from .chat_answer import ChatAnswer
 from .errors import ApiError
 from .front import Front, several
-from .schema import ChatRequest, Message, parse
-from .tools import messages_for, plan
+from .schema import ChatRequest, Message, TemplateRequest
+from .tools import ToolPlan, messages_for, plan
 
 
 async def chat(front: Front, http: HttpRequest) -> Response:
-    asked: ChatRequest = parse(ChatRequest, await front.body(http))
+    asked: ChatRequest = await front.asked(http, ChatRequest)
     front.admit()
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    tools = await front.work(plan, asked, front.prompts)
-    formatted = asked.json_schema is not None or (asked.response_format or _TEXT).type != "text"
+    tools, tokens, shared_until = await front.work(http, _prompt, front, asked)
+    form = asked.response_format
+    formatted = asked.json_schema is not None or (form is not None and form.type != "text")
     if tools.grammar is not None and (asked.grammar or formatted):
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
-    grammar = await _format_grammar(front, asked)
+    grammar = await front.format_grammar(http, asked)
     if tools.grammar is not None:
-        grammar = await front.grammar(text=tools.grammar, schema=None, any_json=False)
-    text = await front.work(render, front, asked.messages, tools.tools, asked.chat_template_kwargs)
-    tokens = await front.work(front.prompts.tokenize, text, add_special=True, parse_special=True)
+        grammar = await front.grammar(http, text=tools.grammar)
     request = front.make(
         http,
         asked,
         tokens,
         kind="chatcmpl",
-        most=asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens,
+        most=None if asked.max_tokens < 0 else asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         grammar=grammar,
-        shared_until=await front.work(_system_end, front, asked.messages, text, tokens),
+        shared_until=shared_until,
     )
     requests = several(request, asked.n or 1)
     answers = [ChatAnswer(front.settings.alias, request.id, asked, tools, index=i) for i in range(len(requests))]
     return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
 
 
-class _Text:
-    type = "text"
+def _prompt(front: Front, asked: ChatRequest) -> tuple[ToolPlan, list[int], int]:
+    """What becomes of the tools; the prompt; and how many of its tokens are the system message's."""
+    tools = plan(asked, front.prompts)
+    text = render(front, asked, tools.tools)
+    tokens = front.prompts.tokenize(text, add_special=True, parse_special=True)
+    return tools, tokens, _system_end(front, asked.messages, text, tokens)
 
 
-_TEXT = _Text()
+RENDERER = frozenset(
+    (
+        "add_generation_prompt", "bos_token", "eos_token", "function_call", "functions", "messages",
+        "raise_exception", "self", "strftime_now", "tool_choice", "tools",
+    )
+)  # fmt: skip
+"""What the renderer gives every template itself."""
 
 
-async def _format_grammar(front: Front, asked: ChatRequest) -> str | None:
-    form, schema = asked.response_format, asked.json_schema
-    if form is not None and form.type != "text" and schema is not None:
-        raise ApiError(400, "json_schema and response_format exclude each other", param="json_schema")
-    if form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise ApiError(400, "response_format.json_schema is missing", param="response_format")
-        schema = form.json_schema.json_schema
-    elif form is not None and form.type == "json_object":
-        schema = form.json_object
-    any_json = form is not None and form.type == "json_object" and schema is None
-    return await front.grammar(text=asked.grammar or None, schema=schema, any_json=any_json)
-
-
-def render(
-    front: Front,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,
-    more: dict[str, Any] | None,
-) -> str:
+def render(front: Front, asked: ChatRequest | TemplateRequest, tools: Sequence[dict[str, Any]] | None) -> str:
     """The text of a chat. ApiError for content that is not text."""
     plain = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(asked.messages):
         entry = message.model_dump(exclude_unset=True)
         entry["role"] = "system" if message.role == "developer" else message.role
         entry["content"] = _content(message.content, f"messages.{i}.content")
         plain.append(entry)
-    for name in more or {}:
-        if not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt", "raise_exception"):
+    more = {} if asked.enable_thinking is None else {"enable_thinking": asked.enable_thinking}
+    more |= asked.chat_template_kwargs or {}
+    for name in more:
+        if not name.isidentifier() or name in RENDERER:
             raise ApiError(400, f"chat_template_kwargs: {name[:40]!r} cannot be given", param="chat_template_kwargs")
     template = front.prompts.template or ""
     told = messages_for(plain, tools, template)
@@ -88,7 +80,7 @@ def render(
         begun = told.pop()["content"]
         if not told or told[-1]["role"] == "assistant":
             raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
-    return front.prompts.render(told, tools, **(more or {})) + begun
+    return front.prompts.render(told, tools, more) + begun
 
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:

@@ -13,12 +13,12 @@ from ..batching.messages import Event, Finished, Logprob, Piece, Request, Starte
 from .errors import ApiError
 from .exchange import DONE, frame
 from .front import Front, several
-from .schema import MAX_ANSWERS, CompletionRequest, parse
+from .schema import MAX_ANSWERS, CompletionRequest
 from .took import FINGERPRINT, report, timings, usage
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:
-    asked: CompletionRequest = parse(CompletionRequest, await front.body(http))
+    asked: CompletionRequest = await front.asked(http, CompletionRequest)
     front.admit()
     if asked.suffix is not None or asked.best_of not in (None, 1):
         name = "suffix" if asked.suffix is not None else "best_of"
@@ -30,15 +30,14 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     if len(prompts) * each > MAX_ANSWERS:
         message = f"{len(prompts)} prompts with {each} answers each: {MAX_ANSWERS} answers at most in one request"
         raise ApiError(400, message, code="invalid_value", param="prompt")
-    grammar = await front.grammar(text=asked.grammar or None, schema=None, any_json=False)
+    grammar = await front.format_grammar(http, asked)
+    most = None if asked.max_tokens < 0 else asked.max_tokens
     requests: list[Request] = []
     answers: list[TextAnswer] = []
     for prompt in prompts:
-        tokens = await prompt_tokens(front, prompt)
-        request = front.make(
-            http, asked, tokens, kind="cmpl", most=asked.max_tokens, logprobs=asked.logprobs, grammar=grammar
-        )
-        echoed = front.prompts.detokenize(tokens).decode("utf-8", "replace") if asked.echo else ""
+        tokens = await front.work(http, prompt_tokens, front, prompt)
+        request = front.make(http, asked, tokens, kind="cmpl", most=most, logprobs=asked.logprobs, grammar=grammar)
+        echoed = await front.work(http, _text, front, tokens) if asked.echo else ""
         for one in several(request, each):
             requests.append(one)
             answers.append(TextAnswer(front.settings.alias, requests[0].id, asked, echoed, index=len(answers)))
@@ -49,15 +48,24 @@ def _is_tokens(prompt: list[Any]) -> bool:
     return not prompt or isinstance(prompt[0], int)
 
 
-async def prompt_tokens(front: Front, prompt: Any) -> list[int]:
-    """The tokens of one prompt, as text or as tokens."""
+def _text(front: Front, tokens: list[int]) -> str:
+    return front.prompts.detokenize(tokens).decode("utf-8", "replace")
+
+
+def prompt_tokens(front: Front, prompt: str | list[int]) -> list[int]:
+    """The tokens of one prompt, as text or as tokens. On a thread of the front's."""
     if isinstance(prompt, str):
-        return await front.work(front.prompts.tokenize, prompt, add_special=True, parse_special=True)
+        return front.prompts.tokenize(prompt, add_special=True, parse_special=True)
+    return known_tokens(front, prompt, "prompt")
+
+
+def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:
+    """Tokens that the model has. ApiError names the first that it has not."""
     n_vocab = front.prompts.n_vocab
-    wrong = next((token for token in prompt if not 0 <= token < n_vocab), None)
-    if wrong is not None:
-        raise ApiError(400, f"prompt: {wrong} is no token: they are from 0 to {n_vocab - 1}", param="prompt")
-    return list(prompt)
+    if tokens and not (min(tokens) >= 0 and max(tokens) < n_vocab):
+        wrong = str(next(token for token in tokens if not 0 <= token < n_vocab))[:20]
+        raise ApiError(400, f"{where}: {wrong} is no token: they are from 0 to {n_vocab - 1}", param=where)
+    return tokens
 
 
 class TextAnswer:

@@ -250,8 +250,8 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer], *, each: int) -> dict[str, Any]:
-    """All answers as one value, read to their ends one after the other. ApiError if one fails."""
+async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer]) -> list[Finished]:
+    """Give all answers their events, one after the other, and return how each has ended. ApiError if one fails."""
     ended: list[Finished] = []
     try:
         for exchange, answer in zip(exchanges, answers, strict=True):
@@ -265,5 +265,10 @@ async def collected(exchanges: Sequence[Exchange], answers: Sequence[Answer], *,
     finally:
         for exchange in exchanges:
             exchange.close()
+    return ended
+
+
+def whole(answers: Sequence[Answer], ended: Sequence[Finished], *, each: int) -> dict[str, Any]:
+    """All answers as one value. each: answers to a prompt."""
     choices = [answer.choice(end) for answer, end in zip(answers, ended, strict=True)]
     return answers[0].whole(choices, together(ended, each=each))

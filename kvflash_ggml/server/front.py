@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from starlette.requests import ClientDisconnect
@@ -21,11 +21,11 @@ from ..batching.access import Access
 from ..batching.messages import Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..errors import ConfigError, ContextFull
-from . import schemas
+from . import bodies, fields, schemas
 from .errors import ApiError
-from .exchange import Answer, EventStream, collected, submitted
+from .exchange import Answer, EventStream, collected, submitted, whole
 from .prompts import Prompts
-from .schema import _Sampled
+from .schema import _Sampled, parse
 from .settings import ServerSettings
 from .speed import Speed
 
@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 
 THREADS = 4
-"""For templates, tokenising and grammars, which are C or long."""
+"""For bodies, templates, tokenising and grammars: nothing that depends on a body runs on the loop."""
+
+EACH = THREADS // 2
+"""Threads that one client may hold, by its key or else its address: the others come to theirs."""
 
 SLOWEST = 16 << 10
 """Bytes a second of a body, beyond the time that a client may take anyway."""
@@ -57,12 +60,16 @@ class Front:
         self.viewers: Counter[str] = Counter()  # by key
         self.speed = Speed(scheduler)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def work(self, function: Callable[..., T], *args: Any, **more: Any) -> T:
-        """Run on a thread. What a user can do wrong there is his error."""
+    async def work(self, http: HttpRequest, function: Callable[..., T], *args: Any, **more: Any) -> T:
+        """Run on a thread, for the client of a request. What a user can do wrong there is his error."""
         loop = asyncio.get_running_loop()
+        who = http.scope.get(KEY) or (http.client.host if http.client else "")
+        turns = self._turns.setdefault(who, asyncio.Semaphore(EACH))
         try:
-            return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
+            async with turns:
+                return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
         except ContextFull as err:
             raise ApiError(400, str(err), code="context_length_exceeded") from None
         except ConfigError as err:
@@ -75,11 +82,34 @@ class Front:
         except ConfigError as err:
             raise ApiError(400, str(err), code="invalid_value") from None
 
+    async def asked(self, http: HttpRequest, kind: type[Any]) -> Any:
+        """The request of this kind in a body; see `body`. What it has beside is named in the answer's header."""
+        return await self.work(http, self._asked, http, kind, await self._received(http))
+
+    def _asked(self, http: HttpRequest, kind: type[Any], data: bytes) -> Any:
+        asked, http.scope[fields.IGNORED] = parse(kind, self._loads(data), strict=self.settings.strict)
+        return asked
+
     async def body(self, request: HttpRequest) -> Any:
         """The JSON of a body. ApiError for one that is too large, too slow, or none."""
+        return await self.work(request, self._loads, await self._received(request))
+
+    def _loads(self, data: bytes) -> Any:
+        try:
+            return bodies.loads(data, most=max(bodies.MAX_VALUES, 2 * self.scheduler.model.n_ctx))
+        except bodies.Refused as err:
+            raise ApiError(400, f"the body is refused: {err}", code="invalid_value") from None
+        except ValueError as err:
+            raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
+
+    async def _received(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be application/json", code="content_type")
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"
+            raise ApiError(415, message, code="content_encoding")
         most, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
         began, parts = time.monotonic(), request.stream()
         try:
@@ -95,7 +125,7 @@ class Front:
             raise ApiError(400, "the body ended too early", code="invalid_json") from None
         except (TimeoutError, asyncio.TimeoutError):
             raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
-        return await self.work(_loads, bytes(data))
+        return bytes(data)
 
     def access(self, request: HttpRequest) -> Access:
         """Which conversations a request may see and touch: with --isolate-keys those of its key, else all."""
@@ -157,7 +187,7 @@ class Front:
             tokens=np.array(tokens, np.int32),
             max_tokens=wanted,
             sampling=self._sampling(asked, grammar),
-            stop=asked.stops,
+            stop=asked.stop,
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
             conversation=pool.conversation,
@@ -183,20 +213,37 @@ class Front:
         names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
         given = {name: getattr(asked, name) for name in names}
         values = {name: getattr(usual, name) if value is None else value for name, value in given.items()}
+        values["top_k"] = max(0, values["top_k"])
         seed = secrets.randbits(32) if asked.seed is None or asked.seed < 0 else asked.seed & 0xFFFFFFFF
         return Sampling(**values, seed=seed, logit_bias=bias, grammar=grammar)
 
-    async def grammar(self, *, text: str | None, schema: dict[str, Any] | None, any_json: bool) -> str | None:
+    async def grammar(
+        self, http: HttpRequest, *, text: str | None, schema: dict[str, Any] | None = None, any_json: bool = False
+    ) -> str | None:
         """A grammar as text, of a schema, or of any JSON; checked."""
         if sum((text is not None, schema is not None or any_json)) > 1:
             raise ApiError(400, "grammar and a JSON format exclude each other", param="grammar")
         if text is None and schema is None and not any_json:
             return None
-        if schema is not None:
-            schemas.check(schema, "response_format")
-        return await self.work(self._grammar, text, schema)
+        return await self.work(http, self._grammar, text, schema)
+
+    async def format_grammar(self, http: HttpRequest, asked: _Sampled) -> str | None:
+        """The grammar of the form that is asked for: a grammar, a schema, any JSON, or none."""
+        form, schema = asked.response_format, asked.json_schema
+        if form is not None and form.type != "text" and schema is not None:
+            raise ApiError(400, "json_schema and response_format exclude each other", param="json_schema")
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None:
+                raise ApiError(400, "response_format.json_schema is missing", param="response_format")
+            schema = form.json_schema.json_schema
+        elif form is not None and form.type == "json_object":
+            schema = form.json_object
+        any_json = form is not None and form.type == "json_object" and schema is None
+        return await self.grammar(http, text=asked.grammar or None, schema=schema, any_json=any_json)
 
     def _grammar(self, text: str | None, schema: dict[str, Any] | None) -> str:
+        if schema is not None:
+            schemas.check(schema, "response_format")
         grammar = self.prompts.schema_grammar(schema) if text is None else text
         try:
             self.prompts.check_grammar(grammar)
@@ -226,7 +273,8 @@ class Front:
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s)
-        return JSONResponse(await collected(exchanges, answers, each=each))
+        ended = await collected(exchanges, answers)
+        return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each)))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -237,10 +285,3 @@ def several(request: Request, count: int) -> list[Request]:
     seed = request.sampling.seed
     samplings = [replace(request.sampling, seed=(seed + i) & 0xFFFFFFFF) for i in range(count)]
     return [replace(request, id=f"{request.id}-{i}" if i else request.id, sampling=s) for i, s in enumerate(samplings)]
-
-
-def _loads(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as err:
-        raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None

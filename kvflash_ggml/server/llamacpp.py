@@ -12,12 +12,15 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Logprob, Piece
 from ..errors import KVFlashError
 from .chat import render
-from .completions import prompt_tokens
+from .completions import known_tokens, prompt_tokens
 from .errors import ApiError
-from .exchange import frame
+from .exchange import dumps, frame
 from .front import Front
-from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest, parse
+from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest
 from .took import report, timings
+
+MOST_TOKENS = 1 << 16
+"""That /detokenize writes at once, or as many as the context has."""
 
 
 async def slots(front: Front, request: HttpRequest) -> Response:
@@ -70,44 +73,57 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
 
 
 async def tokenize(front: Front, http: HttpRequest) -> Response:
-    asked: TokenizeRequest = parse(TokenizeRequest, await front.body(http))
-    tokens = await front.work(
-        front.prompts.tokenize, asked.content, add_special=asked.add_special, parse_special=asked.parse_special
-    )
-    if not asked.with_pieces:
-        return JSONResponse({"tokens": tokens})
-    return JSONResponse({"tokens": [{"id": t, "piece": _piece(front.prompts.detokenize([t]))} for t in tokens]})
+    return await front.work(http, _tokenized, front, await front.asked(http, TokenizeRequest))
 
 
-def _piece(data: bytes) -> str | list[int]:
+def _tokenized(front: Front, asked: TokenizeRequest) -> Response:
+    tokens = front.prompts.tokenize(asked.content, add_special=asked.add_special, parse_special=asked.parse_special)
+    written = {t: _with_piece(front, t) if asked.with_pieces else str(t) for t in set(tokens)}
+    return Response(f'{{"tokens":[{",".join(map(written.__getitem__, tokens))}]}}', media_type="application/json")
+
+
+def _with_piece(front: Front, token: int) -> str:
+    data = front.prompts.detokenize([token])
     try:
-        return data.decode()
+        return dumps({"id": token, "piece": data.decode()})
     except UnicodeDecodeError:
-        return list(data)
+        return dumps({"id": token, "piece": list(data)})
 
 
 async def detokenize(front: Front, http: HttpRequest) -> Response:
-    asked: DetokenizeRequest = parse(DetokenizeRequest, await front.body(http))
-    tokens = await prompt_tokens(front, asked.tokens)
-    text = await front.work(front.prompts.detokenize, tokens)
+    return await front.work(http, _detokenized, front, await front.asked(http, DetokenizeRequest))
+
+
+def _detokenized(front: Front, asked: DetokenizeRequest) -> Response:
+    most = max(MOST_TOKENS, front.scheduler.model.n_ctx)
+    if len(asked.tokens) > most:
+        raise ApiError(
+            400,
+            f"tokens: {len(asked.tokens)} tokens, and {most} is the most that is written at once: split them",
+            code="invalid_value",
+            param="tokens",
+        )
+    text = front.prompts.detokenize(known_tokens(front, asked.tokens, "tokens"))
     return JSONResponse({"content": text.decode("utf-8", "replace")})
 
 
 async def apply_template(front: Front, http: HttpRequest) -> Response:
-    asked: TemplateRequest = parse(TemplateRequest, await front.body(http))
+    return await front.work(http, _templated, front, await front.asked(http, TemplateRequest))
+
+
+def _templated(front: Front, asked: TemplateRequest) -> Response:
     tools = None if asked.tools is None else [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    text = await front.work(render, front, asked.messages, tools, asked.chat_template_kwargs)
-    return JSONResponse({"prompt": text})
+    return JSONResponse({"prompt": render(front, asked, tools)})
 
 
 async def completion(front: Front, http: HttpRequest) -> Response:
-    asked: RawRequest = parse(RawRequest, await front.body(http))
+    asked: RawRequest = await front.asked(http, RawRequest)
     front.admit()
     if asked.n not in (None, 1):
         message = f"n: {asked.n} answers in one request: use /v1/completions, or ask {asked.n} times"
         raise ApiError(501, message, code="not_served", param="n")
-    tokens = await prompt_tokens(front, asked.prompt)
-    grammar = await front.grammar(text=asked.grammar or None, schema=asked.json_schema, any_json=False)
+    tokens = await front.work(http, prompt_tokens, front, asked.prompt)
+    grammar = await front.format_grammar(http, asked)
     most = None if asked.n_predict < 0 else asked.n_predict
     logprobs = asked.n_probs or None
     request = front.make(http, asked, tokens, kind="raw", most=most, logprobs=logprobs, grammar=grammar)

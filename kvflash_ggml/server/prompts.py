@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError, ContextFull
@@ -18,17 +18,24 @@ _LOOSE, _STRICT = r'char ::= [^"\\] |', r'char ::= [^"\\\x7F\x00-\x1F] |'
 """Upstream's grammar lets line breaks into strings, which no parser of JSON takes."""
 
 
+MOST_BYTES = 1 << 20
+MOST_PER_TOKEN = 16
+"""Bytes of the context's tokens that are tokenised at once, if that is more: 1 MiB of spaces takes a second or two."""
+
+
 class Prompts(Protocol):
     """What the front needs of a model. ConfigError says what is wrong with a request."""
 
     template: str | None
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
-        """The text of a chat, up to where the answer begins."""
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
+        """The text of a chat, up to where the answer begins. more: other names for the template."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """ContextFull for a text that takes too long, and has more tokens than the context."""
+        """ContextFull for a text that would take too long. It has, but for odd ones, more tokens than the context."""
         ...
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
@@ -64,6 +71,7 @@ class LlamaPrompts:
         vocab = self._model.vocab
         control = (t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, t))
         self._marks = [mark for t in control if (mark := self._model.token_get_text(t).encode())]
+        self._pieces: dict[int, bytes] = {}
         self._formatter = None
         if self.template is not None:
             try:
@@ -77,7 +85,9 @@ class LlamaPrompts:
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
         if self._formatter is None:
             raise ConfigError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template-file"
@@ -90,6 +100,12 @@ class LlamaPrompts:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data, n_ctx = text.encode("utf-8", "replace"), self._llm.n_ctx()
+        most = max(MOST_BYTES, MOST_PER_TOKEN * n_ctx)
+        if len(data) > most:
+            raise ContextFull(
+                f"the text has {len(data)} bytes, and {most} is the most that is tokenised at once: split it, or start "
+                f"the server with a larger -c"
+            )
         # the tokenizer takes the square of their number in time
         if parse_special and len(data) > n_ctx and sum(data.count(mark) for mark in self._marks) > n_ctx:
             raise ContextFull(
@@ -98,10 +114,41 @@ class LlamaPrompts:
             )
         # a chat template writes what the tokenizer would add
         adds = add_special and not (self._bos and text.startswith(self._bos))
-        return list(self._model.tokenize(data, add_bos=adds, special=parse_special))
+        return self._tokenize(data, adds, parse_special)
+
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        """In one pass: upstream's takes a second one where a text has more tokens than the model's context."""
+        import llama_cpp
+
+        size = len(data) + 2  # a token has a byte, but for those that mark the ends
+        while True:
+            tokens = (llama_cpp.llama_token * size)()
+            count = llama_cpp.llama_tokenize(
+                self._model.vocab, data, len(data), tokens, size, add_special, parse_special
+            )
+            if count >= 0:
+                return tokens[:count]
+            size = -count
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        return bytes(self._model.detokenize(list(tokens), special=True))
+        text = b"".join(map(self._piece, tokens))
+        # as upstream: a tokenizer puts a space behind the mark of the beginning
+        return text.removeprefix(b" ") if tokens and tokens[0] == self._llm.token_bos() else text
+
+    def _piece(self, token: int) -> bytes:
+        import llama_cpp
+
+        piece = self._pieces.get(token)
+        if piece is None:
+            size = 64
+            while True:
+                buffer = (ctypes.c_char * size)()
+                count = llama_cpp.llama_token_to_piece(self._model.vocab, token, buffer, size, 0, True)
+                if count >= 0:
+                    break
+                size = -count
+            piece = self._pieces[token] = buffer.raw[:count]
+        return piece
 
     def check_grammar(self, grammar: str) -> None:
         import llama_cpp

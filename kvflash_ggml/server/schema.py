@@ -1,44 +1,170 @@
-"""Requests as they come. What is not named here is refused by its name; what is named and has no effect says so."""
+"""Requests as they come. What is not named here is ignored and told; what is named and has no effect says so.
+
+A wrong list has one error, of its first wrong element: millions of errors would take more than the list.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
+from . import fields
 from .errors import ApiError
 
-Stops = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=16)]
 MAX_ANSWERS = 16
 """In one request."""
 
-Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+MAX_STOPS = 16
+MAX_STOP = 256
+MAX_BIAS = 1024
+MAX_MESSAGES = 1 << 14
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+def _all(value: list[Any], kind: type, what: str) -> list[Any]:
+    if set(map(type, value)) <= {kind}:
+        return value
+    at = next(i for i, one in enumerate(value) if type(one) is not kind)
+    raise ValueError(f"element {at} is {_named(value[at])}, and must be {what}")
 
 
-class PoolFields(_Strict):
+def _named(value: Any) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", bool: "a boolean", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
+
+
+def _few(value: Any, most: int) -> Any:
+    if isinstance(value, list | dict) and len(value) > most:
+        raise ValueError(f"it has {len(value)} elements, and {most} is the most: send fewer")
+    return value
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise ValueError(f"it is {_named(value)}, and must be a text or a list of texts")
+    for stop in _all(_few(stops, MAX_STOPS), str, "a text"):
+        if len(stop) > MAX_STOP:
+            raise ValueError(f"a text of {len(stop)} characters, and {MAX_STOP} is the most: shorten it")
+    return tuple(stops)
+
+
+def _bias(value: Any) -> dict[str, float]:
+    """Of `{"token": bias}`, or of llama-server's `[[token, bias], ...]`, where false forbids a token."""
+    _few(value, MAX_BIAS)
+    if isinstance(value, list):
+        if any(len(pair) != 2 or type(pair[0]) is not int for pair in _all(value, list, "[token, bias]")):
+            raise ValueError("each element must be [token, bias], and the token an integer")
+        value = {str(token): -100.0 if bias is False else bias for token, bias in value}
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {_named(value)}, and must be an object")
+    for token, bias in value.items():
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            shown = bias if type(bias) in (int, float) else _named(bias)
+            raise ValueError(f"{token[:20]!r} has {str(shown)[:20]}, and must have a number from -100 to 100")
+    return value
+
+
+def _tokens(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"it is {_named(value)}, and must be a list of tokens")
+    return _all(value, int, "a token")
+
+
+def _prompt(value: Any) -> Any:
+    """One text, one list of tokens, or a list of either: the first element decides."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"it is {_named(value)}, and must be a text or a list")
+    first = type(value[0]) if value else int
+    if first is str:
+        return _all(_few(value, MAX_ANSWERS), str, "a text like the first")
+    if first is list:
+        return [_tokens(one) for one in _all(_few(value, MAX_ANSWERS), list, "a list like the first")]
+    return _tokens(value)
+
+
+def _one_prompt(value: Any) -> Any:
+    return value if isinstance(value, str) else _tokens(value)
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"it is {_named(value)}, and must be a text or a list of parts")
+    return _all(value, dict, "an object")
+
+
+Tokens = Annotated[list[int], PlainValidator(_tokens)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Messages = Annotated[
+    "list[Message]",
+    Field(fail_fast=True),
+    Field(min_length=1),
+    BeforeValidator(lambda value: _few(value, MAX_MESSAGES)),
+]
+Tools = Annotated["list[Tool]", Field(fail_fast=True), Field(max_length=128)]
+
+
+def _without_null(data: Any) -> Any:
+    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class _Known(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        """Clients write null for what they do not set."""
+        return _without_null(data)
+
+
+class PoolFields(_Known):
     """`kvflash` of a request: what only this server knows."""
 
     cache_prompt: bool = True
     cache_salt: str = Field("", max_length=256)
     conversation: str | None = Field(None, max_length=128)
     priority: int = Field(0, ge=-10, le=10)
-    pins: list[tuple[int, int]] = Field(default_factory=list, max_length=64)
+    pins: Annotated[list[tuple[int, int]], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
     reading: Literal["exact", "pool"] | None = None
     answer: Literal["pool", "exact", "lossless"] | None = None
     drafts: bool = True
     report: Literal["none", "summary"] = "none"
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_Known):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Sampled(_Strict):
+class JsonSchema(_Known):
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Known):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    json_object: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class _Sampled(_Known):
     """What every request for an answer has. Unset values are the model's usual ones, llama.cpp's."""
 
     model: str | None = None
@@ -46,19 +172,23 @@ class _Sampled(_Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=10)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=1 << 20)
+    top_k: int | None = Field(None, ge=-1, le=1 << 20)
     min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=0, le=10)
+    repeat_penalty: float | None = Field(
+        None, ge=0, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = None
-    stop: str | Stops | None = None
-    logit_bias: Bias | None = Field(None, max_length=1024)
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_bias)] = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     cache_prompt: bool | None = None
     id_slot: int | None = None
     ignore_eos: bool = False
     grammar: str | None = Field(None, max_length=256 << 10)
+    json_schema: dict[str, Any] | None = Field(None, validation_alias=AliasChoices("json_schema", "guided_json"))
+    response_format: ResponseFormat | None = None
     kvflash: PoolFields = PoolFields.model_construct()
     # known to OpenAI's clients, without effect here
     user: str | None = None
@@ -69,23 +199,6 @@ class _Sampled(_Strict):
     prompt_cache_key: str | None = None
     timings_per_token: bool | None = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-class JsonSchema(_Strict):
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    json_object: dict[str, Any] | None = Field(None, alias="schema")
-
 
 class Message(BaseModel):
     """Other fields go to the template as they are."""
@@ -93,93 +206,130 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
+    tool_calls: Objects | None = None
 
 
-class FunctionCalled(_Strict):
+class FunctionCalled(_Known):
     name: str
 
 
-class ToolChoice(_Strict):
+class ToolChoice(_Known):
     type: Literal["function"]
     function: FunctionCalled
 
 
-class Function(_Strict):
+class Function(_Known):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_Known):
     type: Literal["function"]
     function: Function
 
 
 class ChatRequest(_Sampled):
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    messages: Messages
+    max_tokens: int = Field(
+        -1, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    json_schema: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
 
 class CompletionRequest(_Sampled):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=0)
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt)]
+    max_tokens: int = Field(
+        16, ge=-1, validation_alias=AliasChoices("max_completion_tokens", "n_predict", "max_tokens")
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        """Here null asks for no limit, and leaving it out for 16 tokens."""
+        given = _without_null(data)
+        if given is not data and "max_tokens" in data:
+            given.setdefault("max_tokens", -1)
+        return given
+
 
 class RawRequest(_Sampled):
     """llama-server's own `/completion`."""
 
-    prompt: str | list[int]
-    n_predict: int = Field(-1, ge=-1)
+    prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
+    n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
     n_probs: int = Field(0, ge=0, le=20)
-    json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(_Known):
     content: str
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class DetokenizeRequest(_Strict):
-    tokens: list[int]
+class DetokenizeRequest(_Known):
+    tokens: Tokens
 
 
-class TemplateRequest(_Strict):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = Field(None, max_length=128)
+class TemplateRequest(_Known):
+    messages: Messages
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
 
-def parse(kind: type[Any], data: Any) -> Any:
-    """A request of this kind. ApiError names the field that is wrong."""
+def parse(kind: type[Any], data: Any, *, strict: bool) -> tuple[Any, list[str]]:
+    """A request of this kind, and what it has that is ignored. ApiError names the field that is wrong.
+
+    strict: a field that is not known is wrong.
+    """
     if not isinstance(data, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", code="invalid_json")
     try:
-        return kind.model_validate(data)
+        asked = kind.model_validate(data)
     except ValidationError as err:
         first = err.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         what = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            what = "this server does not know the field: leave it out"
-        raise ApiError(400, f"{where}: {what}"[:500], code="invalid_value", param=where[:200]) from None
+        raise _wrong(where, what) from None
+    ignored = []
+    for where, value in _unknown(asked, ""):
+        if strict:
+            raise _wrong(where, "this server does not know the field: leave it out")
+        if (told := fields.told(where, value)) is not None:
+            ignored.append(told)
+    return asked, ignored
+
+
+def _unknown(asked: BaseModel, where: str) -> Iterator[tuple[str, Any]]:
+    """Take out and return what a request and the objects in it have beside their fields."""
+    extra = dict(asked.model_extra or {})
+    (asked.model_extra or {}).clear()
+    yield from ((f"{where}{name}", value) for name, value in extra.items())
+    for name, field in type(asked).model_fields.items():
+        value, inner = getattr(asked, name), f"{where}{field.alias or name}."
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, inner)
+        elif isinstance(value, list) and value and isinstance(value[0], _Known):
+            for i, one in enumerate(value):
+                yield from _unknown(one, f"{inner}{i}.")
+
+
+def _wrong(where: str, what: str) -> ApiError:
+    return ApiError(400, f"{where}: {what}"[:500], code="invalid_value", param=where[:200])

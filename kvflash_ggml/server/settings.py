@@ -14,7 +14,8 @@ class ServerSettings:
 
     isolate_keys: a key sees and touches its own conversations only: see `Access`. max_body: bytes.
     default_tokens, most_tokens: of an answer, None for as many as the context has. Times are in seconds. page: serve it
-    at "/". public_metrics: without a key. sampling: for requests that do not say how.
+    at "/". public_metrics: without a key. sampling: for requests that do not say how. strict: refuse
+    fields that are not known.
     """
 
     alias: str
@@ -38,6 +39,7 @@ class ServerSettings:
     page: bool = True
     public_metrics: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    strict: bool = False
 
     @property
     def loopback(self) -> bool:

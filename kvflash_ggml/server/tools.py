@@ -7,14 +7,13 @@ that know nothing of tools and are told in words.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import schemas
+from . import bodies, schemas
 from .errors import ApiError
 from .prompts import Prompts
 from .schema import ChatRequest
@@ -133,8 +132,14 @@ def _with_object(call: Any) -> dict[str, Any]:
         raise ApiError(400, "tool_calls: each has a function with a name and arguments", param="messages")
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # a model may have written what is none
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+        try:
+            function["arguments"] = bodies.loads((function["arguments"] or "{}").encode())
+        except bodies.Refused as err:
+            raise ApiError(
+                400, f"messages: the arguments of a tool call are refused: {err}", param="messages"
+            ) from None
+        except ValueError:  # a model may have written what is none
+            pass
     return {**call, "function": {"name": function.get("name"), "arguments": function.get("arguments", {})}}
 
 
@@ -183,7 +188,7 @@ def _overlap(text: str, mark: str) -> int:
 
 def _read_call(body: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(body)
+        call = bodies.loads(body.encode())
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

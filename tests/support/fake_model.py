@@ -183,7 +183,9 @@ class FakePrompts:
     def n_vocab(self) -> int:
         return 257
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, **more: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
+    ) -> str:
         if self.template is None:
             raise ConfigError("no chat template")
         self.rendered.append([dict(message) for message in messages])

@@ -274,8 +274,6 @@ def test_metrics() -> None:
         ({"messages": "x"}, 400, "messages"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "hot"}, 400, "temperature"),
-        ({"tempreature": 1}, 400, "tempreature: this server does not know the field"),
-        ({"kvflash": {"polcy": 1}}, 400, "kvflash.polcy"),
         ({"kvflash": {"pins": [[5, 2]]}}, 400, "pins"),
         ({"kvflash": {"pins": [[0, 10**9]]}}, 400, "pins"),
         ({"kvflash": {"reading": "auto"}}, 400, "reading"),
@@ -291,7 +289,7 @@ def test_metrics() -> None:
         ({"logit_bias": {"x": 1}}, 400, "no token"),
         ({"logit_bias": {"257": 1}}, 400, "no token"),
         ({"stop": ["a"] * 17}, 400, "stop"),
-        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": -2}, 400, "max_tokens"),
         ({"grammar": "what"}, 400, "no root"),
         ({"grammar": "root ::= x", "response_format": {"type": "json_object"}}, 400, "exclude"),
         ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
@@ -394,7 +392,7 @@ def test_a_full_queue() -> None:
         calls = [client.call("POST", "/v1/chat/completions", data) for data in asked]
         return [await call.done() for call in calls]
 
-    server = Server(FakeModel(on_step=lambda: time.sleep(0.002)), limits=Limits(most=2))
+    server = Server(FakeModel(on_step=lambda: time.sleep(0.02)), limits=Limits(most=2))
     replies = server.run(work)
     counts = {status: sum(reply.status == status for reply in replies) for status in (200, 429)}
     assert counts[200] >= 2

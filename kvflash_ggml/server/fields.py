@@ -1,0 +1,87 @@
+"""Fields that this server does not know: which of them would change nothing, and how a client is told of the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from . import requestlog
+
+HEADER = "X-KVFlash-Ignored"
+
+IGNORED = "kvflash.ignored"
+"""Where in a request's scope the names are."""
+
+MAX_TOLD = 16
+MAX_NAME = 48
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "length_penalty": (1,),
+    "min_keep": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "n_cmpl": (1,),
+    "n_keep": (0,),
+    "penalize_nl": (False,),
+    "post_sampling_probs": (False,),
+    "reasoning_format": ("auto", "none"),
+    "repeat_last_n": (64,),
+    "return_progress": (False,),
+    "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "xtc_probability": (0,),
+}
+"""Fields of other servers, with the values that ask for what is done here anyway. Another value changes the answer."""
+
+COMPANIONS = frozenset(
+    (
+        "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "mirostat_eta", "mirostat_tau", "smoothing_curve", "xtc_threshold",
+    )
+)  # fmt: skip
+"""Fields that mean nothing without one of those."""
+
+
+def told(name: str, value: Any) -> str | None:
+    """What a client is told of an unknown field: its name, with a value that matters; None for nothing."""
+    if name in COMPANIONS:
+        return None
+    if name not in NEUTRAL:
+        return name[:MAX_NAME]
+    if any(value == usual for usual in NEUTRAL[name]):
+        return None
+    return f"{name}={value}"[:MAX_NAME] if isinstance(value, str | int | float) else f"{name}=..."
+
+
+def tell(request: HttpRequest, response: Response) -> None:
+    """Name what was ignored of a request, in a header of its answer and in the log."""
+    names: Sequence[str] = request.scope.get(IGNORED, ())
+    if not names:
+        return
+    shown = [quote(name, safe="=[]:") for name in names[:MAX_TOLD]]
+    more = len(names) - MAX_TOLD
+    response.headers[HEADER] = ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
+    level = logging.WARNING if any("=" in name for name in names) else logging.INFO
+    line = {"path": request.scope["path"], "ignored": shown, "count": len(names)}
+    requestlog.logger.log(level, "%s", json.dumps(line))

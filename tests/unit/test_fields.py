@@ -1,0 +1,214 @@
+"""Fields that the server does not know are ignored and told; with --strict they are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from support.asgi import Client, Reply
+from support.fake_model import FakeModel
+from support.fake_server import Server
+
+from kvflash_ggml.batching.messages import Request
+from kvflash_ggml.server.fields import HEADER
+from kvflash_ggml.server.requestlog import NAME
+
+CHAT, TEXT, RAW = "/v1/chat/completions", "/v1/completions", "/completion"
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "hello"}, RAW: {"prompt": "hello"}}
+
+OPENAI = {
+    "audio": {"voice": "alloy", "format": "wav"}, "functions": [{"name": "f"}], "function_call": "auto",
+    "modalities": ["text"], "moderation": None, "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_retention": "24h", "web_search_options": {},
+}  # fmt: skip
+LLAMA_SERVER = {
+    "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "dynatemp_range": 0, "lora": [],
+    "min_keep": 0, "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5, "n_keep": 0, "n_indent": 0,
+    "post_sampling_probs": False, "reasoning_format": "auto", "repeat_last_n": 64, "response_fields": ["content"],
+    "return_progress": False, "samplers": ["top_k", "temperature"], "speculative.n_max": 3, "t_max_predict_ms": 0,
+    "thinking_forced_open": False, "top_n_sigma": -1, "typical_p": 1.0, "xtc_probability": 0, "xtc_threshold": 0.1,
+}  # fmt: skip
+VLLM = {
+    "add_special_tokens": True, "allowed_token_ids": None, "bad_words": [], "guided_regex": None,
+    "include_reasoning": True,
+    "length_penalty": 1.0, "min_tokens": 0, "prompt_logprobs": None, "repetition_penalty": 1.0, "request_id": "x",
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "stop_token_ids": [], "use_beam_search": False,
+    "vllm_xargs": {},
+}  # fmt: skip
+OTHERS = {
+    "draft_model": "x", "format": "json", "keep_alive": "5m", "options": {"num_ctx": 4096}, "raw": False, "think": True,
+    "ttl": 60,
+}  # fmt: skip
+UNKNOWN = {**OPENAI, **LLAMA_SERVER, **VLLM, **OTHERS}
+
+
+def named(reply: Reply) -> list[str]:
+    value = reply.headers.get(HEADER.lower(), "")
+    return value.split(", ") if value else []
+
+
+def ask(path: str, *, server: Server | None = None, **more: Any) -> Reply:
+    return (server or Server()).post(path, {**BODIES[path], **more})
+
+
+def sent(monkeypatch: pytest.MonkeyPatch, path: str, **more: Any) -> Request:
+    """The request that the scheduler has of it."""
+    server, requests = Server(), []
+    submit = server.scheduler.submit_together
+    monkeypatch.setattr(
+        server.scheduler, "submit_together", lambda all: (requests.extend(one[0] for one in all), submit(all))[1]
+    )
+    reply = ask(path, server=server, **more)
+    assert reply.status == 200, reply.message
+    assert named(reply) == []
+    return requests[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_what_other_servers_know_is_ignored_and_told(path: str, stream: bool) -> None:
+    assert len(UNKNOWN) >= 50
+    reply = ask(path, stream=stream, **UNKNOWN)
+    assert reply.status == 200
+    told = named(reply)
+    assert told[:2] == ["audio", "functions"]
+    assert told[-1].endswith(" more")
+    assert not {"mirostat", "typical_p", "modalities"} & set(told)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_strict_refuses_them_by_name(path: str) -> None:
+    for name in set(UNKNOWN) - {"repetition_penalty"}:
+        if UNKNOWN[name] is not None:
+            reply = ask(path, server=Server(strict=True), **{name: UNKNOWN[name]})
+            assert (reply.status, f"{name}: this server does not know the field" in reply.message) == (400, True)
+    assert ask(path, server=Server(strict=True), kvflash={"polcy": 1}).status == 400
+    assert ask(path, server=Server(strict=True), temperature=0).status == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"mirostat": 2, "mirostat_tau": 5.0}, ["mirostat=2"]),
+        ({"typical_p": 0.5}, ["typical_p=0.5"]),
+        ({"modalities": ["text", "audio"]}, ["modalities=..."]),
+        ({"samplers": ["top_k"]}, ["samplers"]),
+        ({"kvflash": {"polcy": 1}, "stream_options": {"x": 1}}, ["stream_options.x", "kvflash.polcy"]),
+        ({"response_format": {"type": "text", "x": 1}}, ["response_format.x"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "x": 1}}},
+            ["response_format.json_schema.x"],
+        ),
+        (
+            {"tools": [{"type": "function", "cache": 1, "function": {"name": "f", "strict": True, "returns": {}}}]},
+            ["tools.0.cache", "tools.0.function.returns"],
+        ),
+        ({"a, b": 1}, ["a%2C%20b"]),
+        ({"é\r\nX: y": 1}, ["%C3%A9%0D%0AX:%20y"]),
+        ({"x" * 5000: 1}, ["x" * 48]),
+        ({"model_dump": 1, "__class__": 2, "stops": 3}, ["model_dump", "__class__", "stops"]),
+        ({"max_tokens": 3, "max_completion_tokens": 2}, ["max_tokens"]),
+    ],
+)
+def test_how_they_are_told(more: dict[str, Any], told: list[str]) -> None:
+    reply = ask(CHAT, **more)
+    assert (reply.status, named(reply)) == (200, told)
+
+
+def test_the_log_names_them_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, NAME):
+        ask(CHAT, samplers=[], nobody="secret")
+        ask(CHAT, mirostat=2)
+    said = [(r.levelname, json.loads(r.getMessage())) for r in caplog.records if "ignored" in r.getMessage()]
+    assert said == [
+        ("INFO", {"path": CHAT, "ignored": ["samplers", "nobody"], "count": 2}),
+        ("WARNING", {"path": CHAT, "ignored": ["mirostat=2"], "count": 1}),
+    ]
+
+
+def test_many_names_are_a_short_header() -> None:
+    raw = ('{"prompt":"x",' + ",".join(f'"k{i}":0' for i in range(10**5)) + "}").encode()
+    reply = Server().run(lambda client: client.call("POST", TEXT, raw=raw).done())
+    assert (reply.status, named(reply)[-1]) == (200, "and 99984 more")
+    assert len(reply.headers[HEADER.lower()]) < 1000
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/apply-template"])
+def test_other_endpoints_tell_them_too(path: str) -> None:
+    data = {"content": "x", "tokens": [97], "messages": HELLO}
+    known = {"/tokenize": "content", "/detokenize": "tokens", "/apply-template": "messages"}[path]
+    reply = Server().post(path, data)
+    assert (reply.status, sorted(named(reply))) == (200, sorted(data.keys() - {known}))
+
+
+# --- what is served under other names
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_names_of_other_servers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sent(monkeypatch, path, repetition_penalty=1.5).sampling.repeat_penalty == 1.5
+    assert sent(monkeypatch, path, top_k=-1).sampling.top_k == 0
+    assert sent(monkeypatch, path, logit_bias=[[97, 1.5], [98, False]]).sampling.logit_bias == {97: 1.5, 98: -100}
+    assert sent(monkeypatch, path, guided_json={"type": "object"}).sampling.grammar == "root ::= object"
+    assert sent(monkeypatch, path, response_format={"type": "json_object"}).sampling.grammar == "root ::= object"
+    for name in ("max_tokens", "n_predict", "max_completion_tokens"):
+        assert sent(monkeypatch, path, **{name: 3}).max_tokens == 3
+        assert sent(monkeypatch, path, **{name: -1}).max_tokens == 4096
+        assert ask(path, **{name: -2}).status == 400
+    assert sent(monkeypatch, path, max_tokens=None).max_tokens == 4096
+    assert sent(monkeypatch, path, max_tokens=3, n_predict=None, max_completion_tokens=None).max_tokens == 3
+
+
+def test_null_is_as_good_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = dict.fromkeys(("stream", "stop", "tools", "kvflash", "logit_bias", "ignore_eos", "n", "nobody", "seed"))
+    assert sent(monkeypatch, CHAT, **nothing).stop == ()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/apply-template"])
+def test_thinking_is_a_name_of_the_template(path: str) -> None:
+    server, given = Server(), []
+    render = server.prompts.render
+
+    def recording(messages: Any, tools: Any, more: Any) -> str:
+        given.append(dict(more))
+        return render(messages, tools, more)
+
+    server.prompts.render = recording  # type: ignore[method-assign]
+
+    async def work(client: Client) -> None:
+        for more in ({"enable_thinking": False}, {"enable_thinking": False, "chat_template_kwargs": {"a": 1}}):
+            assert (await client.post(path, {"messages": HELLO, **more})).status == 200
+
+    server.run(work)
+    assert given == [{"enable_thinking": False}, {"enable_thinking": False, "a": 1}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": "hot"}, {"temperature": [1]}, {"temperature": 11}, {"top_k": -2}, {"top_p": 1.1}, {"stop": 5},
+        {"stop": ["x" * 257]}, {"logit_bias": 5}, {"logit_bias": {"97": 101}}, {"logit_bias": {"97": "x"}},
+        {"logit_bias": [["a", 1]]}, {"logit_bias": [[97]]}, {"logit_bias": {"97": True}}, {"stream": "what"},
+        {"stream_options": []}, {"stream_options": {"include_usage": "x"}}, {"kvflash": 1},
+        {"kvflash": {"priority": 11}}, {"response_format": "json"}, {"response_format": {"type": "yaml"}},
+        {"repetition_penalty": -1}, {"max_tokens": "many"}, {"n": 1.5}, {"seed": "x"}, {"json_schema": [1]},
+        {"ignore_eos": 7}, {"grammar": 1}, {"min_p": -0.1}, {"presence_penalty": 3}, {"frequency_penalty": -3},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", BODIES)
+def test_known_fields_are_still_checked(path: str, more: dict[str, Any]) -> None:
+    reply = ask(path, **more)
+    assert (reply.status, next(iter(more)) in reply.message) == (400, True), reply.message
+
+
+def test_what_is_ignored_never_reaches_the_template() -> None:
+    server = Server(FakeModel())
+    tools = [{"type": "function", "x": 1, "function": {"name": "f", "y": 2}}]
+    given: list[Any] = []
+    render = server.prompts.render
+    server.prompts.render = lambda m, t, more: (given.append(t), render(m, t, more))[1]  # type: ignore[method-assign]
+    assert ask(CHAT, server=server, tools=tools).status == 200
+    assert given == [[{"type": "function", "function": {"name": "f"}}]]
