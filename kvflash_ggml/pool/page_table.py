@@ -267,8 +267,9 @@ class PageTable:
     def place(self, length: int, table: PageTableState) -> list[int]:
         """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
 
-        length: tokens of the text. Of more resident chunks than this pool can hold, those with the best scores come
-        first. ConfigError if it cannot hold the pins of the table beside those that are here.
+        In a pool that holds the whole context they go where its own texts have them, in order, or the logits would be
+        rounded otherwise. length: tokens of the text. Of more resident chunks than this pool can hold, those with the
+        best scores come first. ConfigError if it cannot hold the pins of the table beside those that are here.
         """
         pins = self.pins | table.pins
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
@@ -279,9 +280,8 @@ class PageTable:
             scores = residency.known(table.scores, len(table.blocks)).tolist()
             able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
         resident, free = set(able[: self.quota]), set(self.blocks.free(self, ()))
-        return [
-            ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(table.blocks)
-        ]
+        blocks = table.blocks if self.bounded else range(len(table.blocks))
+        return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
     def load(self, length: int, table: PageTableState) -> None:
         """After a reset: take over the table of a text of `length` tokens, in the places that `place` tells."""

@@ -36,6 +36,11 @@ def everything_is_resident(layout: Layout, start: int) -> bool:
     return all(chunk.block != ABSENT for chunk in layout.chunks[: -(-start // CHUNK)])
 
 
+def lies_in_order(layout: Layout) -> bool:
+    """Is every chunk in the block where a cache that holds the whole text has it?"""
+    return all(chunk.block == c for c, chunk in enumerate(layout.chunks))
+
+
 def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:
     """The text before `start`, or those `room` chunks of it that matter: `keep`, then by rank, then the newest."""
     sealed, rows = divmod(start, CHUNK)

@@ -214,7 +214,7 @@ class Text:
                 if not self._told_of_memory:  # once, not at each step
                     self._told_of_memory = True
                     logger.warning("from token %d on what is in the pool is in view: %s", start, err)
-                step.view, step.whole = None, False
+                step.view, step.whole = None, self.sight.of(plan, start, n, None, stream=False)[1]
         if step.branches is None:
             self.mask.fill(start, slots)
         else:
