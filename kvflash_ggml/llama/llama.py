@@ -151,6 +151,8 @@ class Llama(ResizableLlama):
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
         self._replace_batch()
+        if request.n_batch is not None:
+            self.n_batch = min(self._n_ctx, request.n_batch)
         if self._size is not None:
             self._open_session(self._size)
         if request.cache is not None:
@@ -250,7 +252,7 @@ class Llama(ResizableLlama):
 
     def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:
         assert self._config is not None
-        n_ubatch = min(self.context_params.n_ubatch or self.n_batch, self.n_batch)  # 0 is upstream's "as n_batch"
+        n_ubatch = self.context_params.n_ubatch or self.context_params.n_batch  # 0 is upstream's "as n_batch"
         if self._drafter is not None:
             self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
         engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))

@@ -48,7 +48,7 @@ class Request:
     """The keywords of one constructor call, sorted. config: None without a pool. placement: which devices hold what.
 
     rpc: servers whose devices are used, as they were written; rpc_trust: wherever they are. weights: of
-    llama_model_params. fit: None unless asked for.
+    llama_model_params. fit: None unless asked for. n_batch: what was asked for, where upstream gets a larger one.
     """
 
     config: KVFlashConfig | None
@@ -60,6 +60,7 @@ class Request:
     weights: dict[str, Any]
     fit: Fit | None
     upstream: dict[str, Any]
+    n_batch: int | None = None
 
 
 def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
@@ -99,7 +100,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     placement = devices.read(upstream, config)
     return Request(
         config=config, cache=store, progress=progress, placement=placement, rpc=rpc, rpc_trust=trust, weights=weights,
-        fit=fit, upstream=upstream,
+        fit=fit, upstream=upstream, n_batch=_make_steps_whole(config, upstream),
     )  # fmt: skip
 
 
@@ -111,6 +112,20 @@ def check_numbers(upstream: dict[str, Any]) -> None:
     for name in ("type_k", "type_v"):
         if (value := upstream.get(name)) is not None and value not in types.BY_ID:
             raise ConfigError(f"{name}={value} is no type of ggml: 1 is f16, 8 is q8_0")
+
+
+def _make_steps_whole(config: KVFlashConfig | None, upstream: dict[str, Any]) -> int | None:
+    """Raise n_batch to n_ubatch where prompts may be streamed; return the value it had, None if it stays.
+
+    The whole text passes over the bus once a step, and LangChain's default is n_batch=8.
+    """
+    if config is None or config.reading == "pool":
+        return None
+    asked, step = (upstream.get(name, UPSTREAM_PARAMETERS[name].default) for name in ("n_batch", "n_ubatch"))
+    if asked >= step:
+        return None
+    upstream["n_batch"] = step
+    return int(asked)
 
 
 def read_fit(asked: object) -> Fit | None:

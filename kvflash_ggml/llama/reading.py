@@ -15,6 +15,7 @@ from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
+from ..logs import warn_once
 from ..placement.sizes import HOST
 from ..session.reading import Reading
 from ..session.repair import Repair
@@ -57,7 +58,14 @@ def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer |
     n_ctx = llm.n_ctx()
     free = {device.name: device.free for device in inventory.of_model(address(llm._model))}
     reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
-    session = Session(pool, config, n_ctx=n_ctx, n_batch=llm.n_batch, scorer=scorer, reading=reading)
+    n_batch = llm.n_batch
+    if reading.exact and n_batch < pool.n_ubatch:
+        warn_once(
+            f"n_batch={n_batch}: prompts are read {pool.n_ubatch} tokens at a time, as n_ubatch says, because each step"
+            " streams the whole text. A smaller n_ubatch takes less memory."
+        )
+        n_batch = pool.n_ubatch
+    session = Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
         session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
     return session

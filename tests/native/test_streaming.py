@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from support import resume
 from support.harness import KV_TYPES, assert_same, evaluate, pages, put_pages, row, same_bits
 
+from kvflash_ggml import logs
 from kvflash_ggml.session.sight import Sight
 
 POOL = 512
@@ -73,6 +76,83 @@ def test_turns_and_cuts_equal_stock(kind: str, llama: Any, stock: Any, tokens: A
         go_on(tokens[2000:2400])
     assert ours.kvflash.streamed_steps > 5
     assert ours.kvflash.last.read_whole == ours.kvflash.last.read > 0
+
+
+@pytest.mark.parametrize("logits_all", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_small_n_batch_streams_a_text_as_often_as_the_default(
+    kind: str, logits_all: bool, llama: Any, tokens: Any, caplog: Any
+) -> None:
+    """LangChain gives n_batch=8, and nobody an n_ubatch. Bytes, logits and pages are those of the default."""
+    logs.warn_once.cache_clear()
+    size = {
+        "n_ctx": N_CTX,
+        "n_ubatch": 512,
+        "kvflash_policy": "qk",
+        "kvflash_reading": "auto",
+        "logits_all": logits_all,
+    }
+    small, usual = (llama(kind, kvflash=POOL, n_batch=n, **size) for n in (8, 512))
+    assert (small.n_batch, small.context_params.n_ubatch) == (8, 512)
+    [line] = [line for line in caplog.messages if "n_batch" in line]
+    assert line.startswith("n_batch=8: ")
+    for llm in (small, usual):
+        llm.eval(tokens[:1500].tolist())
+        llm.eval(tokens[1500:1501].tolist())
+    assert small.kvflash.streamed_bytes == usual.kvflash.streamed_bytes
+    assert 1 < small.kvflash.streamed_steps == usual.kvflash.streamed_steps < 10
+    assert same_bits(row(small), row(usual))
+    assert pages(small._session) == pages(usual._session)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_text_that_lies_out_of_order_in_the_pool_equals_stock(
+    kind: str, bare: Callable[..., Any], tokens: Any, fuses: bool
+) -> None:
+    """All of it is resident, as after a resize or a cut of a longer one."""
+    size = {"n_ctx": N_CTX, "n_ubatch": 128}
+    order = [0, *range(POOL // 64 - 1, 0, -1)]
+    ours = bare(kind, pool=POOL, stages=N_CTX, answers_exactly=True, block_order=order, **size)
+    full = bare(kind, pool=N_CTX, **size)
+    for start, end in ((0, 64), (64, 192), (192, 300), (300, 301), (301, 302)):
+        for one in (ours, full):
+            one.session.extend(tokens[start:end])
+        assert_same(ours.row(), full.row(), fuses=fuses)
+    assert ours.session.whole[:302].all()
+    assert ours.session.streamed_steps == 4
+
+
+def test_a_text_of_a_smaller_pool_equals_stock_in_a_whole_one(
+    llama: Any, stock: Any, tokens: Any, fuses: bool, tmp_path: Path
+) -> None:
+    size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128}
+    small, whole = llama(kvflash=POOL, kvflash_reading="exact", **size), llama(kvflash=1024, **size)
+    theirs = stock(**STOCK, **size)
+    for llm in (small, theirs):
+        llm.eval(tokens[:900].tolist())
+    small.save_snapshot(tmp_path / "text.kvs")
+    whole.load_snapshot(tmp_path / "text.kvs")
+    for llm in (whole, theirs):
+        llm.eval(tokens[900:1000].tolist())
+    assert_same(row(whole), row(theirs), fuses=fuses)
+
+
+def test_a_small_n_batch_counts_where_nothing_is_streamed(llama: Any, stock: Any, tokens: Any) -> None:
+    """A pool that holds the whole context takes stock's steps; so does one that has no stages, and a copy of it."""
+    size = {"n_ctx": 1024, "n_batch": 8, "n_ubatch": 512}
+    text = tokens[:300].tolist()
+    ours, theirs = llama(kvflash=1024, kvflash_reading="auto", **size), stock(**STOCK, **size)
+    steps: list[tuple[int, int]] = []
+    ours.kvflash_progress = lambda done, total: steps.append((done, total))
+    for llm in (ours, theirs):
+        llm.eval(text)
+    assert same_bits(row(ours), row(theirs))
+    assert steps[0] == (8, 300)
+    copy = pickle.loads(pickle.dumps(ours))
+    copy.eval(text)
+    assert copy.n_batch == 8
+    assert same_bits(row(copy), row(theirs))
+    copy.close()
 
 
 def test_a_text_longer_than_the_stages(llama: Any, tokens: Any) -> None:
