@@ -83,10 +83,11 @@ class Guard:
             return
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if site is None:  # an older browser, or a name without TLS; or no browser
-            own = f"://{headers.get('host', '')}".lower()
-            other = origin is not None and origin.lower() not in (f"http{own}", f"https{own}")
+            host = headers.get("host", "").lower()
+            own = f"http://{host.removesuffix(':80')}", f"https://{host.removesuffix(':443')}"
+            other = origin is not None and origin.lower() not in own
         else:
-            other = site in ("cross-site", "same-site")
+            other = site not in ("same-origin", "none")
         if other:
             raise ApiError(
                 403,

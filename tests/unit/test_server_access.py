@@ -222,6 +222,7 @@ REFUSED = [
     {"origin": "http://127.0.0.1:8080", "sec_fetch_site": "same-site"},
     {"sec_fetch_site": "cross-site"},
     {"sec_fetch_site": "same-site"},
+    {"sec_fetch_site": "cross-site,same-origin"},
     {"sec_fetch_site": "cross-site", "origin": "https://evil.example"},
 ]
 
@@ -231,6 +232,8 @@ LET_IN = [
     {"origin": "http://127.0.0.1:8080", "sec_fetch_site": "same-origin"},
     {"origin": "https://chat.example", "sec_fetch_site": "same-origin"},  # a proxy gave its own name as the host
     {"sec_fetch_site": "none"},
+    {"origin": "http://localhost", "host": "localhost:80"},  # browsers leave these ports out, proxies need not
+    {"origin": "https://localhost", "host": "localhost:443"},
     {"origin": "https://good.example"},
     {"origin": "https://good.example", "sec_fetch_site": "cross-site"},
 ]
