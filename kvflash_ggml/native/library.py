@@ -262,10 +262,11 @@ def _explain(path: Path, error: OSError) -> str:
 
 
 def _point_llama_cpp_at(folder: Path) -> None:
-    theirs = os.environ.get("LLAMA_CPP_LIB_PATH")
-    if theirs and Path(theirs).expanduser().resolve() != folder:
-        logger.warning("LLAMA_CPP_LIB_PATH=%s is replaced by %s for this process", theirs, folder)
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
+    for name in ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB"):  # libllama, and libmtmd of the vision chat handlers
+        theirs = os.environ.get(name)
+        if theirs and Path(theirs).expanduser().resolve() != folder:
+            logger.warning("%s=%s is replaced by %s for this process", name, theirs, folder)
+        os.environ[name] = str(folder)
 
 
 def _import(name: str, libllama: Path) -> ModuleType:

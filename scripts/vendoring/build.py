@@ -34,7 +34,7 @@ COMMON = (
 )
 SYNCED = (
     "CMakeLists.txt", "LICENSE", "cmake", "common", "ggml/cmake", "include", "licenses", "src",
-    "tests", "vendor",
+    "tests", "tools/mtmd", "vendor",
 )  # fmt: skip
 
 
@@ -116,8 +116,10 @@ def _build_llama(p: Plan) -> None:
             return
         log(f"libllama: {_sync_sources(p)} source files changed, compiling")
         _configure_llama(p)
-        _make(p, p.work / "build", "llama")
-        made = list((p.work / "build" / "bin").glob("*llama.*"))
+        made: list[Path] = []
+        for name in ("llama", "mtmd"):
+            _make(p, p.work / "build", name)
+            made += (p.work / "build" / "bin").glob(f"*{name}.*")
         _try(p, made)
         _publish(made, p.out)
 
@@ -237,6 +239,9 @@ def assemble(p: Plan, target: Path) -> None:
     licenses.mkdir()
     shutil.copy2(p.source / "LICENSE", licenses / "LICENSE.llama.cpp")
     shutil.copy2(p.source / "AUTHORS", licenses / "AUTHORS.llama.cpp")
+    # libmtmd contains it, and its licence is in its source alone
+    terms = (p.source / "vendor/hash/xxhash/xxhash.c").read_text(encoding="utf-8").partition("*/")[0]
+    (licenses / "LICENSE.xxHash").write_text(f"{terms}*/\n", encoding="utf-8")
     if not p.developer:  # a tree of one's own has no sdist behind it, which would have to be downloaded
         bindings = pristine_tree(p.pin) / BINDINGS
         shutil.copy2(bindings / "LICENSE.md", licenses / "LICENSE.llama-cpp-python.md")
@@ -273,6 +278,8 @@ def notice(p: Plan) -> str:
     lines = [
         "This package contains llama.cpp and ggml, (c) The ggml authors, MIT licence, built from",
         f"{'a developer tree of llama.cpp' if p.developer else origin}.",
+        "libmtmd contains xxHash, (c) Yann Collet, BSD 2-Clause licence, and stb_image, miniaudio,",
+        "SHA-1 and SHA-256, which are in the public domain.",
         f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, not contained here.",
     ]
     if p.series:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from .patches import apply_series, read_series, series_hash
-from .pin import Pin, VendorError, cache_dir, load_pin, locked, log, sha256_file
+from .pin import Pin, VendorError, cache_dir, digest, load_pin, locked, log, sha256_file
 
 STAMP = ".complete"
 LLAMA = "llama.cpp"
@@ -68,10 +68,15 @@ def _download(pin: Pin, target: Path) -> None:
         got.replace(target)
 
 
+def _key(pin: Pin) -> str:
+    """The name of a source tree: the sdist, and what of it is extracted."""
+    return f"{pin.sha256[:12]}-{digest(*pin.extract, *pin.bindings)[:8]}"
+
+
 def pristine_tree(pin: Pin | None = None) -> Path:
     """Unpatched source as extracted from the sdist."""
     pin = pin or load_pin()
-    tree = cache_dir() / "src" / pin.sha256[:12]
+    tree = cache_dir() / "src" / _key(pin)
     with locked(tree.with_name(tree.name + ".lock")):
         if not (tree / STAMP).is_file():
             sdist = fetch(pin)
@@ -86,7 +91,7 @@ def patched_tree(pin: Pin | None = None) -> Path:
     if given := os.environ.get("KVFLASH_LLAMA_SOURCE"):
         return _developer_tree(Path(given).expanduser())
     series = read_series()
-    tree = cache_dir() / "src" / f"{pin.sha256[:12]}-{series_hash(series)[:12]}"
+    tree = cache_dir() / "src" / f"{_key(pin)}-{series_hash(series)[:12]}"
     if (tree / STAMP).is_file():
         return tree
     base = pristine_tree(pin)

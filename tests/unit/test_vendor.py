@@ -140,6 +140,12 @@ def test_an_aborted_extraction_leaves_nothing(pin: Pin, tmp_path: Path, monkeypa
     assert (source.pristine_tree(pin) / ".complete").is_file()
 
 
+def test_a_pin_that_extracts_more_has_a_tree_of_its_own(pin: Pin) -> None:
+    less = source.pristine_tree(dataclasses.replace(pin, extract=("ggml",)))
+    more = source.pristine_tree(pin)
+    assert [(tree / "llama.cpp/src/a.cpp").is_file() for tree in (less, more)] == [False, True]
+
+
 def test_the_pinned_ggml_version_is_checked(pin: Pin, tmp_path: Path) -> None:
     with pytest.raises(VendorError, match=r"says ggml 9\.9\.9, the sdist carries 1\.2\.3"):
         source.pristine_tree(dataclasses.replace(pin, ggml="9.9.9"))
@@ -161,7 +167,7 @@ def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("fetched the sdist")
 
     monkeypatch.setattr(source, "fetch", no_network)
-    for name in ("LICENSE", "AUTHORS", "src/llama.cpp", "ggml/CMakeLists.txt"):
+    for name in ("LICENSE", "AUTHORS", "src/llama.cpp", "ggml/CMakeLists.txt", "vendor/hash/xxhash/xxhash.c"):
         (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "dev" / name).touch()
     monkeypatch.setenv("KVFLASH_LLAMA_SOURCE", str(tmp_path / "dev"))
@@ -171,7 +177,8 @@ def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.M
     build.build(plan)
     build.assemble(plan, tmp_path / "stage")
     licenses = tmp_path / "stage" / "licenses"
-    assert {file.name for file in licenses.iterdir()} == {"LICENSE.llama.cpp", "AUTHORS.llama.cpp", "NOTICE"}
+    names = {"LICENSE.llama.cpp", "LICENSE.xxHash", "AUTHORS.llama.cpp", "NOTICE"}
+    assert {file.name for file in licenses.iterdir()} == names
     assert "developer tree" in (licenses / "NOTICE").read_text()
 
 
