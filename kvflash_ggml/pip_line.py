@@ -14,25 +14,44 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 _NAME = "kvflash-ggml"
-_NO_SECOND_LLAMA = 'CMAKE_ARGS="-DLLAMA_BUILD=OFF"'
 
 
-def install(extra: str = "", *, options: str = "", pip: str = "pip") -> str:
+def install(extra: str = "") -> str:
     """Return the command that installs this copy with an extra, as "pip install -e '.[server]'".
 
-    extra: its name in pyproject.toml, or "" for none. options: words before the requirement. pip: how pip is called.
+    extra: its name in pyproject.toml, or "" for none.
     """
-    return " ".join(filter(None, [pip, "install", options, _requirement(f"[{extra}]" if extra else "")]))
+    return _line(_flags(), "pip install", _requirement(f"[{extra}]" if extra else ""))
 
 
-def reinstall() -> str:
-    """Return the command that builds and installs this copy again, without touching its dependencies."""
-    return install(options="--force-reinstall --no-cache-dir --no-deps")
+def reinstall(variables: str = "") -> str:
+    """Return the command that builds and installs this copy again, without touching its dependencies.
+
+    variables: assignments before the command. Without CMAKE_ARGS among them the flags of this build are kept.
+    """
+    flags = "" if "CMAKE_ARGS" in variables else _flags()
+    return _line(variables, flags, "pip install --force-reinstall --no-cache-dir --no-deps", _requirement(""))
 
 
 def install_into(python: str) -> str:
     """Return the command that installs this copy into the environment of another Python."""
-    return f"{_NO_SECOND_LLAMA} {install(pip=f'{shlex.quote(python)} -m pip')}"
+    flags = _flags() or 'CMAKE_ARGS="-DLLAMA_BUILD=OFF"'
+    return _line(flags, shlex.quote(python), "-m pip install", _requirement(""))
+
+
+def _line(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def _flags() -> str:
+    """The variable with the CMake definitions of this build, where pip would build it: for a folder or a repository."""
+    origin = _origin()
+    if origin is None or not origin.keys() & {"dir_info", "vcs_info"}:
+        return ""
+    info = Path(str(importlib.metadata.distribution(_NAME).locate_file("kvflash_ggml/_build_info.json")))
+    defines = json.loads(info.read_text(encoding="utf-8"))["cmake_defines"] if info.is_file() else {}
+    words = [f"-D{name}={value}" for name, value in defines.items()]
+    return f'CMAKE_ARGS="{shlex.join(["-DLLAMA_BUILD=OFF", *words])}"' if words else ""
 
 
 def _requirement(extra: str) -> str:

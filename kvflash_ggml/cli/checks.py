@@ -26,7 +26,6 @@ _OURS = "LLAMA_CPP_LIB_PATH"  # the package sets it for itself, which is no news
 _SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
-_CUDA_BUILD = 'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF"'
 _ON_OURS = (
     ", on the library of kvflash_ggml; it has none of its own\n"
     "after pip uninstall kvflash-ggml: pip install --force-reinstall --no-cache-dir llama-cpp-python=="
@@ -166,7 +165,7 @@ def _devices(child: Child) -> Check:
     if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
         status = "warning"
         lines.append(f"no GPU is used, though there is a driver: {_driver()}")
-        remedy = f"{_CUDA_BUILD} {pip_line.reinstall()}" if computes_on(_info()) == "CPU" else "nvidia-smi"
+        remedy = pip_line.reinstall(library.CUDA_FLAGS) if computes_on(_info()) == "CPU" else "nvidia-smi"
     elif child.said["gpu"] and _NVIDIA_DRIVER.exists():
         lines.append(_driver())
     return Check(

@@ -60,7 +60,10 @@ def execute(ctx: click.Context, *, command: tuple[str, ...], pool: PoolOptions) 
         raise click.ClickException(f"{sys.prefix} has no complete install of kvflash_ggml, so programs cannot be told")
     program = resolve(list(command))
     sys.stdout.flush()
-    os.execve(program[0], program, {**os.environ, **_variables(pool)})
+    try:
+        os.execve(program[0], program, {**os.environ, **_variables(pool)})
+    except OSError as err:
+        raise click.ClickException(f"{program[0]} cannot be executed: {err.strerror}. Name its interpreter") from err
 
 
 def resolve(command: list[str]) -> list[str]:

@@ -57,7 +57,7 @@ def told(child: Child) -> str:
 def rebuild(child: Child) -> str:
     """What to type for a build that should work here."""
     variables = trial.explain(child.said.get("features", []))[1] if child.crashed else ""
-    return f"{variables} {pip_line.reinstall()}".strip()
+    return pip_line.reinstall(variables)
 
 
 def main(model: str) -> None:

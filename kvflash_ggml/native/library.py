@@ -38,6 +38,8 @@ _MISSING_OBJECT = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared objec
 HOST_BACKENDS = frozenset({"cpu", "blas", "rpc"})
 """Backends of a build that bring no GPU of this machine: RPC has devices only where somebody connects to a server."""
 
+CUDA_FLAGS = 'CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF"'
+
 _GPU_TYPES = (1, 2)  # ggml_backend_dev_type: GPU, IGPU
 
 
@@ -175,7 +177,7 @@ def ensure_gpu_offload(n_gpu_layers: int, *, installed: bool = False) -> None:
         cure = "Check the driver with nvidia-smi"
     else:
         why = f"it was built without a GPU backend (it has: {', '.join(backends)})"
-        cure = f'Rebuild it with CMAKE_ARGS="-DGGML_CUDA=on -DLLAMA_BUILD=OFF" {pip_line.reinstall()}'
+        cure = f"Rebuild it with {pip_line.reinstall(CUDA_FLAGS)}"
     text = f"n_gpu_layers={n_gpu_layers}, but {library_folder()} cannot use the GPU of this machine: {why}."
     if installed or env.allow_cpu():
         warn_once(f"{text} The CPU computes every layer. {cure}.")

@@ -173,6 +173,14 @@ def test_what_is_no_python_program_gets_a_warning(
     assert sys.prefix in result.stderr
 
 
+def test_a_file_that_cannot_be_executed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "_STARTUP", "json")
+    text = script(tmp_path, "no program")
+    result = run("--kvflash", "auto", "--", text)
+    assert result.exit_code == 1
+    assert f"Error: {text} cannot be executed: Exec format error" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

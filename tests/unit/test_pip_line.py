@@ -16,11 +16,17 @@ REPO = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Call it with what pip recorded about the origin of this package; None where an index had it."""
 
-    def recorded(origin: dict[str, Any] | None) -> None:
+    def recorded(origin: dict[str, Any] | None, **defines: str) -> None:
+        (tmp_path / "build.json").write_text(json.dumps({"cmake_defines": defines}))
+
         class Distribution:
+            def locate_file(self, name: str) -> Path:
+                assert name == "kvflash_ggml/_build_info.json"
+                return tmp_path / "build.json"
+
             def read_text(self, name: str) -> str | None:
                 assert name == "direct_url.json"
                 return None if origin is None else json.dumps(origin)
@@ -55,6 +61,19 @@ def test_in_its_own_folder_the_line_is_the_one_of_the_documents(
     installed({"url": tmp_path.as_uri(), "dir_info": {}})
     assert pip_line.install("server") == "pip install '.[server]'"
     assert pip_line.reinstall() == "pip install --force-reinstall --no-cache-dir --no-deps ."
+
+
+def test_an_extra_does_not_cost_the_gpu(installed: Any) -> None:
+    """pip builds a folder again, whatever it is asked for: with the flags of the build that is there."""
+    flags = 'CMAKE_ARGS="-DLLAMA_BUILD=OFF -DGGML_CUDA=on"'
+    installed({"url": "file:///src/kv", "dir_info": {}}, GGML_CUDA="on")
+    assert pip_line.install("server") == f"{flags} pip install '/src/kv[server]'"
+    assert pip_line.reinstall() == f"{flags} pip install --force-reinstall --no-cache-dir --no-deps /src/kv"
+    assert pip_line.reinstall("CMAKE_ARGS=-DX=1").startswith("CMAKE_ARGS=-DX=1 pip install")
+    assert pip_line.reinstall("CFLAGS=-O1").startswith(f"CFLAGS=-O1 {flags} pip install")
+    assert pip_line.install_into("/p").startswith(f"{flags} /p -m pip install")
+    installed({"url": "file:///d/k.whl", "archive_info": {}}, GGML_CUDA="on")
+    assert pip_line.install("server") == "pip install '/d/k.whl[server]'"
 
 
 def test_a_checkout_that_was_never_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
