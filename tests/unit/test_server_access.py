@@ -116,7 +116,7 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
         return known, words.json, files, list(server.model.pins)
 
     async def work(client: Client) -> dict[str, tuple[int, str]]:
-        id, before = "c-0123456789abcdef", None
+        ids, before = {"memory": "c-0123456789abcdef", "device": "c-fedcba9876543210"}, None
         if other:
             texts = ({"prompt": "an earlier text " * 30}, {"prompt": TEXT, "kvflash": {"conversation": NAME}})
             for one in texts:
@@ -124,12 +124,15 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
             saved = await client.post("/slots/0?action=save", {"filename": "theirs"}, x_api_key="one")
             assert saved.status == 200
             before = await own(client)
-            id = before[0][-1]["id"]
-            assert (len(before[0]), before[1]["text"]) == (2, TEXT[:64])
-        told = await walk(server, client, id, completing=False)
-        if other:
-            assert await own(client) == before
-        return told | await walk(server, client, id, completing=True)
+            ids = {one["where"]: one["id"] for one in before[0]}
+            assert (sorted(ids), before[1]["text"]) == (["device", "memory"], TEXT[:64])
+        told = {}
+        for place, id in ids.items():
+            replies = await walk(server, client, id, completing=False)
+            told |= {f"{place}: {name}": reply for name, reply in replies.items()}
+            if other:
+                assert await own(client) == before
+        return told | await walk(server, client, ids["device"], completing=True)
 
     server = Server(keys=KEYS, isolate_keys=True, folder=folder)
     replies = server.run(work)
