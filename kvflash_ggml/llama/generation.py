@@ -241,6 +241,9 @@ class GeneratingLlama(SavingLlama):
     def _sampled(self, pos: int, stopping: Stopping) -> Tokens:
         """What follows the token at `pos`, and those after it as long as they are in the memory already."""
         while True:
+            if self._session is not None and self._logits_all and self._logits_at(pos) is None:
+                # several steps have read what was sent, and only the last one's logits are at hand
+                self._put_logits(self._session, pos, self.scores[pos])
             token = self.sample(idx=pos)
             pos += 1
             if self._speculator is not None:

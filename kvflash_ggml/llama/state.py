@@ -85,6 +85,11 @@ class SavingLlama(llama_cpp.Llama):
             )
         return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
 
+    def _put_logits(self, session: Session, pos: int, row: npt.NDArray[np.single]) -> None:
+        """Make `row` [n_vocab] the logits of the token at `pos`, the only ones at hand."""
+        session.engine.set_logits(row)
+        session.logits = Logits(pos, 1)
+
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process, and
         NotFinite where they are no numbers.
@@ -227,8 +232,7 @@ class SavingLlama(llama_cpp.Llama):
         self.input_ids[: saved.length] = saved.tokens
         self.n_tokens = saved.length
         if saved.logits is not None:
-            self._session.engine.set_logits(saved.logits)
-            self._session.logits = Logits(self.n_tokens - 1, 1)
+            self._put_logits(self._session, self.n_tokens - 1, saved.logits)
         if self._logits_all:
             self._grow_scores(self.n_tokens)
             self.scores[: self.n_tokens] = np.nan

@@ -131,6 +131,22 @@ def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
     assert drafted._session.length - state.valid_from >= state.rows - 4
 
 
+@pytest.mark.parametrize("settings", [{}, {"kvflash_policy": "qk", "kvflash_reading": "exact"}])
+def test_more_tokens_are_sent_than_a_step_has(settings: dict[str, Any], llama: Any, tokens: Any) -> None:
+    """With logits_all what is sent is compared with what is sampled after each of them, as upstream does it."""
+    size = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 64, "logits_all": True, "flash_attn": True}
+    prompt = tokens[:100].tolist()
+    answer = take(llama(**size).generate(prompt, **GREEDY), 140)
+    told = []
+    for pool in (None, 1024, 512):
+        llm = llama(kvflash=pool, **size, **(settings if pool else {}))
+        generator = llm.generate(prompt, **GREEDY)
+        got = [next(generator), generator.send(answer[1:101] + tokens[500:560].tolist())]
+        told.append([*got, *(next(generator) for _ in range(120))])
+        generator.close()
+    assert told[1:] == [told[0]] * 2
+
+
 def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> None:
     """A query of the text is left to score by."""
 
