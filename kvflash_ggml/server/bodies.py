@@ -31,7 +31,7 @@ class Refused(ValueError):
     """JSON that may be well formed, and is not read."""
 
 
-def loads(data: bytes, *, most: int = MAX_VALUES) -> Any:
+def loads(data: bytes | bytearray, *, most: int = MAX_VALUES) -> Any:
     """Parse UTF-8 JSON of at most `most` values.
 
     ValueError for what is no JSON. Refused for what is too deep, has too many values, or half a surrogate pair.
@@ -47,7 +47,7 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _check(data: bytes, most: int) -> None:
+def _check(data: bytes | bytearray, most: int) -> None:
     """Refuse by a pass over the bytes that keeps no more than one part of them."""
     if b"\\" in data:
         # no quote that stays has a backslash before it
@@ -55,6 +55,8 @@ def _check(data: bytes, most: int) -> None:
         half = next((found[1] for found in _SURROGATES.finditer(data) if found[1]), None)
         if half is not None:
             raise Refused(f"it has {half.decode()}, half of a surrogate pair: send both halves, or U+FFFD")
+    if len(data) <= MAX_DEPTH:
+        return
     depth = values = parts = inside = 0
     for start in range(0, len(data), _PART):
         part = np.frombuffer(data, np.uint8, min(_PART, len(data) - start), start)

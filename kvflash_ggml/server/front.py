@@ -86,7 +86,7 @@ class Front:
         """The request of this kind in a body; see `body`. What it has beside is named in the answer's header."""
         return await self.work(http, self._asked, http, kind, await self._received(http))
 
-    def _asked(self, http: HttpRequest, kind: type[Any], data: bytes) -> Any:
+    def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
         asked, http.scope[fields.IGNORED] = parse(kind, self._loads(data), strict=self.settings.strict)
         return asked
 
@@ -94,7 +94,7 @@ class Front:
         """The JSON of a body. ApiError for one that is too large, too slow, or none."""
         return await self.work(request, self._loads, await self._received(request))
 
-    def _loads(self, data: bytes) -> Any:
+    def _loads(self, data: bytearray) -> Any:
         try:
             return bodies.loads(data, most=max(bodies.MAX_VALUES, 2 * self.scheduler.model.n_ctx))
         except bodies.Refused as err:
@@ -102,7 +102,7 @@ class Front:
         except ValueError as err:
             raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
 
-    async def _received(self, request: HttpRequest) -> bytes:
+    async def _received(self, request: HttpRequest) -> bytearray:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "the body must be application/json", code="content_type")
@@ -125,7 +125,7 @@ class Front:
             raise ApiError(400, "the body ended too early", code="invalid_json") from None
         except (TimeoutError, asyncio.TimeoutError):
             raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
-        return bytes(data)
+        return data
 
     def access(self, request: HttpRequest) -> Access:
         """Which conversations a request may see and touch: with --isolate-keys those of its key, else all."""

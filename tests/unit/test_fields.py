@@ -212,3 +212,40 @@ def test_what_is_ignored_never_reaches_the_template() -> None:
     server.prompts.render = lambda m, t, more: (given.append(t), render(m, t, more))[1]  # type: ignore[method-assign]
     assert ask(CHAT, server=server, tools=tools).status == 200
     assert given == [[{"type": "function", "function": {"name": "f"}}]]
+
+
+ODD = [
+    None, True, 0, -1, 1, 10**25, -(10**25), 0.5, 1e308, "", "x", "\x00", "é" * 300, [], [None], [1], ["x"], [[]], [{}],
+    {}, {"x": 1}, {"": None}, {"type": "text"}, {"type": "function", "function": {"name": "f"}},
+    {"type": "json_schema"},
+    {"type": "json_object", "schema": {"$ref": "#"}}, [{"type": "text", "text": 1}],
+    [{"role": "user", "content": [{}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/tokenize", "/detokenize", "/apply-template"])
+def test_no_value_of_a_field_fails_the_server(path: str) -> None:
+    """The whole of a field's values: types that are wrong, numbers that are too large, texts that are odd."""
+    from kvflash_ggml.server import schema
+
+    kinds: dict[str, Any] = {
+        CHAT: schema.ChatRequest, TEXT: schema.CompletionRequest, RAW: schema.RawRequest,
+        "/tokenize": schema.TokenizeRequest, "/detokenize": schema.DetokenizeRequest,
+        "/apply-template": schema.TemplateRequest,
+    }  # fmt: skip
+    least = {**BODIES, "/tokenize": {"content": "x"}, "/detokenize": {"tokens": [97]}, "/apply-template": BODIES[CHAT]}
+    inner = [f"kvflash.{name}" for name in schema.PoolFields.model_fields] if path in BODIES else []
+    names = [*kinds[path].model_fields, *inner, *(["message.tool_calls", "message.name"] if path == CHAT else [])]
+
+    async def work(client: Client) -> None:
+        for name in names:
+            for value in ODD:
+                outer, _, field = name.rpartition(".")
+                more = {"kvflash": {field: value}} if outer == "kvflash" else {field: value}
+                if outer == "message":
+                    more = {"messages": [{**HELLO[0], field: value}]}
+                reply = await client.post(path, {**least[path], **more})
+                assert reply.status in (200, 400, 501), (name, value, reply.body)
+
+    server = Server(FakeModel(reply=lambda prompt: b"x"))
+    server.run(work)

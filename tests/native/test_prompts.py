@@ -1,0 +1,68 @@
+"""What a server makes of texts and tokens: as upstream's class, and in linear work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.harness import TEXT
+
+from kvflash_ggml.errors import ContextFull
+from kvflash_ggml.server.prompts import MOST_BYTES, LlamaPrompts
+
+TEXTS = ["", "x", " x", "  two  spaces", "é😀\x00", "<|im_start|>user\n", TEXT.read_text(encoding="utf-8")[:20_000]]
+
+
+@pytest.fixture(scope="module")
+def llm(models: dict[str, Path], loaded: None) -> Iterator[Any]:
+    from kvflash_ggml import Llama
+
+    llm = Llama(str(models["dense"]), n_ctx=512, verbose=False)
+    yield llm
+    llm.close()
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """How often one of llama.cpp's functions is called, as the length of a list."""
+    import llama_cpp
+
+    calls: list[int] = []
+    function: Callable[..., Any] = getattr(llama_cpp, name)
+    monkeypatch.setattr(llama_cpp, name, lambda *args: (calls.append(1), function(*args))[1])
+    return calls
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("special", [False, True])
+def test_as_upstream(llm: Any, text: str, special: bool) -> None:
+    prompts = LlamaPrompts(llm)
+    tokens = prompts.tokenize(text, add_special=False, parse_special=special)
+    assert tokens == llm._model.tokenize(text.encode(), add_bos=False, special=special)
+    for part in (tokens, tokens[1:], [llm.token_bos(), *tokens]):
+        known = [token for token in part if token >= 0]
+        assert prompts.detokenize(known) == llm._model.detokenize(known, special=True)
+
+
+def test_a_token_is_asked_for_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = LlamaPrompts(llm)
+    tokens = prompts.tokenize(TEXTS[-1], add_special=False, parse_special=False)
+    calls = counting(monkeypatch, "llama_token_to_piece")
+    assert prompts.detokenize(tokens * 50) == TEXTS[-1].encode() * 50
+    assert len(calls) == len(set(tokens))
+
+
+def test_a_text_is_tokenised_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one with more tokens than the model was trained on, which upstream tokenises twice."""
+    calls = counting(monkeypatch, "llama_tokenize")
+    count = llm._model.n_ctx_train() + 100
+    assert len(LlamaPrompts(llm).tokenize("1" * count, add_special=False, parse_special=False)) == count
+    assert len(calls) == 1
+
+
+def test_what_would_take_seconds_is_refused(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counting(monkeypatch, "llama_tokenize")
+    with pytest.raises(ContextFull, match=rf"has {MOST_BYTES + 1} bytes, and {MOST_BYTES} is the most"):
+        LlamaPrompts(llm).tokenize(" " * (MOST_BYTES + 1), add_special=False, parse_special=False)
+    assert calls == []
