@@ -179,7 +179,7 @@ class Chat:
         try:
             text = read_text(Path(names[0]).expanduser())
         except (OSError, ValueError) as error:
-            click.secho(f"Error: {error}", err=True, fg="red")
+            click.secho(f"Error: {in_words(error)}", err=True, fg="red")
             return True
         self._documents.append(text.removesuffix("\n"))
         note(f"{names[0]}: {len(text)} characters, put before your next message")

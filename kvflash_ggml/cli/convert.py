@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .convert_bind import bind
 from .convert_draft import draft
 from .convert_inspect import inspect
 from .convert_migrate import migrate
@@ -21,6 +22,7 @@ def convert() -> None:
     kvflash-convert draft drafter/ --target model.gguf       a DFlash checkpoint, for this target
     kvflash-convert quantize drafter-f16.gguf drafter-q8_0.gguf --type q8_0 --target model.gguf
     kvflash-convert verify drafter.gguf --target model.gguf  does this drafter fit this target?
+    kvflash-convert bind drafter.gguf bound.gguf --target model.gguf   which model it was trained for
     kvflash-convert migrate old.gguf new.gguf --target model.gguf
     kvflash-convert inspect model.gguf                       what is in a GGUF file
     kvflash-convert model checkpoint/ -o model.gguf          a whole model, by llama.cpp's own converter
@@ -30,5 +32,5 @@ def convert() -> None:
     """
 
 
-for command in (draft, quantize, migrate, verify, inspect, model):
+for command in (draft, quantize, verify, bind, migrate, inspect, model):
     convert.add_command(command)

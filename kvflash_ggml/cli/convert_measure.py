@@ -58,7 +58,7 @@ def check_library() -> None:
 def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions, quiet: bool) -> None:
     """Measure drafts of one drafter, by what they are called, and print a line for each; two are compared.
 
-    Raises click.ClickException if the child fails.
+    Raises click.ClickException if the child fails, or the target accepts nothing of the first one.
     """
     request = {
         "target": str(target),
@@ -70,6 +70,7 @@ def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions,
         found = _ask(request)
     for name, it in zip(drafts, found, strict=True):
         click.echo(f"{name:7}{it['accepted']:6.2f} of {it['block']} drafted tokens accepted, in {it['steps']} steps")
+    _refuse_nothing(found[0], target, next(iter(drafts.values())))
     if len(found) == 2:
         _compare(*found)
 
@@ -83,6 +84,20 @@ def _ask(request: dict[str, Any]) -> list[dict[str, Any]]:
         )  # fmt: skip
     found: list[dict[str, Any]] = child.said["drafts"]
     return found
+
+
+def _refuse_nothing(it: dict[str, Any], target: Path, draft: Path) -> None:
+    """Raise click.ClickException where the figure that was printed is 0.00."""
+    if round(it["accepted"], 2) > 0:
+        return
+    if not it["steps"]:
+        raise click.ClickException(
+            f"{draft.name} was not measured: every text ended within its first draft. Go on for more tokens: --tokens."
+        )
+    raise click.ClickException(
+        f"{target.name} accepts 0.00 drafted tokens a step, measured in {it['steps']} steps: {draft.name} was trained "
+        f"for another model, or the texts are of a kind that it does not know. Give its own target, or --text FILE."
+    )
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -29,7 +29,9 @@ def verify(
     """Check a drafter's file: its keys, its tensors, every value, and whether it fits its target.
 
     The exit code is 1 if something is wrong, and the message says what was found, what was wanted, and
-    what helps. A drafter of another model of the same shape looks like one that fits: --measure tells.
+    what helps. A drafter that kvflash-convert has made or bound says which model it was trained for, and
+    no other one fits. Of any other drafter only the shape is checked: --measure tells how many of its tokens
+    --target accepts, and the exit code is 1 if it accepts none.
     """
     if measured and target is None:
         raise click.UsageError("--measure needs a --target, the model that accepts or not")
@@ -37,13 +39,7 @@ def verify(
         if measured:
             check_library()
         words = checks.verify(file, model=target, rope_differs=rope_differs, progress=progress)
-    if not quiet:
-        click.echo(f"{click.format_filename(file)}: {words}{_fits(target, measured=measured)}")
     if measured and target is not None:
         measure({"draft": file}, target=target, measuring=measuring, quiet=quiet)
-
-
-def _fits(target: Path | None, *, measured: bool) -> str:
-    if target is None:
-        return ""
-    return f"; it fits {target.name}" + ("" if measured else ", or a sister of it of the same shape: --measure tells")
+    if not quiet:
+        click.echo(f"{click.format_filename(file)}: {words}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 _CONTEXT_FULL = "exceed context window"
 
 _FLAGS = {
@@ -14,8 +17,12 @@ _FLAGS = {
 
 
 def in_words(error: BaseException) -> str:
-    """The error's text, with the option that helps."""
-    text = str(error) or type(error).__name__
+    """The error's text, with the option that helps. What the system refuses becomes a sentence without its number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        helps = "Make room there." if error.errno == errno.ENOSPC else "Check the name, and who may use it."
+        return f"{name}: {error.strerror}. {helps}"
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     for keyword, flag in _FLAGS.items():
         text = text.replace(keyword, flag)
     if _CONTEXT_FULL in text:

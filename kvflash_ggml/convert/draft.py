@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import checkpoint, drafter, gguf_read, gguf_write, safetensors, target, types
+from . import checkpoint, drafter, gguf_read, gguf_write, origin, safetensors, target, types
 from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
 from .gguf_read import Field
 from .gguf_write import Planned, Progress
@@ -95,7 +95,9 @@ def fields(it: Drafter, aim: Target, *, kind: str) -> list[Field]:
         Field.of(TARGET_LAYERS, list(it.target_layers)),
         *aim.tokenizer,
     ]
-    return found if aim.mask is not None else [*found, Field.of(MASK, it.mask)]
+    if aim.mask is None:
+        found.append(Field.of(MASK, it.mask))
+    return [*found, *origin.fields(aim)]
 
 
 def _chosen(it: Drafter, sources: dict[str, Source], *, own_head: bool | None) -> dict[str, Source]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import gguf_read, gguf_write, target, types, verify
+from . import gguf_read, gguf_write, origin, target, types, verify
 from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
 from .gguf_read import GGUF, Field, Tensor
 from .gguf_write import Planned, Progress
@@ -42,6 +42,9 @@ def migrate(
             remedy="There is nothing to migrate: look at it with kvflash-convert inspect.",
         )  # fmt: skip
     fields = _fields(file, model)
+    if model is not None:
+        fields = [field for field in fields if field.name not in origin.KEYS]
+        fields += origin.fields(target.describe(gguf_read.read(model)))
     tensors = [_planned(file, tensor) for tensor in file.tensors.values()]
     with replacing(out) as made:
         gguf_write.write(made, fields, tensors, progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import modelfile
 from ..errors import ConfigError, ConversionError, brief
-from . import gguf_read, heads, migrate
+from . import gguf_read, heads, migrate, origin
 from .gguf_read import GGUF
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -16,7 +16,6 @@ _BESIDE = (
     "Open {} with a pool, and give this file beside it: --kvflash auto -md FILE on the command line, "
     'kvflash="auto", draft_model="FILE" in Python.'
 )
-_TRAINED = _BESIDE.format("the model that it was trained for")
 _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
 
@@ -104,7 +103,9 @@ def _named(file: GGUF) -> Part | None:
 def _drafter(file: GGUF) -> Part | None:
     architecture = file.architecture
     if architecture in _DRAFTERS:
-        return Part(_DRAFTERS[architecture], _TRAINED, drafts=True)
+        kind = file.get(origin.ARCHITECTURE)
+        target = f"the {brief(kind)} model" if isinstance(kind, str) else "the model"
+        return Part(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)
     if architecture in migrate.OLD:
         return Part(
             "a DFlash drafter with older names", "Give it llama.cpp's names first: kvflash-convert migrate IN OUT."

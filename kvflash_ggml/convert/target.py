@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConversionError
+from .embedding import signature
 from .gguf_read import GGUF, Field
 
 LAYER_INPUTS = frozenset({
@@ -32,7 +33,7 @@ class Target:
 
     layers: without those that predict further tokens. context: the length it was made for. mask: its mask token, if it
     has one. sections: does its RoPE count in sections (M-RoPE)? tokenizer: its fields as they lie in the file.
-    vocabulary: a hash of its tokens.
+    vocabulary: a hash of its tokens. embedding: its signature, None where it has none.
     """
 
     where: str
@@ -46,6 +47,7 @@ class Target:
     sections: bool
     tokenizer: tuple[Field, ...]
     vocabulary: str
+    embedding: str | None
 
 
 def describe(file: GGUF) -> Target:
@@ -72,6 +74,7 @@ def describe(file: GGUF) -> Target:
         sections=f"{file.architecture}.rope.dimension_sections" in file.fields,
         tokenizer=tuple(field for name, field in file.fields.items() if name.startswith(_TOKENIZER)),
         vocabulary=vocabulary(file),
+        embedding=signature(file),
     )
 
 

@@ -77,6 +77,18 @@ def decode(raw: Bytes, kind: TensorType) -> Floats:
     raise ValueError(f"{kind.name} is not a plain float type")
 
 
+def dequantise(raw: Bytes, kind: TensorType) -> Floats | None:
+    """Rows of any type as F32, None for a type that neither numpy nor the package gguf reads."""
+    if kind.name in FLOATS:
+        return decode(raw, kind)
+    try:
+        gguf = _gguf()
+        done: Floats = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind.id))
+    except (LibraryError, NotImplementedError, ValueError):
+        return None
+    return done
+
+
 def encode(rows: Floats, kind: TensorType) -> Bytes:
     """Finite rows [n, width] as rows of bytes; `WITHOUT_LIBRARY` types. LibraryError without the package gguf."""
     if kind.name == "f32":

@@ -19,7 +19,7 @@ from .. import env, pip_line
 from ..errors import ConversionError, LibraryError, brief
 from ..files import check_writable
 from ..native import library
-from . import checkpoint, gguf_read, gguf_write, safetensors, verify
+from . import bind, checkpoint, gguf_read, gguf_write, safetensors, verify
 from .gguf_read import GGUF
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
@@ -78,9 +78,10 @@ def convert_draft(
         convert_model(
             folder, made, kind=kind, arguments=["--target-model-dir", str(target_folder.resolve())], shown=shown
         )
-        words = verify.verify(made, model=model, rope_differs=rope_differs, called=out.name)
-        words += _layers(folder, gguf_read.read(made, called=out.name))
-        _publish(made, out)
+        bound = made.with_name(f"bound-{out.name}")
+        words = bind.bind(made, bound, model=model, rope_differs=rope_differs, called=out.name)
+        words += _layers(folder, gguf_read.read(bound, called=out.name))
+        _publish(bound, out)
     return words
 
 
@@ -98,7 +99,7 @@ def _layers(folder: Path, made: GGUF) -> str:
     if made.architecture != verify.EAGLE3 or found == wanted:
         return ""
     if wanted is None:
-        return ", which config.json does not name: EAGLE3's usual ones"
+        return "; config.json names no target layers: these are EAGLE3's usual ones"
     raise ConversionError(
         made.name, "target layers", found=found, wanted=f"{brief(wanted)}, which config.json names",
         remedy="Move eagle_aux_hidden_state_layer_ids to the top level of config.json.",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError
-from . import drafter, gguf_read, heads, target, types
+from . import drafter, gguf_read, heads, origin, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
 from .gguf_read import GGUF
 from .gguf_write import Progress
@@ -59,7 +59,17 @@ def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
         raise ConversionError(
             file.name, "the hash of the tokens", found=found, wanted=f"{aim.vocabulary}, the target's", remedy=_OTHER
         )
-    return words
+    return words if aim is None else f"{words}; {_fits(file, aim)}"
+
+
+def _fits(file: GGUF, aim: Target) -> str:
+    """In words, whether it was trained for a target whose shape it has. ConversionError if for another one."""
+    if origin.check(file, aim):
+        return f"it fits {aim.where}, the model that it was trained for, or a fine-tuned one of the same embedding"
+    return (
+        f"its shape fits {aim.where}, and whether it was trained for it cannot be checked: the files do not say so "
+        "(--measure tells, kvflash-convert bind writes it)"
+    )
 
 
 def describe(file: GGUF) -> Drafter:

@@ -24,7 +24,7 @@ from vendoring.source import LLAMA, pristine_tree
 from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.cli import about
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import draft, gguf_read, heads, kquants, quantize, types, verify
+from kvflash_ggml.convert import draft, gguf_read, heads, kquants, origin, quantize, types, verify
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.convert.target import LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.errors import ConversionError
@@ -189,13 +189,20 @@ def test_a_quantised_drafter_is_accepted_as_often(loaded: None, tmp_path: Path) 
         assert "tokens a step" in said.stdout
 
 
-def test_a_drafter_of_another_target_is_not_accepted(loaded: None) -> None:
+def test_a_drafter_of_another_target_is_not_accepted(tmp_path: Path, loaded: None) -> None:
+    def forget(fields: dict[str, Any]) -> None:
+        for key in origin.KEYS:
+            fields.pop(key)
+
+    silent = checkpoints.rewritten(DRAFT, tmp_path / "silent.gguf", forget)
     own, other = (
-        acceptance.measure(MODELS / f"{name}.gguf", [DRAFT], acceptance.TEXTS[:2], tokens=32)[0]["accepted"]
+        acceptance.measure(MODELS / f"{name}.gguf", [silent], acceptance.TEXTS[:2], tokens=32)[0]["accepted"]
         for name in ("recall-qwen3-q8_0", "recall-qwen35-q8_0")
     )
     assert own > 0.2
     assert other < own / 4
+    with pytest.raises(ConversionError, match=r"kvflash\.target\.architecture is qwen3; wanted: qwen35"):
+        acceptance.measure(MODELS / "recall-qwen35-q8_0.gguf", [DRAFT], acceptance.TEXTS[:2], tokens=32)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,16 @@ def test_a_file_that_does_not_fit(target: Path, make: Callable[[Path], Path], wh
             find(target, "draft-eagle3")
 
 
+def test_a_drafter_of_a_sister_is_passed_over_or_refused(tmp_path: Path) -> None:
+    target = small_target(tmp_path / "model.gguf", whole=True)
+    path = dflash(target, "d.gguf")
+    assert find(target) == [("ngram", None), ("draft-dflash", "d.gguf")]
+    write_gguf(target, target_fields(), checkpoints.target_weights(seed=2))
+    assert find(target) == [("ngram", None)]
+    with pytest.raises(ConversionError, match=r"d\.gguf: the model that it was trained for is another one"):
+        find(target, draft=path)
+
+
 def test_another_models_heads(tmp_path: Path) -> None:
     model = small_target(tmp_path / "model.gguf", architecture="qwen35")
     path = head(tmp_path / "mtp.gguf", trunk=False, architecture="qwen35moe")

@@ -547,7 +547,7 @@ def test_read_puts_a_file_first(cli: Stage, tmp_path: Path) -> None:
     result = cli("m.gguf", "-cnv", stdin=f"/read '{path}'\nwho?\n/read nowhere\n/read\n")
     assert cli.request == [user("chapter one\n\nwho?")]
     assert "12 characters" in result.stderr
-    assert "No such file" in result.stderr
+    assert "nowhere: No such file or directory. Check the name" in result.stderr
     assert "usage: /read FILE" in result.stderr
 
 

@@ -28,7 +28,7 @@ def cli(*arguments: object) -> Result:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return small_target(tmp_path / "target.gguf")
+    return small_target(tmp_path / "target.gguf", whole=True)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_verify_says_what_fits(drafter: Path, target: Path, tmp_path: Path) -> N
     assert result.exit_code == 0
     assert result.stdout == (
         f"{drafter}: a DFlash drafter of 2 layers, blocks of 8, that reads the inputs of layers 1, 3; "
-        "it fits target.gguf, or a sister of it of the same shape: --measure tells\n"
+        "it fits target.gguf, the model that it was trained for, or a fine-tuned one of the same embedding\n"
     )
     broken = rewritten(drafter, tmp_path / "broken.gguf", lambda fields: fields.pop("dflash.target_layers"))
     result = cli("verify", broken)
@@ -185,12 +185,49 @@ def test_types_of_ggml_need_the_library(tmp_path: Path, drafter: Path, monkeypat
 
 
 def test_one_file_is_measured_too(tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"drafts": [{"accepted": 0.0, "steps": 10, "block": 7}]}
+    said = {"drafts": [{"accepted": 0.5, "steps": 10, "block": 7}]}
     monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
     monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
     result = cli("verify", drafter, "--target", target, "--measure", "-q")
-    assert (result.exit_code, result.stdout) == (0, "draft    0.00 of 7 drafted tokens accepted, in 10 steps\n")
+    assert (result.exit_code, result.stdout) == (0, "draft    0.50 of 7 drafted tokens accepted, in 10 steps\n")
     assert "--target" in cli("verify", drafter, "--measure").stderr
+
+
+@pytest.mark.parametrize(
+    ("accepted", "steps", "why"),
+    [
+        (0.0, 256, "target.gguf accepts 0.00 drafted tokens a step, measured in 256 steps: draft.gguf was trained for"),
+        (0.004, 256, "target.gguf accepts 0.00 drafted tokens"),
+        (0.0, 0, "draft.gguf was not measured: every text ended within its first draft"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["verify", "--measure"], ["quantize", "small.gguf", "--type", "f16"]], ids=str)
+def test_a_drafter_that_is_never_accepted_does_not_fit(
+    tmp_path: Path,
+    drafter: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+    accepted: float,
+    steps: int,
+    why: str,
+) -> None:
+    it = {"accepted": accepted, "steps": steps, "block": 7}
+    said = {"drafts": [it, it] if verb[0] == "quantize" else [it]}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
+    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
+    result = cli(verb[0], drafter, *verb[1:], "--target", target)
+    assert result.exit_code == 1
+    assert f"Error: {why}" in result.stderr
+    assert "it fits" not in result.stdout
+
+
+def test_what_the_system_refuses_is_a_sentence(tmp_path: Path, drafter: Path) -> None:
+    for arguments in ((tmp_path / ("a" * 300), tmp_path / "o.gguf"), (drafter, tmp_path / ("a" * 300))):
+        result = cli("quantize", *arguments)
+        assert (result.exit_code, "Errno" in result.stderr) == (1, False)
+        assert "aaa: File name too long. Check the name, and who may use it." in result.stderr
 
 
 # --- llama.cpp's converter
@@ -316,8 +353,8 @@ def test_what_the_child_would_guess_is_refused_or_said(
     small_eagle3(folder / "ready.gguf", layers=[1, 2, 3])
     name = "eagle_aux_hidden_state_layer_ids"
     for settings, said in (
-        ({name: [1, 2, 3]}, "layers 1, 2, 3\n"),
-        ({}, "layers 1, 2, 3, which config.json does not name: EAGLE3's usual ones\n"),
+        ({name: [1, 2, 3]}, "layers 1, 2, 3; it"),
+        ({}, "; config.json names no target layers: these are EAGLE3's usual ones\n"),
         ({"eagle_config": {name: [1, 2, 4]}}, "target layers is [1, 2, 3]; wanted: [1, 2, 4], which config.json names"),
     ):
         (folder / "config.json").write_text(json.dumps(settings))

@@ -28,8 +28,8 @@ def made(path: Path, *, weights: bool = True, **fields: str | int) -> Path:
 
 PARTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "mtp": (lambda p: MODELS / "mtp-recall-qwen35-q8_0.gguf", "(MTP) of a qwen35 model", "-md FILE"),
-    "dflash": (lambda p: MODELS / "recall-dflash.gguf", "a DFlash drafter", 'draft_model="FILE"'),
-    "eagle3": (small_eagle3, "an EAGLE3 drafter", "-md FILE"),
+    "dflash": (lambda p: MODELS / "recall-dflash.gguf", "a DFlash drafter", "the qwen3 model that it was trained"),
+    "eagle3": (small_eagle3, "an EAGLE3 drafter", 'draft_model="FILE"'),
     "older": (lambda p: small_target(p, architecture="dflash-draft"), "older names", "kvflash-convert migrate"),
     "assistant": (lambda p: small_target(p, architecture="gemma4-assistant"), "memory of its target", "own programs"),
     "mmproj": (lambda p: made(p, general__architecture="clip"), "a projector", "clip_model_path"),
