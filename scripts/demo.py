@@ -9,8 +9,8 @@ from pathlib import Path
 
 from residency_map import CHUNKS, draw
 
+from kvflash_bench.tasks import zebra_task
 from kvflash_ggml import Llama
-from kvflash_ggml.bench.tasks import zebra_task
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/models/recall-qwen3-q8_0.gguf"

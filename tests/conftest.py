@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# child processes find kvflash_bench too, where it is not installed
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")

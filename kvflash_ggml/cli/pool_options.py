@@ -13,7 +13,7 @@ from ..config import SPEC_TYPES, KVFlashConfig, SpecConfig
 from ..policy import names
 from ..prefix_cache.cache import PrefixCache
 from .sections import collected, option
-from .types import Calibrate, Ceiling, Drafts, Pin, Pool, Size
+from .types import Calibrate, Ceiling, Drafts, Pin, Policy, Pool, Size
 
 _pool = option("KVFlash")
 
@@ -85,12 +85,12 @@ pool_options = collected(
     ),
     _pool(
         "--kvflash-policy",
-        type=click.Choice(names()),
+        type=Policy(),
         default="qk",
         show_default=True,
         envvar="KVFLASH_POLICY",
         metavar="NAME",
-        help=f"Who stays resident: {', '.join(names())}.",
+        help=f"Who stays resident: {', '.join(names())}, or a policy of another installed package.",
     ),
     _pool(
         "--kvflash-drafter",

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import click
 
-from .. import notation
+from .. import notation, policy
 from ..config import SpecConfig
+from ..errors import ConfigError
 
 
 class _Type(click.ParamType):  # type: ignore[type-arg]  # older releases of Click have no parameter
@@ -27,6 +28,20 @@ class Pool(_Type):
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return text
+
+
+class Policy(click.Choice):  # type: ignore[type-arg,unused-ignore]
+    """The name of a policy: of this package, or of another one that is installed."""
+
+    def __init__(self) -> None:
+        super().__init__(policy.names())
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            policy.check(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
 class Layers(_Type):

@@ -1,17 +1,37 @@
-"""Who stays resident: one policy a file. Importing the package registers them all; nothing native is needed."""
+"""Who stays resident: one policy a file. Importing the package registers its own; nothing native is needed.
+
+Another distribution adds a policy by an entry point of the group `kvflash_ggml.policies`. The entry point has the name
+of the policy, and names a module that registers it when imported.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 from ..errors import ConfigError
-from . import drafter, lru, oracle, qk, statistics  # noqa: F401 (registers)
+from . import drafter, lru, qk  # noqa: F401 (registers)
 from .base import REGISTRY, Exact, Scorer
 
-__all__ = ["names", "resolve"]
+__all__ = ["check", "names", "resolve"]
+
+PLUGINS = "kvflash_ggml.policies"
+"""The group of entry points."""
 
 
 def names() -> list[str]:
-    """Every policy that can be asked for by name."""
+    """Policies of this package, and those that have been registered since."""
     return [lru.NAME, *REGISTRY]
+
+
+def check(policy: str) -> None:
+    """Import the plugin of this name, if it is none of `names()`. ConfigError if there is none."""
+    if policy not in names():
+        for point in entry_points(group=PLUGINS, name=policy):
+            point.load()
+    if policy not in names():
+        raise ConfigError(
+            f"there is no policy {policy!r}: use one of {', '.join(names())}, or install the package that has it"
+        )
 
 
 def resolve(policy: str | Scorer) -> Scorer | None:
@@ -21,11 +41,8 @@ def resolve(policy: str | Scorer) -> Scorer | None:
             raise ConfigError(f"a policy is a name or an object with the methods of Scorer, not {policy!r}")
         _check_whole(policy)
         return policy
-    if policy == lru.NAME:
-        return None
-    if policy not in REGISTRY:
-        raise ConfigError(f"there is no policy {policy!r}: use one of {', '.join(names())}")
-    return REGISTRY[policy]()
+    check(policy)
+    return None if policy == lru.NAME else REGISTRY[policy]()
 
 
 def _check_whole(policy: Scorer) -> None:

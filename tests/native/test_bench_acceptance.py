@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from support.harness import TEXT
 
+from kvflash_bench import main
 from kvflash_ggml.arrays import common_prefix
-from kvflash_ggml.bench import main
 
 OPTIONS = {"n_batch": 256, "n_ubatch": 256, "n_threads": 1, "n_threads_batch": 1, "heads": None}
 
@@ -27,7 +27,7 @@ def rows(model: Path, *args: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("kind", "head"), [("dense", "eagle3"), ("hybrid", "mtp")])
 def test_an_answer_goes_on_as_it_is_forced_to(kind: str, head: str, models: dict[str, Path], loaded: None) -> None:
     """Forced to say what it would have said, the full cache accepts of each draft what comes."""
-    from kvflash_ggml.bench import accepting
+    from kvflash_bench import accepting
 
     model, name = str(models[kind]), f"draft-{head}={models[head]}"
     plan = accepting.Plan(

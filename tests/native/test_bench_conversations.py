@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main
+from kvflash_bench import main
 
 
 def measured(model: Path, *options: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.harness import TEXT
 
-from kvflash_ggml.bench import main
+from kvflash_bench import main
 from kvflash_ggml.policy.base import ScoreRequest
 
 
@@ -60,8 +60,8 @@ def test_scores_rank_the_answer(models: dict[str, Path], loaded: None) -> None:
 
 def test_columns_give_what_the_engine_gives(models: dict[str, Path], loaded: None, tokens: Any) -> None:
     """What the study computes once for all scorers is what each of them would be given by itself."""
+    from kvflash_bench.study import Capture, Columns
     from kvflash_ggml import Llama
-    from kvflash_ggml.bench.study import Capture, Columns
     from kvflash_ggml.policy.heads import every_head, newest
 
     capture = Capture(rows=16)

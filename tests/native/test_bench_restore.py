@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main
+from kvflash_bench import main
 
 
 @pytest.mark.parametrize("where", ["--same-process", "--fresh-process"])

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from support.harness import TEXT
 
-from kvflash_ggml.bench import main
+from kvflash_bench import main
 from kvflash_ggml.errors import ConfigError
 
 
@@ -101,8 +101,8 @@ def test_real_drafters_are_measured_beside_plain_decoding(models: dict[str, Path
 
 def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
     """Each token is followed by the next one, whatever the rounding."""
+    from kvflash_bench.shapes import SHAPES, write
     from kvflash_ggml import Llama
-    from kvflash_ggml.bench.shapes import SHAPES, write
 
     path = tmp_path / "tiny.gguf"
     write(path, SHAPES["tiny"])
@@ -115,8 +115,8 @@ def test_models_of_random_weights_count(tmp_path: Path, loaded: None) -> None:
 
 
 def test_models_of_random_weights_read_and_write_text(tmp_path: Path, loaded: None) -> None:
+    from kvflash_bench.shapes import SHAPES, write
     from kvflash_ggml import Llama
-    from kvflash_ggml.bench.shapes import SHAPES, write
 
     path = tmp_path / "tiny.gguf"
     write(path, SHAPES["tiny"], words=True)

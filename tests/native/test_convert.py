@@ -21,7 +21,7 @@ from support.checkpoints import EPSILON, HEAD_DIM, HEADS, HEADS_KV, LAYERS, MASK
 from support.harness import MODELS, TEXT, write_iswa
 from vendoring.source import LLAMA, pristine_tree
 
-from kvflash_ggml.bench.tasks import needle_task
+from kvflash_bench.tasks import needle_task
 from kvflash_ggml.cli import about
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, gguf_read, heads, kquants, origin, quantize, types, verify

@@ -15,7 +15,7 @@ from support.checkpoints import small_target
 from support.drafter_models import with_context, with_other_tokens
 from support.harness import CHUNK, MODELS, TEXT, check
 
-from kvflash_ggml.bench.tasks import needle_task
+from kvflash_bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter
 from kvflash_ggml.errors import ConfigError, ConversionError
 from kvflash_ggml.llama import fitting

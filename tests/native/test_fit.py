@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from support.servers import device_names, running
 
+from kvflash_bench.shapes import SHAPES, write
 from kvflash_ggml import Fit, KVFlashConfig
-from kvflash_ggml.bench.shapes import SHAPES, write
 from kvflash_ggml.errors import ConfigError, DoesNotFit
 from kvflash_ggml.placement.sizes import HOST, LayerSizes, ModelSizes, Placement
 

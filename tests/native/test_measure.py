@@ -317,7 +317,7 @@ def write_hollow(path: Path, vocab: int) -> None:
     import gguf
     import numpy as np
 
-    from kvflash_ggml.bench import shapes
+    from kvflash_bench import shapes
 
     shape = shapes.SHAPES["27b"]
     writer = gguf.GGUFWriter(path, "qwen35")

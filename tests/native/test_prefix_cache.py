@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from support.harness import TEXT, check, row, same_bits
 
+from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashError, PrefixCache
-from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.snapshot.container import Container
 from kvflash_ggml.snapshot.ledger import LEDGER

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from support.harness import CHUNK, TEXT
 
-from kvflash_ggml.bench.tasks import needle_task
+from kvflash_bench.tasks import needle_task
 from kvflash_ggml.policy import share
 from kvflash_ggml.policy.qk import QKScorer
 

@@ -15,7 +15,7 @@ import pytest
 from support.harness import TEXT
 from support.serving import Served, serve
 
-from kvflash_ggml.bench.sockets import Server
+from kvflash_bench.sockets import Server
 
 OPTIONS = ("--kvflash", "512", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

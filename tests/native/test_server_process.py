@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from support.harness import TEXT
 from support.serving import Served, serve
 
-from kvflash_ggml.bench import demand, load, main
+from kvflash_bench import demand, load, main
 
 OPTIONS = ("--kvflash", "1024", "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
 WORDS = TEXT.read_text(encoding="utf-8").split()

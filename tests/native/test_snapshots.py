@@ -13,8 +13,8 @@ import pytest
 from support import resume
 from support.harness import CHUNK, KV_TYPES, TEXT, check, logits_along, pages, row, same_bits
 
+from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.bench.tasks import needle_task
 from kvflash_ggml.errors import SnapshotError
 
 POOL = 512

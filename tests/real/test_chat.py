@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.smollm import POOL
 
-from kvflash_ggml.bench.filler import read_text
+from kvflash_bench.filler import read_text
 from kvflash_ggml.config import KVFlashConfig
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -80,8 +80,8 @@ def test_special_tokens(pooled: Any) -> None:
 
 
 def test_a_question_of_the_bench_stands_in_the_template(smol: Callable[..., Any]) -> None:
-    from kvflash_ggml.bench.asks import Frame
-    from kvflash_ggml.bench.frame import frame_of
+    from kvflash_bench.asks import Frame
+    from kvflash_bench.frame import frame_of
 
     llm = smol(vocab_only=True)
     frame = frame_of(llm)
@@ -106,7 +106,7 @@ def test_a_question_of_the_bench_stands_in_the_template(smol: Callable[..., Any]
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(smol: Callable[..., Any], template: str, message: str) -> None:
-    from kvflash_ggml.bench.frame import frame_of
+    from kvflash_bench.frame import frame_of
     from kvflash_ggml.errors import ConfigError
 
     llm = smol(vocab_only=True)

@@ -12,7 +12,7 @@ import pytest
 from support import resume
 from support.smollm import POOL, SETTINGS
 
-from kvflash_ggml.bench.filler import read_text
+from kvflash_bench.filler import read_text
 
 CHUNK = 64
 DOCUMENT = 800

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvflash_ggml.bench.filler import read_text
-from kvflash_ggml.bench.outcomes import Outcome, Plan, Read
+from kvflash_bench.filler import read_text
+from kvflash_bench.outcomes import Outcome, Plan, Read
 from kvflash_ggml.config import KVFlashConfig
 
 TOKENS = 3456
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 @pytest.fixture(scope="module")
 def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
     """The same 24 questions about the same document, of the full cache and of the smallest pool by default."""
-    from kvflash_ggml.bench.recall import TAIL_ROOM, cases, run_case
+    from kvflash_bench.recall import TAIL_ROOM, cases, run_case
 
     made = {}
     for name, pool in (("full", None), ("pool", POOL)):

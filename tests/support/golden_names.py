@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Iterator
@@ -14,13 +15,22 @@ import click
 import kvflash_ggml
 from kvflash_ggml import errors
 
+from .asgi import Client
+from .fake_model import FakeModel, FakePrompts
+
 REPO = Path(__file__).parents[2]
-SOURCES = (("kvflash_ggml", "*.py"), ("kvflash_ggml", "*.cpp"), ("scripts", "*.py"), ("patches", "*.patch"))
+SOURCES = (
+    ("kvflash_ggml", "*.py"),
+    ("benchmarks", "*.py"),
+    ("kvflash_ggml", "*.cpp"),
+    ("scripts", "*.py"),
+    ("patches", "*.patch"),
+)
 
 PROGRAMS = {
     "kvflash-run": ("kvflash_ggml.cli", "main"),
     "kvflash-convert": ("kvflash_ggml.cli.convert", "convert"),
-    "kvflash-bench": ("kvflash_ggml.bench", "main"),
+    "kvflash-bench": ("kvflash_bench", "main"),
 }
 
 
@@ -98,35 +108,30 @@ def routes() -> list[str]:
     """Method and path of each."""
     from starlette.routing import Route
 
-    from kvflash_ggml.server.app import make_app
-
-    app = make_app(*_front())
-    return sorted(
-        f"{method} {route.path}" for route in app.routes if isinstance(route, Route) for method in route.methods or ()
-    )
+    found = [route for route in _app().routes if isinstance(route, Route)]
+    return sorted(f"{method} {route.path}" for route in found for method in route.methods or ())
 
 
 def metrics() -> list[str]:
     """Names in /metrics: `name type`, and `name{label,...}` of each sample."""
-    lines = _front()[1].text().decode().splitlines()
+    lines = asyncio.run(Client(_app()).get("/metrics")).body.decode().splitlines()
     types = {line.removeprefix("# TYPE ") for line in lines if line.startswith("# TYPE ")}
     samples = {re.sub(r'="[^"]*"', "", line.rpartition(" ")[0]) for line in lines if not line.startswith("#")}
     return sorted(types | samples)
 
 
-def _front() -> tuple[Any, Any]:
-    """A front without a socket and its metrics, whose engine's thread never starts."""
+def _app() -> Any:
+    """The application of a server whose engine's thread never starts."""
     from kvflash_ggml.batching.scheduler import Scheduler
+    from kvflash_ggml.server.app import make_app
     from kvflash_ggml.server.front import Front
     from kvflash_ggml.server.metrics import Metrics
     from kvflash_ggml.server.settings import ServerSettings
 
-    from .fake_model import FakeModel, FakePrompts
-
     found = Metrics()
     scheduler = Scheduler(FakeModel(), on_end=found.ended)
     found.attach(scheduler)
-    return Front(ServerSettings(alias="fake"), scheduler, FakePrompts()), found
+    return make_app(Front(ServerSettings(alias="fake"), scheduler, FakePrompts()), found)
 
 
 # --- Python

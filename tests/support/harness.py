@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from kvflash_ggml.bench.shapes import SHAPES, write
+from kvflash_bench.shapes import SHAPES, write
 
 TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"

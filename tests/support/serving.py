@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvflash_ggml.bench.sockets import Server, begun, running
+from kvflash_bench.sockets import Server, begun, running
 
 
 class Served(Server):

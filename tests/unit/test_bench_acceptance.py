@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main
-from kvflash_ggml.bench.outcomes import Arm
-from kvflash_ggml.bench.places import Pair, Walk, points, summary, total
+from kvflash_bench import main
+from kvflash_bench.outcomes import Arm
+from kvflash_bench.places import Pair, Walk, points, summary, total
 from kvflash_ggml.spec.draft import chain
 from kvflash_ggml.spec.tally import Tally
 

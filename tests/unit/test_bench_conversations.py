@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 from support.fake_model import FakeModel
 
+from kvflash_bench import alone, serving
+from kvflash_bench.serving import Conversation
 from kvflash_ggml.batching.scheduler import Scheduler
-from kvflash_ggml.bench import alone, serving
-from kvflash_ggml.bench.serving import Conversation
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvflash_ggml.bench.answers import finished, judge
-from kvflash_ggml.bench.asks import Frame, Setting
-from kvflash_ggml.bench.filler import read_text
-from kvflash_ggml.bench.forms import SETS
-from kvflash_ggml.bench.tasks_forms import PREAMBLE, text_of
-from kvflash_ggml.bench.tasks_kinds import make
+from kvflash_bench.answers import finished, judge
+from kvflash_bench.asks import Frame, Setting
+from kvflash_bench.filler import read_text
+from kvflash_bench.forms import SETS
+from kvflash_bench.tasks_forms import PREAMBLE, text_of
+from kvflash_bench.tasks_kinds import make
 from kvflash_ggml.errors import ConfigError
 
 TEXT = read_text(sorted((Path(__file__).parents[1] / "text").glob("*.txt")))

@@ -12,10 +12,10 @@ from typing import Any
 import click
 import pytest
 
+from kvflash_bench import demand
+from kvflash_bench.options import Factors
+from kvflash_bench.sockets import Reply
 from kvflash_ggml.batching.messages import DEADLINE
-from kvflash_ggml.bench import demand
-from kvflash_ggml.bench.options import Factors
-from kvflash_ggml.bench.sockets import Reply
 
 WANTED = demand.Demand(text=range(99), lengths=(2, 9), seed=1)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main, report
-from kvflash_ggml.bench.loss import Forced, summary
-from kvflash_ggml.bench.outcomes import Arm
+from kvflash_bench import main, report
+from kvflash_bench.loss import Forced, summary
+from kvflash_bench.outcomes import Arm
 
 
 def forced(losses, likeliest, page_ins=0):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main
-from kvflash_ggml.bench.asks import Setting
-from kvflash_ggml.bench.outcomes import Arm
-from kvflash_ggml.bench.reading import Reading, losses_at, summary
-from kvflash_ggml.bench.references import AGAIN, ENTRIES, FIRST, PASSAGES, REFERENCES, WARM, refer
+from kvflash_bench import main
+from kvflash_bench.asks import Setting
+from kvflash_bench.outcomes import Arm
+from kvflash_bench.reading import Reading, losses_at, summary
+from kvflash_bench.references import AGAIN, ENTRIES, FIRST, PASSAGES, REFERENCES, WARM, refer
 from kvflash_ggml.errors import ConfigError
 
 TEXT = (Path(__file__).parents[1] / "text" / "stdlib-docs.txt").read_text(encoding="utf-8")[:200_000]

@@ -7,9 +7,9 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from kvflash_bench import main, plot
+from kvflash_bench.outcomes import HEADER, Arm, Outcome, Read, arms, cells, summary, verdicts, wilson
 from kvflash_ggml import pip_line
-from kvflash_ggml.bench import main, plot
-from kvflash_ggml.bench.outcomes import HEADER, Arm, Outcome, Read, arms, cells, summary, verdicts, wilson
 from kvflash_ggml.errors import ConfigError
 
 

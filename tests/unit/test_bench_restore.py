@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvflash_ggml.bench import main
+from kvflash_bench import main
 
-bench = importlib.import_module("kvflash_ggml.bench.restore")  # the package has a command of that name
+bench = importlib.import_module("kvflash_bench.restore")  # the package has a command of that name
 
 
 def row(*warm: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-streaming = importlib.import_module("kvflash_ggml.bench.streaming")  # the package has a command of that name
+streaming = importlib.import_module("kvflash_bench.streaming")  # the package has a command of that name
 
 
 def test_every_cell_of_the_table_is_one_value() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from train_recall import templates
 
-from kvflash_ggml.bench.asks import Ask, Setting
-from kvflash_ggml.bench.filler import read_text
-from kvflash_ggml.bench.tasks_kinds import FREE, KINDS, make
+from kvflash_bench.asks import Ask, Setting
+from kvflash_bench.filler import read_text
+from kvflash_bench.tasks_kinds import FREE, KINDS, make
 from kvflash_ggml.errors import ConfigError
 
 TEXT = (Path(__file__).parents[1] / "text" / "stdlib-docs.txt").read_text(encoding="utf-8")[:60_000]
@@ -126,7 +126,7 @@ def test_filler(tmp_path):
 
 
 def test_without_a_checkout_a_text_is_asked_for(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvflash_ggml.bench.filler.CHECKOUT", tmp_path)
+    monkeypatch.setattr("kvflash_bench.filler.CHECKOUT", tmp_path)
     with pytest.raises(ConfigError, match="--text"):
         read_text([])
 

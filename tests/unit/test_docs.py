@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, make_session
 
-from kvflash_ggml import bench, cli
+import kvflash_bench as bench
+from kvflash_ggml import cli
 from kvflash_ggml.cli.convert import convert as converting
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
@@ -24,6 +25,7 @@ REPO = Path(__file__).parents[2]
 FOLDERS = (
     "",
     "docs",
+    "benchmarks",
     "patches",
     "vendor",
     "tests/models",

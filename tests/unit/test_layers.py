@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
+BENCH = Path(__file__).parents[2] / "benchmarks" / "kvflash_bench"
 
 FLOORS = [
     {"__main__"},
-    {"cli", "bench"},
+    {"cli"},
     {"server"},
     {"__init__"},
     {"batching"},
@@ -36,27 +37,27 @@ ORDER = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MAX_LINES = 400
 
 
-def modules() -> dict[str, Path]:
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Every module by its name in the package, "" for the package itself."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of the package that a module names in its imports."""
+def imported(name: str, path: Path, known: dict[str, Path], root: str = "kvflash_ggml") -> Iterator[str]:
+    """The modules of the package `root` that a module names in its imports."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("kvflash_ggml"))
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith(root))
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:
             parts = package.split(".") if package else []
             base = ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
-        elif node.module is not None and node.module.partition(".")[0] == "kvflash_ggml":
+        elif node.module is not None and node.module.partition(".")[0] == root:
             base = node.module.partition(".")[2]
         else:
             continue
@@ -69,10 +70,18 @@ def room(name: str) -> str:
     return name.partition(".")[0] or "__init__"
 
 
+def arrows_of(package: Path) -> dict[str, set[str]]:
+    """The modules of a package by their names, each with those that it imports."""
+    known = modules(package)
+    return {
+        name: {target for target in imported(name, path, known, package.name) if target != name}
+        for name, path in known.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def arrows() -> dict[str, set[str]]:
-    known = modules()
-    return {name: {target for target in imported(name, path, known) if target != name} for name, path in known.items()}
+    return arrows_of(PACKAGE)
 
 
 def test_every_room_has_a_floor(arrows: dict[str, set[str]]) -> None:
@@ -90,8 +99,13 @@ def test_imports_run_down(arrows: dict[str, set[str]]) -> None:
     assert [arrow for arrow in up if not {room(x) for x in arrow.split(" -> ")} <= ground] == []
 
 
-def test_there_are_no_circles(arrows: dict[str, set[str]]) -> None:
-    left = {name: set(targets) for name, targets in arrows.items()}
+def test_the_package_needs_no_benchmarks() -> None:
+    assert [name for name, path in modules().items() if BENCH.name in path.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("package", [PACKAGE, BENCH], ids=lambda path: path.name)
+def test_there_are_no_circles(package: Path) -> None:
+    left = arrows_of(package)
     while free := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in free:
             del left[name]
@@ -99,8 +113,10 @@ def test_there_are_no_circles(arrows: dict[str, set[str]]) -> None:
 
 
 def test_no_file_is_long() -> None:
-    paths = [path for kind in ("*.py", "*.cpp", "*.h") for path in PACKAGE.rglob(kind)]
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    paths = [path for kind in ("*.py", "*.cpp", "*.h") for root in (PACKAGE, BENCH) for path in root.rglob(kind)]
+    lengths = {
+        str(path.relative_to(PACKAGE.parent)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths
+    }
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from train_recall import templates
 
-from kvflash_ggml.bench.tasks import MAX_DISTRACTORS, NOUNS, WORDS, ZEBRA, needle_task, zebra_task
+from kvflash_bench.tasks import MAX_DISTRACTORS, NOUNS, WORDS, ZEBRA, needle_task, zebra_task
 from kvflash_ggml.errors import ConfigError
 
 TEXT = (Path(__file__).parents[1] / "text" / "stdlib-docs.txt").read_text(encoding="utf-8")[:60_000]

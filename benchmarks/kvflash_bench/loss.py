@@ -1,0 +1,91 @@
+"""What a pool costs on plain text: the loss of the tokens that follow it, one by one, against the full cache.
+
+Nothing is looked up and nothing is generated: every arm is given the same tokens. The text before them is read as any
+prompt is, so through the pool where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .opening import opened
+from .outcomes import Arm
+from .reading import losses_at
+from .tasks import SPREAD, compose
+
+if TYPE_CHECKING:
+    from kvflash_ggml.llama.llama import Llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """documents: how many. tokens: counted after each. seed: of the first document."""
+
+    documents: int
+    tokens: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """One document, arrays of shape [tokens]. losses: in nats. likeliest: the tokens that would have been chosen."""
+
+    losses: npt.NDArray[np.float64]
+    likeliest: npt.NDArray[np.intp]
+    page_ins: int
+
+
+def run_arm(model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any]) -> Iterator[Forced]:
+    """Every document on one arm."""
+    # a document may get a bos token
+    n_ctx = arm.context + plan.tokens + 1
+    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy) as llm:
+
+        def tokenize(words: str) -> list[int]:
+            return list(llm.tokenize(words.encode(), add_bos=False, special=False))
+
+        for seed in range(plan.seed, plan.seed + plan.documents):
+            document = compose(text, tokenize, lines=[], n_tokens=arm.context + plan.tokens, start=seed * SPREAD % 1)
+            yield _force(llm, list(llm.tokenize(document.encode(), special=False)), plan.tokens)
+
+
+def _force(llm: Llama, ids: list[int], count: int) -> Forced:
+    """Read all but the last `count` tokens, and then give those one by one."""
+    llm.reset()
+    before = llm.kvflash.page_ins if llm.kvflash else 0
+    llm.eval(ids[:-count])
+    rows = np.empty((count, llm.n_vocab()), np.float32)
+    for row, token in zip(rows, ids[-count:], strict=True):
+        row[:] = llm._logits_row(llm.n_tokens - 1)
+        llm.eval([token])
+    losses, _ = losses_at(rows, ids[-count - 1 :], [(1, count + 1)])
+    page_ins = (llm.kvflash.page_ins if llm.kvflash else 0) - before
+    return Forced(losses=losses, likeliest=rows.argmax(axis=1), page_ins=page_ins)
+
+
+def summary(arm: Arm, forced: Sequence[Forced], full: Sequence[Forced]) -> dict[str, Any]:
+    """One row: means over the documents. full: the same documents with the full cache.
+
+    `more`: nats beyond those of the full cache; `error`: the standard error of that. `agree`: share of the places where
+    the likeliest token is that of the full cache.
+    """
+    nats = np.array([one.losses.mean() for one in forced])
+    more = nats - [one.losses.mean() for one in full]
+    agree = [(one.likeliest == other.likeliest).mean() for one, other in zip(forced, full, strict=True)]
+    return {
+        "context": arm.context,
+        "policy": arm.policy,
+        "pool": arm.pool,
+        "documents": len(forced),
+        "nats": float(nats.mean()),
+        "more": float(more.mean()),
+        "error": float(more.std(ddof=1) / len(more) ** 0.5) if len(more) > 1 else 0.0,
+        "agree": float(np.mean(agree)),
+        "page_ins": float(np.mean([one.page_ins for one in forced])),
+        "note": arm.note,
+    }

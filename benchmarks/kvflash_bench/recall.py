@@ -1,0 +1,165 @@
+"""How many questions about a long text are answered right: the full cache, and each policy at each residency.
+
+A document is read once; its questions are then asked one by one from the same saved state, with greedy decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.llama.llama import Llama
+
+from .asks import Ask, Case, Frame, Setting
+from .frame import frame_of
+from .opening import EXACT, opened
+from .outcomes import Arm, Outcome, Plan, Read
+from .tasks_kinds import FREE, make
+
+TAIL_ROOM = 512
+"""Tokens of context beside the document, for questions and answers."""
+
+MAX_NEW = 40
+"""Tokens an answer may take."""
+
+
+def run_arm(
+    model: str,
+    arm: Arm,
+    plan: Plan,
+    text: str,
+    options: dict[str, Any],
+    *,
+    drafter: Path | None = None,
+    seen: Callable[[Outcome], None] | None = None,
+) -> tuple[list[Outcome], list[Read]]:
+    """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
+    fields = {"drafter": drafter} if arm.policy.removesuffix(EXACT) == "drafter" else {}
+    n_ctx = arm.context + TAIL_ROOM
+    outcomes: list[Outcome] = []
+    reads: list[Read] = []
+    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm:
+        for task, seed, case in cases(llm, plan, text, n_tokens=arm.context):
+            for result in run_case(llm, case, task=task, seed=seed):
+                if isinstance(result, Read):
+                    reads.append(result)
+                    continue
+                outcomes.append(result)
+                if seen is not None:
+                    seen(result)
+    return outcomes, reads
+
+
+def cases(llm: Llama, plan: Plan, text: str, *, n_tokens: int) -> Iterator[tuple[str, int, Case]]:
+    """(task, seed, case) of every trial, for the tokenizer of `llm`."""
+
+    def tokenize(words: str) -> list[int]:
+        return list(llm.tokenize(words.encode(), add_bos=False, special=False))
+
+    frame = frame_of(llm) if FREE.intersection(plan.tasks) else Frame()
+    setting = Setting(text, tokenize, n_tokens, plan.depths, frame, plan.fact_set)
+    for task in plan.tasks:
+        for trial in range(plan.trials):
+            for case in make(task, setting, seed=plan.seed + trial):
+                yield task, plan.seed + trial, case
+
+
+def prompt_tokens(llm: Llama, case: Case) -> list[int]:
+    """The document, with a bos token where the model wants one."""
+    return list(llm.tokenize(case.document.encode(), special=case.special))
+
+
+def tail_tokens(llm: Llama, case: Case, ask: Ask) -> list[int]:
+    """The question."""
+    return list(llm.tokenize(ask.tail.encode(), add_bos=False, special=case.special))
+
+
+def shift_of(llm: Llama, case: Case) -> int:
+    """Tokens that stand before the document."""
+    plain = llm.tokenize(case.document.encode(), add_bos=False, special=case.special)
+    return len(prompt_tokens(llm, case)) - len(plain)
+
+
+def gold_chunks(ask: Ask, shift: int) -> list[int]:
+    """Chunks that hold the answer. shift: tokens before the document."""
+    return sorted({pos // CHUNK for lo, hi in ask.gold for pos in range(lo + shift, hi + shift)})
+
+
+def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcome | Read]:
+    """Read the document and ask its questions. A single question is read in one call with its document."""
+    document = prompt_tokens(llm, case)
+    shift = shift_of(llm, case)
+    alone = len(case.asks) == 1
+    before = _counters(llm)
+    llm.reset()
+    began = time.perf_counter()
+    if alone:
+        document += tail_tokens(llm, case, case.asks[0])
+    llm.eval(document)
+    llm._ctx.get_logits_ith(-1)
+    yield Read(tokens=len(document), seconds=time.perf_counter() - began, page_ins=_counters(llm)[0] - before[0])
+    state = None if alone else llm.save_state()
+    for ask in case.asks:
+        if state is not None:
+            llm.load_state(state)
+            before = _counters(llm)
+            llm.eval(tail_tokens(llm, case, ask))
+        for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
+            llm.eval([token])
+        gold = gold_chunks(ask, shift)
+        reply, count, seconds, resident = _answer(llm, ask, gold)
+        after = _counters(llm)
+        yield Outcome(
+            task=task,
+            label=ask.label,
+            seed=seed,
+            correct=ask.is_correct(reply),
+            answer=ask.answer,
+            reply=reply,
+            resident=resident,
+            page_ins=int(after[0] - before[0]),
+            looks=int(after[1] - before[1]),
+            look_seconds=after[2] - before[2],
+            decode_tokens=count,
+            decode_seconds=seconds,
+        )
+
+
+def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float, bool | None]:
+    """Greedy text after what has been read, the steps it took and their time, and was its chunk on the device?"""
+    ids: list[int] = []
+    seconds = 0.0
+    resident = _holds(llm, gold)
+    reply = ""
+    while len(ids) < MAX_NEW and not ask.is_settled(reply):
+        ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
+        if llama_cpp.llama_vocab_is_eog(llm._model.vocab, ids[-1]):
+            break
+        began = time.perf_counter()
+        llm.eval(ids[-1:])
+        llm._ctx.get_logits_ith(-1)
+        seconds += time.perf_counter() - began
+        if len(ids) == 1:  # what a prompt that was read exactly has found comes with this step
+            resident = _holds(llm, gold)
+        reply = llm.detokenize(ids).decode("utf-8", "replace")
+    return reply, len(ids), seconds, resident
+
+
+def _holds(llm: Llama, chunks: Sequence[int]) -> bool | None:
+    """Are all of them on the device? None without a pool, or chunks."""
+    return set(chunks) <= set(llm.kvflash.resident_chunks) if llm.kvflash is not None and chunks else None
+
+
+def _counters(llm: Llama) -> tuple[int, int, float]:
+    """Page-ins, looks, and seconds spent scoring since the beginning."""
+    session = llm._session
+    if session is None:
+        return 0, 0, 0.0
+    chooser = session.scoring
+    return session.page_ins, chooser.looks if chooser else 0, chooser.seconds if chooser else 0.0
