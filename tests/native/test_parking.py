@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 from support.served import answer, ask
 
-from kvflash_ggml.batching.access import Access
 from kvflash_bench.serving import expected_bytes
+from kvflash_ggml.batching.access import Access
 from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
