@@ -163,7 +163,7 @@ def read(path: Path, *, called: str | None = None) -> GGUF:
 
     called: what errors name it, where it has no name of its own yet.
     """
-    if not path.is_file() and not path.is_dir():
+    if not path.exists():
         raise ConversionError(path.name, "the file", found="not there", wanted="a GGUF file", remedy="Check its path.")
     try:
         modelfile.check(path)

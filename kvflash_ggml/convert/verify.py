@@ -42,6 +42,11 @@ def verify(
 
 def check(file: GGUF, model: GGUF | None, *, rope_differs: bool = False) -> str:
     """`verify` without the values of the weights."""
+    if model is not None and heads.alone(model):
+        raise ConversionError(
+            model.name, "the target", found="a head for further tokens (MTP) without its model", wanted="a whole model",
+            remedy="Give the file of the model.",
+        )  # fmt: skip
     aim = None if model is None else target.describe(model)
     if file.architecture == ARCHITECTURE:
         words = _verify_dflash(file, aim, rope_differs=rope_differs)

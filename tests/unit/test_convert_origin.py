@@ -181,3 +181,9 @@ def test_binding_refuses_another_shape(tmp_path: Path, drafter: Path) -> None:
     with pytest.raises(ConversionError, match="hidden size is 64"):
         bind.bind(drafter, tmp_path / "out.gguf", model=MODELS / "recall-qwen3-q8_0.gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_head_alone_is_no_target() -> None:
+    head = MODELS / "mtp-recall-qwen35-q8_0.gguf"
+    with pytest.raises(ConversionError, match=r"the target is a head for further tokens .* wanted: a whole model"):
+        verify.verify(head, model=head)

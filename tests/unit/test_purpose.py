@@ -135,7 +135,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for kind in (path, Path(os.devnull)):
         with pytest.raises(ConfigError, match=rf"{kind} is a pipe or a device: give the path of a \.gguf file"):
             modelfile.check(kind)
-    with pytest.raises(ConversionError, match=r"model\.gguf"):
+    with pytest.raises(ConversionError, match=r"model\.gguf is a pipe or a device"):
         purpose.check_reader(path)
 
 
