@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -14,15 +15,15 @@ from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
-from . import slow
 from .choice import Calibration, heads_file, load, save
-from .run import Progress, Stopped, TooSlow, calibrate
+from .pace import Pace
+from .run import STEP, Progress, Stopped, calibrate
 from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")
 
-PATIENCE = 60.0
-"""Seconds that a calibration nobody asked for may be expected to take."""
+BUSY = 5.0
+"""Seconds between two steps of a calibration while requests run, so that a busy server finds the heads, too."""
 
 
 class HeadFinder:
@@ -37,14 +38,17 @@ class HeadFinder:
         self._model = llm._model
         self._settings = llm.context_params
         self._subject = of_llama(llm)
-        self._here = slow.circumstances(llm)
         self._layers = [layer.il for layer in session.engine.layers]
         self._shapes = key_shapes(session.engine)
         self._stop = Event()
+        self._idle = Event()
+        self._idle.set()
         self._tried = False
         self._thread: Thread | None = None
         self._outlived = ExitStack()  # what the thread frees in the end
         self._progress: Progress | None = None
+        self._pace = Pace(STEP)
+        self._expected: float | None = None  # seconds
         self._found: Calibration | None = None
         self.calibration: Calibration | None = None
         if given is not None:
@@ -62,19 +66,21 @@ class HeadFinder:
     def is_finding(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, *, limit: float | None = PATIENCE) -> None:
-        """Begin to find the heads on a thread of its own, unless they are known.
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Let a request run: the calibration waits for its end, but for a step every BUSY seconds."""
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._idle.set()
 
-        limit: see `calibrate`; with one only the first call does anything, and not even that where an earlier process
-        has found it too slow. Without one it is tried in any case.
-        """
+    def start(self, *, again: bool = False) -> None:
+        """Begin to find the heads on a thread of its own, unless they are known. again: also after it has failed."""
         tried, self._tried = self._tried, True
-        if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and limit is not None):
+        if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and not again):
             return
-        if limit is not None and slow.is_known(self._subject.identity, self._here):
-            logger.info("all heads count for the policy: to find those that matter has been too slow here")
-            return
-        thread = Thread(target=self._run, args=(limit,), name="kvflash-calibrate", daemon=True)
+        thread = Thread(target=self._run, name="kvflash-calibrate", daemon=True)
         self._thread = thread  # before it runs: a garbage collector may call `close` on it at once
         atexit.register(self.close)  # the model must not go while the thread computes with it
         try:
@@ -90,19 +96,30 @@ class HeadFinder:
         if found is not None:
             self._take(found)
 
-    def wait(self, progress: Progress | None) -> None:
-        """Until the calibration that is under way has ended. progress: tokens done, and in all."""
+    def wait(self, progress: Progress | None, *, most: float | None = None) -> None:
+        """Wait until the calibration that is under way has ended. progress: tokens done, and in all.
+
+        most: return with a warning as soon as it seems to take more seconds than that; it goes on.
+        """
         if self._thread is not None:
             self._progress = progress
             try:
                 while self._thread.is_alive():
                     self._thread.join(0.1)  # so that Ctrl-C is heard
+                    if most is not None and self._expected is not None and self._expected > most:
+                        logger.warning(
+                            "all heads count for the policy: to find those that retrieve takes about %.0f s here. "
+                            "'kvflash-run calibrate' finds them",
+                            self._expected,
+                        )
+                        return
             finally:
                 self._progress = None
 
     def close(self) -> None:
         """Stop whatever is under way."""
         self._stop.set()
+        self._idle.set()
         if self._thread is current_thread():
             # a garbage collector runs on it and closes the model, with which it still computes: that waits for its end
             self._outlived.callback(self._model._exit_stack.pop_all().close)
@@ -134,11 +151,11 @@ class HeadFinder:
         if heads is not None and self._session.scoring is not None:
             self._session.scoring.use(heads)
 
-    def _run(self, limit: float | None) -> None:
+    def _run(self) -> None:
         with self._outlived:
-            self._find(limit)
+            self._find()
 
-    def _find(self, limit: float | None) -> None:
+    def _find(self) -> None:
         try:
             found = calibrate(
                 self._model,
@@ -146,15 +163,11 @@ class HeadFinder:
                 settings=self._settings,
                 progress=self._report,
                 stop=self._stop,
-                limit=limit,
             )
         except Stopped:
             return
         except CalibrationError as err:
             logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds those that matter", err)
-            if isinstance(err, TooSlow):
-                with suppress(OSError):  # else the next process tries it again
-                    slow.remember(self._subject.identity, self._here)
             return
         except Exception:
             logger.exception("all heads count for the policy: the calibration failed")
@@ -168,6 +181,8 @@ class HeadFinder:
         self._found = found
 
     def _report(self, done: int, total: int) -> None:
+        self._idle.wait(BUSY)
+        self._expected = self._pace.seconds(done, total)
         progress = self._progress
         if progress is not None:
             progress(done, total)

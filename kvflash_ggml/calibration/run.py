@@ -17,7 +17,6 @@ from ..placement import budget, inventory
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
-from .pace import Pace
 from .subject import Subject, rope
 
 logger = logging.getLogger("kvflash_ggml")
@@ -41,10 +40,6 @@ class Stopped(Exception):
     """Nobody waits for the calibration any more."""
 
 
-class TooSlow(CalibrationError):
-    """It would take longer than it may."""
-
-
 def calibrate(
     model: Any,
     *,
@@ -52,15 +47,13 @@ def calibrate(
     settings: Any,
     progress: Progress = lambda done, total: None,
     stop: Event | None = None,
-    limit: float | None = None,
 ) -> Calibration:
     """Find the retrieval heads of a model.
 
     model: a llama_cpp LlamaModel. subject: which one it is. settings: llama_context_params for what concerns the
-    machine, and for how positions are encoded. progress: tokens done, and in all. limit: seconds that it may be
-    expected to take.
+    machine, and for how positions are encoded. progress: tokens done, and in all, at every step.
 
-    CalibrationError if the model cannot be calibrated, TooSlow if not within `limit`. Stopped once `stop` is set.
+    CalibrationError if the model cannot be calibrated. Stopped once `stop` is set.
     """
     if stop is not None and stop.is_set():
         raise Stopped
@@ -76,15 +69,11 @@ def calibrate(
         )
     except FAILURES as err:
         raise CalibrationError(f"no context for it: {err}") from err
-    pace = Pace(STEP)
 
     def check(done: int, total: int) -> None:
+        progress(done, total)
         if stop is not None and stop.is_set():
             raise Stopped
-        progress(done, total)
-        expected = pace.seconds(done, total)
-        if limit is not None and expected is not None and expected > limit:
-            raise TooSlow(f"it would take about {expected:.0f} s here")
 
     try:
         reader = SidecarReader(side, opening=[model.token_bos()] if model.add_bos_token() else [], check=check)

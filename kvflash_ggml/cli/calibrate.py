@@ -19,6 +19,9 @@ from .terminal import Progress, note, stderr_is_terminal
 
 _result = option("Result")
 
+PATIENCE = 60.0
+"""Seconds that a command may wait at its end for a calibration that nobody asked for."""
+
 
 @click.command(
     cls=SectionCommand,
@@ -74,7 +77,8 @@ def table(found: Calibration) -> list[str]:
     chosen = len(found.chosen)
     lines.append("")
     if chosen:
-        lines.append(f"{chosen} heads (*) are asked. Shares of attention on the fact asked for, and on the others")
+        asked = "1 head (*) is asked" if chosen == 1 else f"{chosen} heads (*) are asked"
+        lines.append(f"{asked}. Shares of attention on the fact asked for, and on the others")
         if found.agreed is not None:
             lines.append(f"{found.agreed} of these {chosen} would be chosen by each of the documents alone, too")
     else:
@@ -104,7 +108,7 @@ def finish(llm: Any, *, shown: bool) -> None:
     progress = Progress(shown=shown, doing="finding the heads of this model that retrieve, once")
     try:
         if llm.kvflash is not None:
-            llm.kvflash.calibrated(progress.update)
+            llm.kvflash.calibrated(progress.update, most=PATIENCE)
     except KeyboardInterrupt:
         pass
     finally:

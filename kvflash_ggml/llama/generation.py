@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -211,21 +212,22 @@ class GeneratingLlama(SavingLlama):
         if reset:
             prompt = prompt[self._reuse_prefix(ids) :]
         newest = self.n_tokens + len(prompt) - 1
-        self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=going_on is None)
-        try:
-            self._keep_prefix()
-            pending = yield from self._sampled(newest, stopping_criteria)
-            while pending is not None:
-                pending = yield from self._step(pending, stopping_criteria)
-        except NotFinite:
-            self.reset()  # it is not kept for later
-            raise
-        finally:
-            self._keep_prefix()
-            if self._session is not None and not self._session.engine.closed:
-                self._session.settle()
-                if self._finder is not None and self._session.outgrown:
-                    self._finder.start()
+        with nullcontext() if self._finder is None else self._finder.behind():
+            self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=going_on is None)
+            try:
+                self._keep_prefix()
+                pending = yield from self._sampled(newest, stopping_criteria)
+                while pending is not None:
+                    pending = yield from self._step(pending, stopping_criteria)
+            except NotFinite:
+                self.reset()  # it is not kept for later
+                raise
+            finally:
+                self._keep_prefix()
+                if self._session is not None and not self._session.engine.closed:
+                    self._session.settle()
+                    if self._finder is not None and self._session.outgrown:
+                        self._finder.start()
 
     def _step(self, pending: list[int], stopping: Stopping) -> Tokens:
         """Evaluate tokens, perhaps with drafts, and go on from them."""

@@ -197,18 +197,19 @@ class PoolStats:
         Nothing happens where the policy has no use for them. If they cannot be found, the log says why.
         """
         if self._finder is not None:
-            self._finder.start(limit=None)
+            self._finder.start(again=True)
             self._finder.wait(progress)
             self._finder.settle()
 
-    def calibrated(self, progress: Progress) -> bool:
+    def calibrated(self, progress: Progress, *, most: float | None = None) -> bool:
         """Wait for the calibration that runs behind the first answer. False if none does.
 
-        progress(done, total) is called meanwhile with tokens. What it finds is used from the next request on.
+        progress(done, total) is called meanwhile with tokens. What it finds is used from the next request on. most:
+        return with a warning once it is expected to take more seconds than that.
         """
         if self._finder is None or not self._finder.is_finding:
             return False
-        self._finder.wait(progress)
+        self._finder.wait(progress, most=most)
         return True
 
     @property
@@ -343,8 +344,18 @@ class PoolStats:
         size = self._session.index_bytes
         if not size:
             return ""
-        heads = self.retrieval_heads
-        return f" ({f'{len(heads)} retrieval heads, ' if heads else ''}{size / 2**20:.1f} MiB of index)"
+        return f" ({self._heads}{size / 2**20:.1f} MiB of index)"
+
+    @property
+    def _heads(self) -> str:
+        """Which heads the policy asks, for the banner; empty where it cannot choose."""
+        if self._finder is None:
+            return ""
+        if self._finder.calibration is None:
+            how = "being found" if self._finder.is_finding else "found behind an answer, or by 'kvflash-run calibrate'"
+            return f"all heads until those that retrieve are {how}, "
+        count = len(self._finder.calibration.chosen)
+        return f"{count} retrieval head{'' if count == 1 else 's'}, " if count else "all heads, as none retrieves, "
 
 
 def _told(device: DeviceStats, *, among: int) -> str:
