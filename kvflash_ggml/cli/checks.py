@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import env, pip_line
-from ..errors import LibraryError
+from ..calibration.choice import heads_file, read
+from ..errors import ConfigError, KVFlashError, LibraryError
 from ..native import library, trial
+from ..snapshot.fingerprint import ModelFile
 from . import about, dry_run, step
 from .child import Child, run_child
 from .first_run import rebuild, told
@@ -59,6 +61,7 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
         _weights(child),
         _decode(child, model),
         *_placement(child, asked),
+        *_heads(asked),
     ]
 
 
@@ -77,6 +80,23 @@ def _failed(child: Child, stage: str) -> bool:
 
 
 # --- checks
+
+
+def _heads(model: str | None) -> list[Check]:
+    """Whether the retrieval heads of a model file are known. None for a file that cannot be read."""
+    if model is None:
+        return []
+    try:
+        path = heads_file(ModelFile(model).identity())
+    except (OSError, KVFlashError):
+        return []
+    try:
+        count = len(read(path).chosen)
+    except ConfigError:
+        detail = "not known yet: all heads are asked until a process has found those that retrieve behind its answers"
+        return [Check(name="heads", status="ok", detail=f"{detail}\nkvflash-run calibrate {model} finds them now")]
+    detail = f"retrieval heads asked: {count}" if count else "none retrieves, so all are asked"
+    return [Check(name="heads", status="ok", detail=detail, data={"heads": count})]
 
 
 def _package() -> Check:

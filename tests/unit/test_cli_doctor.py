@@ -13,11 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvflash_ggml import pip_line
+from kvflash_ggml.calibration.choice import Calibration, HeadScore, heads_file, save
 from kvflash_ggml.cli import checks, child, main, step
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.native import trial
 from kvflash_ggml.placement.sizes import Device
+from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 INFO = {
     "version": "0.1.0",
@@ -82,6 +84,19 @@ def test_what_a_model_would_take_is_said(healthy: None, monkeypatch: pytest.Monk
     assert "no chat template" in text
     assert "works without a pool only: no memory" in text
     assert "can be pooled" not in text
+
+
+def test_whether_the_heads_of_a_model_are_known_is_said(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = str(Path(__file__).parents[1] / "models/recall-qwen3-q8_0.gguf")
+    monkeypatch.setenv("KVFLASH_HEADS", str(tmp_path))
+    assert f"kvflash-run calibrate {model} finds them now" in doctor(model).stdout
+    head = HeadScore(layer=1, head=0, found=1.0, control=0.0, first=1.0, chosen=True)
+    identity = ModelFile(model).identity()
+    save(Calibration(model=identity, questions=48, tokens=5000, heads=(head,)), heads_file(identity))
+    assert "retrieval heads asked: 1" in doctor(model).stdout
+    assert "calibrate" not in doctor("missing.gguf").stdout
 
 
 def test_what_would_go_where_is_said_of_a_model_that_is_asked_for(
