@@ -24,6 +24,7 @@ from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.tally import Tally
 from kvflash_ggml.spec.tree import rows as arranged
 
+from .inside import device_of, drafted, likeliest, paged, speculator_of, verify_and_drop
 from .opening import opened
 from .outcomes import Arm, arms
 from .outcomes import Plan as Asked
@@ -87,7 +88,7 @@ def run(
         for name in plan.types:
             with ExitStack() as stack:
                 full = stack.enter_context(_opened(model, plan, context, name, options))
-                device = full._session.engine.info.device if full._session else ""
+                device = device_of(full)
                 known = [_walk(full, one, plan) for one in texts]
                 for arm in arms([context], full=False, **pools):
                     for row in _arm(model, plan, arm, name, options, texts, full, known):
@@ -155,8 +156,7 @@ def _texts(model: str, plan: Plan, context: int, text: str, options: dict[str, A
 
 def _walk(llm: Llama, text: Forced, plan: Plan, drafts: Sequence[Draft | None] | None = None) -> Walk:
     """Read a text, and go on by its forced tokens. drafts: verify these, instead of asking the drafter."""
-    session, speculator = llm._session, llm._speculator
-    assert session is not None
+    session, speculator = paged(llm), speculator_of(llm)
     assert speculator is not None
     llm.reset()
     speculator.begin(len(text.prompt))
@@ -165,27 +165,17 @@ def _walk(llm: Llama, text: Forced, plan: Plan, drafts: Sequence[Draft | None] |
     read = session.page_ins
     tally, made, chosen = Tally(), list[Draft | None](), list[int]()
     for place, root in enumerate(text.goes_on):
-        draft = _drafted(llm, root) if drafts is None else drafts[place]
+        draft = drafted(llm, root) if drafts is None else drafts[place]
         made.append(draft)
         if draft is None:
             llm.eval([root])
-            chosen.append(llm._likeliest())
+            chosen.append(likeliest(llm))
             continue
         rows = arranged(root, draft.padded(plan.drafts, root))  # a step of always as many rows
-        session.verify(rows.tokens, None, llm._after_step)
-        picks = session.engine.argmax(range(len(rows)))
+        picks = verify_and_drop(llm, rows.tokens)
         tally.verified(draft, range(common_prefix(draft.tokens, picks)), 0.0)
         chosen.append(int(picks[0]))
-        llm._keep(0)
-        session.accept(llm._after_step)
     if speculator.off is not None:
         raise ConfigError(f"{', '.join(speculator.types) or 'the drafter'} does not draft any more: {speculator.off}")
     page_ins = {"read_page_ins": read - before, "page_ins": session.page_ins - read}
     return Walk(drafts=made, chosen=chosen, tally=tally, **page_ins)
-
-
-def _drafted(llm: Llama, root: int) -> Draft | None:
-    """What the drafter proposes after a token, without what only fills the step."""
-    speculator = llm._speculator
-    assert speculator is not None
-    return None if llm._propose([root]) is None else speculator._drafted

@@ -73,7 +73,7 @@ def conversations(
         n_ctx = length[0] + turns * (question + most) + 64
         keywords: dict[str, Any] = dict(n_ctx=n_ctx, options=options, pool=pool[0], policy="qk", fields=fields)
         with opened(model, **keywords) as llm:  # before others: it finds the heads that all of them ask
-            tokens = _tokens(llm, text, count * 64 + length[0])
+            tokens = tokens_of(llm, text, count * 64 + length[0])
             playing = serving.make_conversations(tokens, count=count, length=length[0], turns=turns, more=question)
             order = serving.in_turns(playing, seed=seed)
             compared = list(dict.fromkeys(order))[:check]  # those that begin first, should time run out
@@ -120,7 +120,7 @@ def agent(
     with user_errors():
         fields = {"tau": tau, "reading": reading}
         with opened(model, n_ctx=need, options=options, pool=pool[0], policy="qk", fields=fields) as llm:
-            tokens = _tokens(llm, text, need)
+            tokens = tokens_of(llm, text, need)
             device = llm.kvflash.banner() if llm.kvflash else ""
             with serving.served(llm, park_bytes=8 << 30, folder=None) as scheduler:  # a server's, unless it is told
                 done, prompts = serving.run_agent(
@@ -142,7 +142,7 @@ def agent(
     report.document({"environment": report.environment(device), "model": Path(model).name, **found})
 
 
-def _tokens(llm: Llama, text: Sequence[Path], least: int) -> list[int]:
+def tokens_of(llm: Llama, text: Sequence[Path], least: int) -> list[int]:
     """The text in tokens, over and over until there are enough."""
     tokens = list(llm.tokenize(read_text(text).encode(), add_bos=False, special=False))
     if not tokens:

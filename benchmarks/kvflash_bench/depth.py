@@ -10,6 +10,7 @@ import numpy as np
 
 from kvflash_ggml.llama.llama import Llama
 
+from .inside import device_of, paged, session_of, wait
 from .opening import EXACT, opened
 
 
@@ -51,7 +52,7 @@ def run_arm(model: str, pool: int | None, policy: str, plan: Plan, options: dict
         rng = np.random.default_rng(plan.seed)
         text = rng.integers(10, min(llm.n_vocab() - 10, 4000), n_ctx).astype(np.int32)
         points = [_point(llm, text, depth, plan) for depth in sorted(plan.depths)]
-        device = llm._session.engine.info.device if llm._session else ""
+        device = device_of(llm)
     return points, device
 
 
@@ -67,7 +68,7 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
     for token in text[depth : depth + 8]:  # warm-up: the first steps build and capture the graph
         llm.eval([token])
     _finish(llm)
-    session = llm._session
+    session = session_of(llm)
     chooser = session.scoring if session else None
     looks, looked = (chooser.looks, chooser.seconds) if chooser else (0, 0.0)
     page_ins = session.page_ins if session else 0
@@ -95,8 +96,7 @@ def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
 
 def _python_us(llm: Llama, tokens: np.ndarray) -> float:
     """Time of a decode step outside llama_decode, in microseconds, with the device idle before each step."""
-    session = llm._session
-    assert session is not None
+    session = paged(llm)
     total = 0.0
     for token in tokens:
         _finish(llm)
@@ -110,7 +110,7 @@ def _python_us(llm: Llama, tokens: np.ndarray) -> float:
 def _finish(llm: Llama) -> None:
     """Wait for the logits, as sampling would."""
     if llm.n_tokens:
-        llm._ctx.get_logits_ith(-1)
+        wait(llm)
 
 
 def ratios(points: list[Point]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError
 
+from .inside import device_of
 from .opening import opened
 from .spec import generate, random_prompt
 
@@ -77,8 +78,7 @@ def run(model: str, plan: Plan, text: str, options: dict[str, Any]) -> tuple[lis
         prompt = _prompt(arms[0].llm, text, plan)
         for _ in range(plan.repeats + 1):
             _turn(arms, prompt, plan)
-        session = arms[0].llm._session
-        return [_outcome(arm, arms[0]) for arm in arms], session.engine.info.device if session else ""
+        return [_outcome(arm, arms[0]) for arm in arms], device_of(arms[0].llm)
 
 
 def _opened(model: str, plan: Plan, name: str, options: dict[str, Any]) -> Any:

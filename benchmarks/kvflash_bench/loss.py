@@ -61,7 +61,7 @@ def _force(llm: Llama, ids: list[int], count: int) -> Forced:
     llm.eval(ids[:-count])
     rows = np.empty((count, llm.n_vocab()), np.float32)
     for row, token in zip(rows, ids[-count:], strict=True):
-        row[:] = llm._logits_row(llm.n_tokens - 1)
+        row[:] = llm.newest_logits()
         llm.eval([token])
     losses, _ = losses_at(rows, ids[-count - 1 :], [(1, count + 1)])
     page_ins = (llm.kvflash.page_ins if llm.kvflash else 0) - before

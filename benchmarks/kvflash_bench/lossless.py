@@ -25,6 +25,7 @@ from kvflash_ggml.spec.cost import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 
+from .inside import device_of, likeliest, paged, speculator_of, step, use_speculator
 from .opening import opened
 from .oracle import Oracle
 from .spec import compute_for, generate, random_prompt
@@ -148,9 +149,8 @@ def run(model: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], s
     fields = {"reading": "exact", "answer": "lossless", "spec": SpecConfig(width=rows)}
     n_ctx = plan.depth + plan.tokens + 256
     with opened(model, n_ctx=n_ctx, options=options, pool=plan.pool, policy="lru", fields=fields) as llm:
-        assert llm._session is not None
         arms, alone = _measure(llm, plan)
-        return list(_points(arms, alone, full_tps)), llm._session.engine.info.device
+        return list(_points(arms, alone, full_tps)), device_of(llm)
 
 
 def _full(model: str, plan: Plan, options: dict[str, Any]) -> float:
@@ -162,8 +162,7 @@ def _full(model: str, plan: Plan, options: dict[str, Any]) -> float:
 
 def _measure(llm: Llama, plan: Plan) -> tuple[list[_Arm], dict[int, float]]:
     """The arms, and seconds of streamed steps by their rows."""
-    session, own = llm._session, llm._speculator
-    assert session is not None
+    session, own = paged(llm), speculator_of(llm)
     exactly = session.reading
     prompt = random_prompt(llm, plan.depth, plan.seed)
     arms = [_Arm("exact"), _Arm("pool")]
@@ -172,7 +171,7 @@ def _measure(llm: Llama, plan: Plan) -> tuple[list[_Arm], dict[int, float]]:
     arms += [_Arm("lossless", count, right, source) for right, count in pairs for source in sources]
     arms += [_Arm("chosen", most, right, source) for right in plan.right for source in sources]
     try:
-        llm._speculator = None
+        use_speculator(llm, None)
         text, _ = generate(llm, prompt, plan.tokens)
         alone = {count + 1: _streamed(llm, text, count + 1, plan.repeats) for count in (0, *plan.drafts)}
         controllers = {id(arm): _controllers(arm, plan) for arm in arms}
@@ -181,7 +180,8 @@ def _measure(llm: Llama, plan: Plan) -> tuple[list[_Arm], dict[int, float]]:
                 session.reading = replace(exactly, answers_exactly=arm.name != "pool")
                 _run_arm(llm, arm, controllers[id(arm)], prompt, text, replace(plan, seed=plan.seed + repeat))
     finally:
-        session.reading, session.follower, llm._speculator = exactly, own, own
+        session.reading, session.follower = exactly, own
+        use_speculator(llm, own)
     return arms, alone
 
 
@@ -195,13 +195,11 @@ def _controllers(arm: _Arm, plan: Plan) -> tuple[Controls, Controls]:
 
 def _streamed(llm: Llama, text: Int32s, rows: int, repeats: int) -> float:
     """Seconds of a step of so many rows that sees the whole text; the first one builds a graph, and does not count."""
-    session = llm._session
-    assert session is not None
     tokens, took = np.resize(text, rows), []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        session.evaluate(tokens, EVERY, llm._after_step, stream=True)
-        llm._likeliest()
+        step(llm, tokens, EVERY, stream=True)
+        likeliest(llm)
         took.append(time.perf_counter() - began)
     return float(np.median(took[1:]))
 
@@ -209,8 +207,8 @@ def _streamed(llm: Llama, text: Int32s, rows: int, repeats: int) -> float:
 def _run_arm(
     llm: Llama, arm: _Arm, controls: tuple[Controls, Controls], prompt: list[int], text: Int32s, plan: Plan
 ) -> None:
-    assert llm._session is not None
-    speculator = llm._speculator = llm._session.follower = _speculator(llm, arm, controls, prompt, text, plan)
+    speculator = paged(llm).follower = _speculator(llm, arm, controls, prompt, text, plan)
+    use_speculator(llm, speculator)
     got, tps = generate(llm, prompt, len(text))
     tally = speculator.last
     arm.tps.append(tps)

@@ -18,6 +18,7 @@ from kvflash_ggml.llama.llama import Llama
 
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
+from .inside import session_of, wait
 from .opening import EXACT, opened
 from .outcomes import Arm, Outcome, Plan, Read
 from .tasks_kinds import FREE, make
@@ -102,7 +103,7 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
     if alone:
         document += tail_tokens(llm, case, case.asks[0])
     llm.eval(document)
-    llm._ctx.get_logits_ith(-1)
+    wait(llm)
     yield Read(tokens=len(document), seconds=time.perf_counter() - began, page_ins=_counters(llm)[0] - before[0])
     state = None if alone else llm.save_state()
     for ask in case.asks:
@@ -138,12 +139,12 @@ def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float,
     resident = _holds(llm, gold)
     reply = ""
     while len(ids) < MAX_NEW and not ask.is_settled(reply):
-        ids.append(int(np.argmax(llm._logits_row(llm.n_tokens - 1))))
+        ids.append(int(np.argmax(llm.newest_logits())))
         if llama_cpp.llama_vocab_is_eog(llm._model.vocab, ids[-1]):
             break
         began = time.perf_counter()
         llm.eval(ids[-1:])
-        llm._ctx.get_logits_ith(-1)
+        wait(llm)
         seconds += time.perf_counter() - began
         if len(ids) == 1:  # what a prompt that was read exactly has found comes with this step
             resident = _holds(llm, gold)
@@ -158,7 +159,7 @@ def _holds(llm: Llama, chunks: Sequence[int]) -> bool | None:
 
 def _counters(llm: Llama) -> tuple[int, int, float]:
     """Page-ins, looks, and seconds spent scoring since the beginning."""
-    session = llm._session
+    session = session_of(llm)
     if session is None:
         return 0, 0, 0.0
     chooser = session.scoring

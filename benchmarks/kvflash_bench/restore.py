@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from .inside import device_of, identify, paged, wait
+
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
 
@@ -93,7 +95,6 @@ def run_cold(model: str, path: Path, plan: Plan) -> Cold:
 
         turn, answer, logits = _turn(llm, question, plan.answer)
         assert llm.kvflash is not None
-        assert llm._session is not None
         return Cold(
             pool=llm.kvflash.pool,
             read_s=read,
@@ -103,20 +104,18 @@ def run_cold(model: str, path: Path, plan: Plan) -> Cold:
             file_bytes=size,
             answer=answer,
             logits=logits,
-            device=llm._session.engine.info.device,
+            device=device_of(llm),
         )
 
 
 def run_warm(model: str, path: Path, plan: Plan) -> Warm:
     _, question = _text(plan)
     with _opened(model, plan) as llm:
-        assert llm._session is not None
-        assert llm._snapshot_store is not None
         began = time.perf_counter()
-        _ = llm._snapshot_store.fingerprint
+        identify(llm)
         identified = time.perf_counter() - began
         llm.load_snapshot(path)
-        llm._session.engine.synchronize()
+        paged(llm).engine.synchronize()
         restored = time.perf_counter() - began
         turn, answer, logits = _turn(llm, question, plan.answer)
         return Warm(
@@ -166,13 +165,13 @@ def _turn(llm: Llama, question: Tokens, count: int) -> tuple[float, list[int], b
     """Seconds to the first token of the answer, the answer, and the logits of its first token."""
     began = time.perf_counter()
     llm.eval(question.tolist())
-    logits = llm._logits_row(llm.n_tokens - 1)
+    logits = llm.newest_logits()
     answer = [int(logits.argmax())]
     seconds = time.perf_counter() - began
     first = logits.tobytes()
     while len(answer) < count:
         llm.eval(answer[-1:])
-        answer.append(int(llm._logits_row(llm.n_tokens - 1).argmax()))
+        answer.append(int(llm.newest_logits().argmax()))
     return seconds, answer, first
 
 
@@ -200,4 +199,4 @@ def _opened(model: str, plan: Plan) -> Iterator[Llama]:
 
 def _finish(llm: Llama) -> None:
     """Wait for the logits, as sampling would."""
-    llm._ctx.get_logits_ith(-1)
+    wait(llm)

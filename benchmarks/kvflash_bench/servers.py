@@ -14,7 +14,7 @@ import click
 from kvflash_ggml.constants import KV_TYPES
 
 from . import report
-from .conversing import _tokens
+from .conversing import tokens_of
 from .opening import opened
 from .options import Factors, Numbers, model_argument, model_options, text_option, user_errors
 
@@ -42,7 +42,7 @@ def server(
     n_ctx = context[0] + made + 64
     with user_errors():
         with opened(model, n_ctx=n_ctx, options=options, pool=pool[0], policy="qk:exact") as llm:
-            tokens = _tokens(llm, text, context[0])[: context[0]]
+            tokens = tokens_of(llm, text, context[0])[: context[0]]
             device = llm.kvflash.banner() if llm.kvflash else ""
             bare = load.bare_speed(llm, tokens, made, repeats)
         with served(model, serve_options(options, pool=pool[0], n_ctx=n_ctx)) as child:
@@ -165,4 +165,4 @@ def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str
 
 def _text_tokens(model: str, text: Sequence[Path], options: dict[str, Any]) -> list[int]:
     with opened(model, n_ctx=512, options={**options, "n_gpu_layers": 0, "heads": None}) as llm:
-        return _tokens(llm, text, 1)
+        return tokens_of(llm, text, 1)

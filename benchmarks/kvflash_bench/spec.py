@@ -20,6 +20,7 @@ from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 
+from .inside import device_of, speculator_of, use_speculator
 from .opening import opened
 from .oracle import Oracle, rates_of
 
@@ -101,7 +102,7 @@ def run(model: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], f
     """The points, plain decoding's tokens a second in a context without room for drafts, and the device."""
     bare = _bare(model, plan, options) if plan.bare else None
     with _opened(model, plan, options, SpecConfig(width=max(2, *plan.widths))) as llm:
-        device = llm._session.engine.info.device if llm._session else ""
+        device = device_of(llm)
         points = [point for depth in plan.depths for point in _measure(llm, random_prompt(llm, depth, plan.seed), plan)]
         return points, bare, device
 
@@ -120,9 +121,9 @@ def _opened(model: str, plan: Plan, options: dict[str, Any], spec: SpecConfig | 
 
 
 def _measure(llm: Llama, prompt: list[int], plan: Plan) -> list[Point]:
-    own = llm._speculator
+    own = speculator_of(llm)
     try:
-        llm._speculator = None
+        use_speculator(llm, None)
         text, _ = generate(llm, prompt, plan.tokens)
         pairs = [(width, accept) for width in plan.widths if width > 1 for accept in plan.accept if accept <= width]
         arms = [_Arm(len(prompt), width, accept, [], []) for width, accept in [(1, 1.0), *pairs]]
@@ -130,7 +131,7 @@ def _measure(llm: Llama, prompt: list[int], plan: Plan) -> list[Point]:
             for arm in arms:
                 _run_arm(llm, arm, prompt, text, plan, repeat)
     finally:
-        llm._speculator = own
+        use_speculator(llm, own)
     return list(_points(arms, plan))
 
 
@@ -146,7 +147,7 @@ def _run_arm(llm: Llama, arm: _Arm, prompt: list[int], text: Int32s, plan: Plan,
         sleep=compute_for,
     )
     drafters = [oracle] if arm.width > 1 else []
-    llm._speculator = Speculator(drafters, watch, n_vocab=llm.n_vocab(), ends=())
+    use_speculator(llm, Speculator(drafters, watch, n_vocab=llm.n_vocab(), ends=()))
     got, tps = generate(llm, prompt, plan.tokens)
     arm.watches.append(watch)
     arm.tps.append(tps)

@@ -11,6 +11,7 @@ import click
 from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.native import library
 
+from .inside import paged
 from .options import Numbers, model_argument, model_options, user_errors
 
 
@@ -101,10 +102,10 @@ def paging(
         model, n_ctx=2 * pool, kvflash=pool, n_gpu_layers=n_gpu_layers, verbose=False,
         type_k=KV_TYPES[cache_type_k], type_v=KV_TYPES[cache_type_v],
     )  # fmt: skip
-    assert llm._session is not None
-    rows = measure(llm._session.engine, chunks)
-    alone = measure_lanes(llm._session.engine, chunks) if lanes else []
-    device = llm._session.engine.info.device
+    engine = paged(llm).engine
+    rows = measure(engine, chunks)
+    alone = measure_lanes(engine, chunks) if lanes else []
+    device = engine.info.device
     llm.close()
     report.table(["direction", "chunks", "GiB/s", "plain GiB/s", "ratio", "ms a chunk"], [astuple(row) for row in rows])
     if alone:
@@ -140,8 +141,7 @@ def scoring(
         type_k=KV_TYPES[cache_type_k],
         type_v=KV_TYPES[cache_type_k],
     )
-    assert llm._session is not None
-    engine = llm._session.engine
+    engine = paged(llm).engine
     if max(heads) > (most := sum(layer.n_head for layer in engine.layers)):
         raise click.BadParameter(f"{max(heads)}, but this model has {most} query heads", param_hint="--heads")
     points = measure(engine, contexts=contexts, rows=rows, threads=threads, heads=heads)

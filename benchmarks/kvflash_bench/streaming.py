@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvflash_ggml.policy.qk import QKScorer
 
+from .inside import device_of, paged, session_of, step
 from .opening import opened
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run_arm(
     with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields, swa_full=False) as llm:
         rng = np.random.default_rng(plan.seed)
         text = rng.integers(10, min(llm.n_vocab() - 10, 4000), n_ctx).astype(np.int32)
-        device = llm._session.engine.info.device if llm._session else ""
+        device = device_of(llm)
         for depth in sorted(plan.depths):
             llm.reset()
             began = time.perf_counter()
@@ -81,7 +82,7 @@ def run_arm(
 
 
 def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, seconds: float, plan: Plan) -> Point:
-    view, session = llm.kvflash, llm._session
+    view, session = llm.kvflash, session_of(llm)
     streamed = view.streamed_bytes if view else 0
     decode = _decode(llm, text[depth : depth + 40])
     steps = {rows: _step_ms(llm, text, rows, plan.repeats, streams=arm == "exact") for rows in plan.rows}
@@ -124,10 +125,10 @@ def _step_ms(llm: Llama, text: npt.NDArray[np.int32], rows: int, repeats: int, *
     for _ in range(repeats + 1):
         tokens = text[llm.n_tokens : llm.n_tokens + rows]
         began = time.perf_counter()
-        if llm._session is None:
+        if session_of(llm) is None:
             llm.eval(tokens.tolist())
         else:
-            llm._session.evaluate(tokens, LAST, llm._after_step, stream=streams)
+            step(llm, tokens, LAST, stream=streams)
         _finish(llm)
         took.append(time.perf_counter() - began)
     return float(np.median(took[1:])) * 1e3
@@ -135,8 +136,7 @@ def _step_ms(llm: Llama, text: npt.NDArray[np.int32], rows: int, repeats: int, *
 
 def _turns(llm: Llama, text: npt.NDArray[np.int32], repeats: int) -> dict[str, float]:
     """Medians of turns of both kinds, one after the other; the first of each does not count."""
-    session = llm._session
-    assert session is not None
+    session = paged(llm)
     assert session.scoring is not None
     scorer, took = session.scoring.scorer, dict[str, list[float]]()
     assert isinstance(scorer, QKScorer)
@@ -158,8 +158,7 @@ def _turns(llm: Llama, text: npt.NDArray[np.int32], repeats: int) -> dict[str, f
 
 def _finish(llm: Llama) -> npt.NDArray[np.float32]:
     """The logits, as sampling would wait for them."""
-    logits: npt.NDArray[np.float32] = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy()
-    return logits
+    return llm.newest_logits()
 
 
 def _full_kv(llm: Llama) -> float:

@@ -24,6 +24,7 @@ from kvflash_ggml.state.session import Row
 
 from . import policies  # noqa: F401 (registers)
 from .asks import Ask, Case
+from .inside import session_of
 from .outcomes import Plan
 from .recall import TAIL_ROOM, cases, gold_chunks, prompt_tokens, shift_of, tail_tokens
 
@@ -170,7 +171,7 @@ def study(
 
 def _heads(llm: Llama) -> Heads | None:
     """The retrieval heads of the model, found now."""
-    session = llm._session
+    session = session_of(llm)
     assert session is not None
     found = calibrate(llm._model, subject=of_llama(llm), settings=llm.context_params)
     return found.among([layer.il for layer in session.engine.layers])
