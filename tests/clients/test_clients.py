@@ -78,6 +78,7 @@ def execute(*line: str | Path, stdin: str = "", **more: str) -> subprocess.Compl
         ("langchain-community", "langchain_completion", "1024 of 8192"),
         ("langchain-community", "langchain_chat", "1024 of 8192"),
         ("llama-index-llms-llama-cpp", "llamaindex_completion", "1024 of 8192"),
+        ("llama-cpp-haystack", "haystack_completion", "1024 of 8192"),
         ("outlines", "outlines_regex", "1024 of 131072"),
         ("lm-format-enforcer", "format_enforcer", "1024 of 8192"),
     ],

@@ -17,7 +17,7 @@ sys.path.insert(0, str(REPO / "tests"))
 from support.serving import Served, serve  # noqa: E402
 
 PYTHON = REPO / ".venv-clients/bin/python"
-OLDER = REPO / ".venv-clients/openai-2"
+OLDER = REPO / ".venv-clients/agents/bin/python"
 PROGRAMS = Path(__file__).with_name("programs")
 MODEL = REPO / "tests/models/recall-qwen3-q8_0.gguf"
 
@@ -30,22 +30,20 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def program(name: str, url: str, path: Path | None = None) -> str:
+def program(name: str, url: str, python: Path = PYTHON) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVFLASH_", "PYTHON"))}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [PYTHON, PROGRAMS / name, url], capture_output=True, text=True, timeout=300, env=environment, cwd=PROGRAMS
+        [python, PROGRAMS / name, url], capture_output=True, text=True, timeout=300, env=environment, cwd=PROGRAMS
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(("major", "path"), [("3", None), ("2", OLDER)])
-def test_the_official_client(major: str, path: Path | None, served: Served) -> None:
-    if path is not None and not path.exists():
-        pytest.skip("the older client is not there: scripts/test --clients installs it")
-    found: dict[str, Any] = json.loads(program("openai_server.py", f"http://127.0.0.1:{served.port}/v1", path))
+@pytest.mark.parametrize(("major", "python"), [("3", PYTHON), ("2", OLDER)])
+def test_the_official_client(major: str, python: Path, served: Served) -> None:
+    if not python.exists():
+        pytest.skip("this client is not there: scripts/test --clients installs it")
+    found: dict[str, Any] = json.loads(program("openai_server.py", f"http://127.0.0.1:{served.port}/v1", python))
     assert found["version"].split(".")[0] == major
     assert found["chat"][:2] == ["Hello! How can I help you?", "stop"]
     assert found["stream"] == [found["chat"][0], found["chat"][2]]
