@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from ..convert import gguf_write, kquants, types
+from ..convert import kquants, writer
 from ..convert import quantize as smaller
+from ..gguf import types
 from .convert_measure import MeasureOptions, check_library, measure, measure_options
 from .convert_options import FILE, HELP, quiet_option, target_option, working
 from .terminal import note, size_text
@@ -38,7 +39,7 @@ def quantize(
     """
     encode = kquants.encode if smaller.needs_library(kind) else types.encode
     with working(f"writing {out}", quiet=quiet) as progress:
-        gguf_write.check_output(out, target)
+        writer.check_output(out, target)
         if target is not None:
             check_library()
         smaller.quantize(source, out, kind=kind, encode=encode, progress=progress)

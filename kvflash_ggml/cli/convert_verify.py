@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..convert import verify as checks
+from ..gguf import verify as checks
 from .convert_measure import MeasureOptions, check_library, measure, measure_options
 from .convert_options import FILE, HELP, quiet_option, rope_option, target_option, working
 

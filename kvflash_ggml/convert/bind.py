@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from ..files import replacing
-from . import gguf_read, gguf_write, origin, target, verify
-from .gguf_write import Planned, Progress
+from ..gguf import origin, reader, target, verify
+from ..gguf.reader import Progress
+from . import writer
+from .writer import Planned
 
 
 def bind(
@@ -25,8 +27,8 @@ def bind(
     Keys that it had are replaced; tensors stay as they are. called: what errors name the file. Raises ConversionError
     if the drafter does not fit the target's shape, ConfigError if `out` cannot be written.
     """
-    gguf_write.check_output(out, source, model)
-    file, aim = gguf_read.read(source, called=called), gguf_read.read(model)
+    writer.check_output(out, source, model)
+    file, aim = reader.read(source, called=called), reader.read(model)
     file = replace(file, fields={name: field for name, field in file.fields.items() if name not in origin.KEYS})
     verify.check(file, aim, rope_differs=rope_differs)
     fields = [*file.fields.values(), *origin.fields(target.describe(aim))]
@@ -35,7 +37,7 @@ def bind(
         for tensor in file.tensors.values()
     ]
     with replacing(out) as made:
-        gguf_write.write(made, fields, tensors, progress)
+        writer.write(made, fields, tensors, progress)
         made.flush()
         return verify.verify(
             Path(made.name), model=model, rope_differs=rope_differs, called=called or out.name, progress=progress

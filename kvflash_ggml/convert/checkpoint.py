@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError
-from . import drafter
-from .drafter import Drafter
+from ..gguf import drafter
+from ..gguf.drafter import Drafter
 from .safetensors import Source, read_json
 
 CONFIG = "config.json"

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..calibration import choice
 from ..errors import ConfigError
+from ..gguf import heads, reader
+from ..gguf.reader import GGUF, Tensor, all_tensors
 from ..snapshot.fingerprint import ModelFile
-from . import gguf_read, heads
-from .gguf_read import GGUF, Tensor, all_tensors
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _KEYS = ("attn_k.weight", "attn_kv_a_mqa.weight")
@@ -56,7 +56,7 @@ class Description:
 
 def describe(path: Path) -> Description:
     """ConversionError if the file is no sound GGUF."""
-    file = gguf_read.read(path)
+    file = reader.read(path)
     tensors = all_tensors(file)
     nextn = _whole(file.own("nextn_predict_layers")) or 0
     count = _whole(file.own("block_count"))

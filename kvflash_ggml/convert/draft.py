@@ -10,13 +10,14 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import checkpoint, drafter, gguf_read, gguf_write, origin, safetensors, target, types
-from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
-from .gguf_read import Field
-from .gguf_write import Planned, Progress
+from ..gguf import drafter, origin, reader, target, types
+from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
+from ..gguf.reader import Field, Progress
+from ..gguf.target import Target
+from ..gguf.types import Bytes, TensorType
+from . import checkpoint, safetensors, writer
 from .safetensors import Source
-from .target import Target
-from .types import Bytes, TensorType
+from .writer import Planned
 
 FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18,
@@ -47,19 +48,19 @@ def convert(
 
     Raises ConversionError with what is wrong, what was wanted and what helps; ConfigError if `out` cannot be written.
     """
-    gguf_write.check_output(out, model)
+    writer.check_output(out, model)
     if not folder.is_dir():
         raise ConversionError(
             str(folder), "the checkpoint", found="no folder", wanted="one with config.json and .safetensors files",
             remedy="Give the folder that was fetched.",
         )  # fmt: skip
     it = checkpoint.read(folder)
-    aim = target.describe(gguf_read.read(model))
+    aim = target.describe(reader.read(model))
     drafter.check_pair(it, aim, rope_differs=rope_differs)
     sources = _chosen(it, checkpoint.named(safetensors.read_folder(folder).values()), own_head=own_head)
     tensors = [_planned(name, source, kind) for name, source in sources.items()]
     with replacing(out) as file:
-        gguf_write.write(file, fields(it, aim, kind=kind), tensors, progress)
+        writer.write(file, fields(it, aim, kind=kind), tensors, progress)
     return it
 
 

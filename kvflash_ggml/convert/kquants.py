@@ -8,9 +8,9 @@ import numpy as np
 
 from ..arrays import Floats
 from ..errors import LibraryError
+from ..gguf import types
+from ..gguf.types import Bytes, TensorType
 from ..native import library
-from . import types
-from .types import Bytes, TensorType
 
 
 def encode(rows: Floats, kind: TensorType) -> Bytes:

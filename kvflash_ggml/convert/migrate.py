@@ -8,13 +8,13 @@ from typing import Any
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import gguf_read, gguf_write, origin, target, types, verify
-from .drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
-from .gguf_read import GGUF, Field, Tensor
-from .gguf_write import Planned, Progress
+from ..gguf import origin, reader, target, types, verify
+from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
+from ..gguf.purpose import OLD_DFLASH
+from ..gguf.reader import GGUF, Field, Progress, Tensor
+from . import writer
 from .quantize import recoded
-
-OLD = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+from .writer import Planned
 
 _TENSORS = {"dflash.fc.weight": "fc.weight", "dflash.hidden_norm.weight": "enc.output_norm.weight"}
 _BLOCK, _MASK, _LAYERS, _COUNT = "block_size", "mask_token_id", "target_layer_ids", "n_target_layers"
@@ -34,20 +34,20 @@ def migrate(
     model: the target, which the result is checked beside, and whose tokenizer it gets if it has none. Raises
     ConversionError if something that llama.cpp needs is not in the file, or the result does not pass `verify`.
     """
-    gguf_write.check_output(out, source, model)
-    file = gguf_read.read(source)
-    if file.architecture not in OLD:
+    writer.check_output(out, source, model)
+    file = reader.read(source)
+    if file.architecture not in OLD_DFLASH:
         raise ConversionError(
-            file.name, "general.architecture", found=file.architecture, wanted=" or ".join(OLD),
+            file.name, "general.architecture", found=file.architecture, wanted=" or ".join(OLD_DFLASH),
             remedy="There is nothing to migrate: look at it with kvflash-convert inspect.",
         )  # fmt: skip
     fields = _fields(file, model)
     if model is not None:
         fields = [field for field in fields if field.name not in origin.KEYS]
-        fields += origin.fields(target.describe(gguf_read.read(model)))
+        fields += origin.fields(target.describe(reader.read(model)))
     tensors = [_planned(file, tensor) for tensor in file.tensors.values()]
     with replacing(out) as made:
-        gguf_write.write(made, fields, tensors, progress)
+        writer.write(made, fields, tensors, progress)
         made.flush()
         verify.verify(Path(made.name), model=model, rope_differs=rope_differs, called=out.name)
 
@@ -97,7 +97,7 @@ def _tokenizer(file: GGUF, model: Path | None) -> list[Field]:
             "a tokenizer",
             "Add --target: the target's is taken.",
         )
-    return [field for field in target.describe(gguf_read.read(model)).tokenizer if field.name != MASK]
+    return [field for field in target.describe(reader.read(model)).tokenizer if field.name != MASK]
 
 
 def _old(file: GGUF, key: str) -> Any:

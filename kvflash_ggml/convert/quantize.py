@@ -11,12 +11,13 @@ import numpy as np
 
 from ..errors import ConversionError
 from ..files import replacing
-from . import gguf_read, gguf_write, heads, types, verify
+from ..gguf import heads, reader, types, verify
+from ..gguf.drafter import ARCHITECTURE
+from ..gguf.reader import GGUF, Field, Progress, Tensor
+from ..gguf.types import Bytes, Encoder, TensorType
+from . import writer
 from .draft import FILE_TYPES, QUANTIZATION_VERSION
-from .drafter import ARCHITECTURE
-from .gguf_read import GGUF, Field, Tensor
-from .gguf_write import Planned, Progress
-from .types import Bytes, Encoder, TensorType
+from .writer import Planned
 
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16")
 """What a file can be quantised to. A mixture (_m) keeps values and ffn_down at six bits."""
@@ -52,8 +53,8 @@ def quantize(
     itself has to make. Raises ConversionError if the source is no such file or lacks what a drafter needs; afterwards
     every key but the file's type is compared with the source's.
     """
-    gguf_write.check_output(out, source)
-    file = gguf_read.read(source)
+    writer.check_output(out, source)
+    file = reader.read(source)
     if file.architecture in (ARCHITECTURE, verify.EAGLE3):
         verify.target_layers(file)
     elif heads.alone(file):
@@ -66,9 +67,9 @@ def quantize(
         )  # fmt: skip
     tensors = [_planned(file, tensor, kind, encode) for tensor in file.tensors.values()]
     with replacing(out) as made:
-        gguf_write.write(made, fields(file, kind), tensors, progress)
+        writer.write(made, fields(file, kind), tensors, progress)
         made.flush()
-        _check_keys(file, gguf_read.read(Path(made.name), called=out.name))
+        _check_keys(file, reader.read(Path(made.name), called=out.name))
 
 
 def recoded(file: GGUF, tensor: Tensor, kind: TensorType, encode: Encoder) -> Iterator[Bytes]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError
-from . import types
-from .gguf_read import file_pieces
-from .types import Bytes, TensorType
+from ..gguf import types
+from ..gguf.reader import file_pieces
+from ..gguf.types import Bytes, TensorType
 
 INDEX = "model.safetensors.index.json"
 

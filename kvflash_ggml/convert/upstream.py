@@ -18,9 +18,10 @@ from typing import NamedTuple
 from .. import env, pip_line
 from ..errors import ConversionError, LibraryError, brief
 from ..files import check_writable
+from ..gguf import reader, verify
+from ..gguf.reader import GGUF
 from ..native import library
-from . import bind, checkpoint, gguf_read, gguf_write, safetensors, verify
-from .gguf_read import GGUF
+from . import bind, checkpoint, safetensors, writer
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """What a whole model is written as; auto is the 16-bit type that loses least."""
@@ -56,7 +57,7 @@ def convert_model(folder: Path, out: Path, *, kind: str, arguments: Sequence[str
                 folder.name, "what llama.cpp's converter wrote", found=f"{len(files)} files", wanted="one",
                 remedy="Leave out arguments that split it.",
             )  # fmt: skip
-        gguf_read.read(files[0], called=out.name)
+        reader.read(files[0], called=out.name)
         _publish(files[0], out)
 
 
@@ -67,7 +68,7 @@ def convert_draft(
 
     model: the target's GGUF. target_folder: its Hugging Face folder, which llama.cpp's converter reads.
     """
-    gguf_write.check_output(out, model)
+    writer.check_output(out, model)
     _check_folder(folder, "the checkpoint's own", "Fetch the whole checkpoint.")
     _check_folder(target_folder, "the target's Hugging Face folder", "Its config.json and its tokenizer are enough.")
     checkpoint.check_others(folder)
@@ -80,7 +81,7 @@ def convert_draft(
         )
         bound = made.with_name(f"bound-{out.name}")
         words = bind.bind(made, bound, model=model, rope_differs=rope_differs, called=out.name)
-        words += _layers(folder, gguf_read.read(bound, called=out.name))
+        words += _layers(folder, reader.read(bound, called=out.name))
         _publish(bound, out)
     return words
 

@@ -14,9 +14,9 @@ import llama_cpp
 import numpy as np
 from llama_cpp import _internals as internals
 
-from .. import modelfile
 from ..arrays import Floats, Int32s
 from ..errors import ConfigError, UnsupportedModelError
+from ..gguf import modelfile
 from ..placement.measure import sketch
 from ..policy.combine import softmax_max
 from ..policy.crosstok import TextReader, token_scores

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
-from ..convert import gguf_read
 from ..errors import ConfigError, UnsupportedModelError
+from ..gguf import reader
 from ..placement.overrides import EXPERTS, Override, experts
 from ..placement.sizes import HOST
 from ..placement.split import bounds_of
@@ -193,7 +193,7 @@ def in_turn(parts: Sequence[range], count: int) -> list[int]:
 
 def _share_experts(
     path: str, count: int, chosen: Sequence[DeviceInfo], settings: dict[str, Any],
-    read: Callable[[Path], gguf_read.GGUF] = gguf_read.read,
+    read: Callable[[Path], reader.GGUF] = reader.read,
 ) -> list[int]:  # fmt: skip
     n_layers = int(read(Path(path)).own("block_count"))
     asked = settings.get("tensor_split")

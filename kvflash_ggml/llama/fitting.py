@@ -13,9 +13,9 @@ import llama_cpp
 from .. import policy, remote
 from ..config import KVFlashConfig
 from ..constants import CHUNK, KV_TYPES, POOL_STEP
-from ..convert import purpose
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
+from ..gguf import purpose
 from ..native import library
 from ..native import remote as servers
 from ..placement.predict import ALL_LAYERS, predict

@@ -20,8 +20,8 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from .. import policy, remote
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
-from ..convert import purpose
 from ..drafter import model as drafter
+from ..gguf import purpose
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers

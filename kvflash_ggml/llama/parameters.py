@@ -16,8 +16,8 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
 from ..constants import MAX_CONTEXT
-from ..convert import types
 from ..errors import ConfigError
+from ..gguf import types
 from ..logs import warn_once
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache

@@ -21,8 +21,8 @@ import numpy as np
 
 from .. import pip_line
 from ..arrays import Floats
-from ..convert import gguf_read, verify
 from ..errors import ConversionError, LibraryError
+from ..gguf import reader, verify
 from ..native import library
 from .base import Drafter
 from .target import Target
@@ -71,8 +71,8 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
     """The library must be loaded. ConversionError for a drafter that is not of this model, or cannot be loaded."""
     from . import find
 
-    aim = gguf_read.read(model)
-    files = [gguf_read.read(path) for path in drafts]
+    aim = reader.read(model)
+    files = [reader.read(path) for path in drafts]
     for file in files:  # llama.cpp would abort
         verify.check(file, aim, rope_differs=True)
     wanted = {find.wants(file, aim) for file in files}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..convert.gguf_read import GGUF
 from ..errors import DraftError
+from ..gguf.reader import GGUF
 from ..native import stock
 from . import tree
 from .context import DraftContext

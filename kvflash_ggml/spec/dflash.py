@@ -11,8 +11,8 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..config import SPEC_DEFAULT_WINDOW
-from ..convert import gguf_read, verify
-from ..convert import target as target_facts
+from ..gguf import reader, verify
+from ..gguf import target as target_facts
 from ..state.draft import SavedDraft
 from . import blocks
 from .base import Features
@@ -34,7 +34,7 @@ class DFlash:
     """
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW, branches: int = 1) -> None:
-        file, model = gguf_read.read(path), gguf_read.read(target.path)
+        file, model = reader.read(path), reader.read(target.path)
         verify.check(file, model, rope_differs=True)
         it, aim = verify.describe(file), target_facts.describe(model)
         if not math.isclose(it.theta, aim.theta, rel_tol=1e-6):

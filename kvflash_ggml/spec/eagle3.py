@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..config import SPEC_DEFAULT_WINDOW
-from ..convert import gguf_read, verify
+from ..gguf import reader, verify
 from ..native import stock
 from .chained import Chained
 from .context import DraftContext, DraftModel
@@ -21,7 +21,7 @@ class Eagle3(Chained):
     """
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
-        file, model = gguf_read.read(path), gguf_read.read(target.path)
+        file, model = reader.read(path), reader.read(target.path)
         verify.check(file, model)
         with ExitStack() as stack:
             weights = DraftModel(path, offload=target.offload, repack=target.repack)

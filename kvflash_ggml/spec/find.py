@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from .. import modelfile
-from ..convert import gguf_read, heads, purpose, verify
-from ..convert import target as target_facts
-from ..convert.gguf_read import GGUF
 from ..drafter.model import BOUND, FOLDERS
 from ..errors import ConfigError, ConversionError
+from ..gguf import heads, modelfile, purpose, reader, verify
+from ..gguf import target as target_facts
+from ..gguf.reader import GGUF
 from .base import Features
 
 logger = logging.getLogger("kvflash_ggml")
@@ -60,7 +59,7 @@ class _Search:
 
     def kind(self, draft: Path) -> str:
         """Which type of drafter a file is; checked, if it is bound to a target."""
-        file = gguf_read.read(draft)
+        file = reader.read(draft)
         part = purpose.part(file)
         if part is not None and not part.drafts and file.get("general.architecture") not in BOUND:
             raise ConversionError(
@@ -98,7 +97,7 @@ class _Search:
         """The files beside the model that are drafters of it, of these types."""
         for path in self._beside():
             try:
-                file = gguf_read.read(path)
+                file = reader.read(path)
                 if kind_of(file) in types:
                     yield file, Found(self.kind(path), path)
             except ConversionError as error:
@@ -120,7 +119,7 @@ class _Search:
     @cached_property
     def _target(self) -> GGUF:
         """Read once: a large vocabulary takes its time."""
-        return gguf_read.read(self._model)
+        return reader.read(self._model)
 
 
 def kind_of(file: GGUF) -> str:

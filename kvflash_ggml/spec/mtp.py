@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import SPEC_DEFAULT_WINDOW
-from ..convert import gguf_read, heads
 from ..errors import ConversionError
+from ..gguf import heads, reader
 from ..native import stock
 from .base import Features
 from .chained import Chained
@@ -25,7 +25,7 @@ class Mtp(Chained):
     """
 
     def __init__(self, path: Path | None, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
-        file = gguf_read.read(path or target.path)
+        file = reader.read(path or target.path)
         with ExitStack() as stack:
             address: Any = target.model
             if path is None:
@@ -36,7 +36,7 @@ class Mtp(Chained):
                         remedy="Load the model with load_mtp.",
                     )  # fmt: skip
             else:
-                heads.check_pair(file, gguf_read.read(target.path))
+                heads.check_pair(file, reader.read(target.path))
                 model = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
                 stack.callback(model.close)
                 address = model.address

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import modelfile
 from ..arrays import Floats, Int32s
 from ..config import SPEC_DEFAULT_WINDOW
 from ..drafter.model import BOUND
 from ..errors import ConversionError
+from ..gguf import modelfile
 from ..state.draft import SavedDraft
 from .base import Features
 from .chained import go_on

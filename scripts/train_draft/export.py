@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from kvflash_ggml.convert import draft, gguf_read, gguf_write, types
-from kvflash_ggml.convert.drafter import Drafter
-from kvflash_ggml.convert.gguf_write import Planned
-from kvflash_ggml.convert.target import describe
+from kvflash_ggml.convert import draft, writer
+from kvflash_ggml.convert.writer import Planned
 from kvflash_ggml.files import replacing
+from kvflash_ggml.gguf import reader, types
+from kvflash_ggml.gguf.drafter import Drafter
+from kvflash_ggml.gguf.target import describe
 
 from .drafter import Params, Plan
 from .target import Target
@@ -34,9 +35,9 @@ def write(
         tensors.append(_planned("output.weight", target.head[ids].float().cpu().numpy(), kind))
         rows = ids.cpu().numpy().astype(np.int64).view(np.uint8)
         tensors.append(Planned(name="d2t", kind=types.BY_NAME["i64"], shape=(len(ids),), pieces=lambda: [rows]))
-    fields = draft.fields(it, describe(gguf_read.read(model)), kind=kind)
+    fields = draft.fields(it, describe(reader.read(model)), kind=kind)
     with replacing(out) as file:
-        gguf_write.write(file, fields, tensors, lambda done, total: None)
+        writer.write(file, fields, tensors, lambda done, total: None)
 
 
 def _planned(name: str, value: np.ndarray, kind: str) -> Planned:

@@ -24,10 +24,11 @@ from vendoring.source import LLAMA, pristine_tree
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml.cli import about
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import draft, gguf_read, heads, kquants, origin, quantize, types, verify
+from kvflash_ggml.convert import draft, kquants, quantize
 from kvflash_ggml.convert.describe import describe
-from kvflash_ggml.convert.target import LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf import heads, origin, reader, types, verify
+from kvflash_ggml.gguf.target import LAST_INPUT, LAYER_INPUTS
 from kvflash_ggml.spec import acceptance
 from kvflash_ggml.spec.acceptance import TargetModel
 
@@ -108,7 +109,7 @@ def test_a_block_is_what_the_numbers_say(tmp_path: Path, exact: None) -> None:
     made = tmp_path / "draft.gguf"
     draft.convert(folder, made, model=model, kind="f32")
     with ExitStack() as stack:
-        target = TargetModel(model, verify.target_layers(gguf_read.read(made)), stack)
+        target = TargetModel(model, verify.target_layers(reader.read(made)), stack)
         text = target.go_on("A text of some length, about nothing at all.", 4)
         root = len(text.tokens) - 2
         drafter = DFlash(made, target.facts)
@@ -134,7 +135,7 @@ def test_other_readers_read_them(tmp_path: Path) -> None:
     folder = checkpoints.small_checkpoint(tmp_path / "drafter")
     made = tmp_path / "draft.gguf"
     draft.convert(folder, made, model=checkpoints.small_target(tmp_path / "target.gguf"))
-    ours, theirs = gguf_read.read(made), gguf.GGUFReader(made)
+    ours, theirs = reader.read(made), gguf.GGUFReader(made)
     fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert {name: field.contents() for name, field in fields.items()} == {
         name: field.value for name, field in ours.fields.items()
@@ -156,7 +157,7 @@ def test_types_of_ggml(tmp_path: Path, kind: str) -> None:
     made = tmp_path / "made.gguf"
     quantize.quantize(DRAFT, made, kind=kind, encode=kquants.encode)
     verify.verify(made, model=TARGET)
-    before, after = gguf_read.read(DRAFT), gguf_read.read(made)
+    before, after = reader.read(DRAFT), reader.read(made)
     for name, tensor in after.tensors.items():
         raw = np.concatenate(list(after.pieces(tensor)))
         was = types.decode(np.concatenate(list(before.pieces(before.tensors[name]))), before.tensors[name].kind)

@@ -12,8 +12,8 @@ import pytest
 from support.harness import same_bits
 
 from kvflash_ggml.arrays import Floats, Int32s
-from kvflash_ggml.convert.target import LAST_INPUT
 from kvflash_ggml.errors import EngineError, UnsupportedError
+from kvflash_ggml.gguf.target import LAST_INPUT
 
 REPO = Path(__file__).parents[2]
 LAYERS = (2, 4, 5)

@@ -11,9 +11,10 @@ import pytest
 from support import checkpoints
 from support.checkpoints import HIDDEN, VOCAB, small_checkpoint, small_target, target_fields, write_gguf
 
-from kvflash_ggml.convert import draft, gguf_read
-from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.convert import draft
 from kvflash_ggml.errors import ConfigError, ConversionError
+from kvflash_ggml.gguf import reader
+from kvflash_ggml.gguf.reader import Field
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def dflash(target: Path, name: str, *extra: str) -> Path:
     out.parent.mkdir(exist_ok=True)
     draft.convert(small_checkpoint(target.parent / "checkpoint"), out, model=target)
     if extra:
-        file = gguf_read.read(out)
+        file = reader.read(out)
         arrays = {
             tensor: np.frombuffer(raw, np.float32 if kind == "f32" else np.float16).reshape(shape[::-1])
             for tensor, (kind, shape, raw) in checkpoints.tensor_bytes(out).items()
@@ -62,7 +63,7 @@ def eagle3(target: Path, name: str, **changes: Any) -> Path:
     norms = ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm")
     shapes: dict[str, tuple[int, ...]] = {**matrices, **dict.fromkeys(norms, (HIDDEN,))}
     fields = [Field.of("general.architecture", "eagle3"), *(Field.of(f"eagle3.{k}", v) for k, v in values.items())]
-    tokens = gguf_read.read(target).fields["tokenizer.ggml.tokens"]
+    tokens = reader.read(target).fields["tokenizer.ggml.tokens"]
     arrays = {f"{part}.weight": np.zeros(shape, np.float32) for part, shape in shapes.items()}
     return write_gguf(target.parent / name, [*fields, tokens], arrays)
 

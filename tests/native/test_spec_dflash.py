@@ -242,8 +242,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_file_that_does_not_fit_is_refused(dflash: Any, tmp_path: Path, name: str) -> None:
     from support.checkpoints import array, rewritten, text
 
-    from kvflash_ggml.convert.gguf_read import Field
     from kvflash_ggml.errors import ConversionError
+    from kvflash_ggml.gguf.reader import Field
 
     changes, why = CHANGES[name]
 
@@ -323,10 +323,10 @@ def with_more(out: Path, keys: dict[str, Any], arrays: dict[str, Floats]) -> Pat
     """The drafter with further fields and tensors."""
     from support.checkpoints import tensor_bytes, write_gguf
 
-    from kvflash_ggml.convert import gguf_read
-    from kvflash_ggml.convert.gguf_read import Field
+    from kvflash_ggml.gguf import reader
+    from kvflash_ggml.gguf.reader import Field
 
-    fields = dict(gguf_read.read(DRAFT).fields) | {f"dflash.{k}": Field.of(f"dflash.{k}", v) for k, v in keys.items()}
+    fields = dict(reader.read(DRAFT).fields) | {f"dflash.{k}": Field.of(f"dflash.{k}", v) for k, v in keys.items()}
     own = {
         name: np.frombuffer(raw, np.float32 if kind == "f32" else np.float16).reshape(shape[::-1])
         for name, (kind, shape, raw) in tensor_bytes(DRAFT).items()

@@ -11,8 +11,8 @@ import pytest
 from support.checkpoints import rewritten
 from support.harness import MODELS
 
-from kvflash_ggml.convert.gguf_read import Field
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf.reader import Field
 
 HEADS = MODELS / "mtp-recall-qwen35-q8_0.gguf"
 

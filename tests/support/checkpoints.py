@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.convert import checkpoint, gguf_read, gguf_write, types
-from kvflash_ggml.convert.gguf_read import GGUF, Field
-from kvflash_ggml.convert.gguf_write import Planned
+from kvflash_ggml.convert import checkpoint, writer
+from kvflash_ggml.convert.writer import Planned
+from kvflash_ggml.gguf import reader, types
+from kvflash_ggml.gguf.reader import GGUF, Field
 
 VOCAB = 288
 HIDDEN, HEADS, HEADS_KV, HEAD_DIM, FF = 64, 4, 2, 16, 128
@@ -240,13 +241,13 @@ def write_gguf(path: Path, fields: Sequence[Field], arrays: Mapping[str, np.ndar
         for name, values in arrays.items()
     ]
     with path.open("wb") as file:
-        gguf_write.write(file, fields, planned, lambda done, total: None)
+        writer.write(file, fields, planned, lambda done, total: None)
     return path
 
 
 def tensor_bytes(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every tensor's type, shape and bytes."""
-    file = gguf_read.read(path)
+    file = reader.read(path)
     return {
         name: (tensor.kind.name, tensor.shape, b"".join(piece.tobytes() for piece in file.pieces(tensor)))
         for name, tensor in file.tensors.items()
@@ -255,7 +256,7 @@ def tensor_bytes(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 def rewritten(source: Path, out: Path, change: Any) -> Path:
     """The file with its fields, by name, changed by a function that is given them."""
-    file = gguf_read.read(source)
+    file = reader.read(source)
     fields = dict(file.fields)
     change(fields)
     planned = [
@@ -265,13 +266,13 @@ def rewritten(source: Path, out: Path, change: Any) -> Path:
         for tensor in file.tensors.values()
     ]
     with out.open("wb") as made:
-        gguf_write.write(made, list(fields.values()), planned, lambda done, total: None)
+        writer.write(made, list(fields.values()), planned, lambda done, total: None)
     return out
 
 
 def older(drafter: Path, out: Path, *, tokens: bool = True) -> Path:
     """The file with the older names."""
-    file = gguf_read.read(drafter)
+    file = reader.read(drafter)
     own = {"dflash.block_size": 8, "dflash.mask_token_id": MASK, "dflash.target_layer_ids": IDS,
            "dflash.n_target_layers": len(IDS), "vocab_size": VOCAB}  # fmt: skip
     fields = [Field.of("general.architecture", OLD)]

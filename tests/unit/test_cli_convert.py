@@ -17,9 +17,10 @@ from kvflash_ggml import pip_line
 from kvflash_ggml.cli import convert_measure, convert_options
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import draft, gguf_read, types, upstream, verify
-from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.convert import draft, upstream
 from kvflash_ggml.errors import LibraryError
+from kvflash_ggml.gguf import reader, types, verify
+from kvflash_ggml.gguf.reader import Field
 
 
 def cli(*arguments: object) -> Result:
@@ -101,7 +102,7 @@ def test_bytes_are_counted_to_the_last(tmp_path: Path, target: Path) -> None:
     seen: list[tuple[int, int]] = []
     out = tmp_path / "draft.gguf"
     draft.convert(small_checkpoint(tmp_path / "drafter"), out, model=target, progress=lambda *at: seen.append(at))
-    written = sum(tensor.nbytes for tensor in gguf_read.read(out).tensors.values())
+    written = sum(tensor.nbytes for tensor in reader.read(out).tensors.values())
     assert seen == sorted(seen)
     assert seen[-1] == (written, written)
     verify.verify(out, model=target, progress=lambda *at: seen.append(at))
@@ -446,5 +447,5 @@ def test_what_the_extra_names_is_what_is_asked_for() -> None:
 
 def test_nothing_is_left_of_a_file_that_was_given_a_prefix(tmp_path: Path, converter: Path, model: Path) -> None:
     cli("model", model, "-o", tmp_path / "out.gguf", "-q", "--", "--mtp")
-    assert gguf_read.read(tmp_path / "out.gguf").architecture == "qwen3"
+    assert reader.read(tmp_path / "out.gguf").architecture == "qwen3"
     assert [path.name for path in tmp_path.iterdir() if "mtp" in path.name] == []

@@ -24,9 +24,10 @@ from support.checkpoints import (
     write_checkpoint,
 )
 
-from kvflash_ggml.convert import draft, gguf_read, verify
-from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.convert import draft
 from kvflash_ggml.errors import ConfigError, ConversionError
+from kvflash_ggml.gguf import reader, verify
+from kvflash_ggml.gguf.reader import Field
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -36,10 +37,10 @@ def target(tmp_path: Path) -> Path:
     return small_target(tmp_path / "target.gguf")
 
 
-def converted(folder: Path, target: Path, **options: Any) -> gguf_read.GGUF:
+def converted(folder: Path, target: Path, **options: Any) -> reader.GGUF:
     out = folder.parent / "draft.gguf"
     draft.convert(folder, out, model=target, **options)
-    return gguf_read.read(out)
+    return reader.read(out)
 
 
 # --- what comes of it
@@ -47,11 +48,11 @@ def converted(folder: Path, target: Path, **options: Any) -> gguf_read.GGUF:
 
 def test_a_drafter_goes_to_a_checkpoint_and_back_byte_for_byte(tmp_path: Path) -> None:
     source, model = MODELS / "recall-dflash.gguf", MODELS / "recall-qwen3-q8_0.gguf"
-    folder = checkpoints.exported(gguf_read.read(source), tmp_path / "checkpoint")
+    folder = checkpoints.exported(reader.read(source), tmp_path / "checkpoint")
     out = tmp_path / "again.gguf"
     draft.convert(folder, out, model=model)
     assert tensor_bytes(out) == tensor_bytes(source)
-    before, after = gguf_read.read(source).fields, gguf_read.read(out).fields
+    before, after = reader.read(source).fields, reader.read(out).fields
     own = {name for name in before if name.startswith(("dflash.", "tokenizer."))}
     assert own == {name for name in after if name.startswith(("dflash.", "tokenizer."))}
     assert {name for name in own if before[name] != after[name]} == set()
@@ -85,7 +86,7 @@ def test_bf16_goes_to_f32_exactly_and_to_f16_rounded(tmp_path: Path, target: Pat
 
 def test_the_tokenizer_is_the_targets_and_the_mask_token_is_added(tmp_path: Path, target: Path) -> None:
     made = converted(small_checkpoint(tmp_path / "drafter"), target)
-    theirs = gguf_read.read(target).fields
+    theirs = reader.read(target).fields
     assert {name: made.fields[name] for name in theirs if name.startswith("tokenizer.")} == {
         name: field for name, field in theirs.items() if name.startswith("tokenizer.")
     }
@@ -108,7 +109,7 @@ def test_a_length_is_told_and_sizes_nothing(tmp_path: Path, target: Path) -> Non
 
 def test_without_a_length_it_is_the_targets(tmp_path: Path, target: Path) -> None:
     made = converted(small_checkpoint(tmp_path / "drafter", max_position_embeddings=None), target)
-    assert made.own("context_length") == gguf_read.read(target).own("context_length")
+    assert made.own("context_length") == reader.read(target).own("context_length")
 
 
 def test_a_nested_theta_goes_before_the_top_level(tmp_path: Path, target: Path) -> None:

@@ -32,10 +32,11 @@ from support.checkpoints import (
 
 from kvflash_ggml.calibration import choice
 from kvflash_ggml.calibration.choice import Calibration, HeadScore
-from kvflash_ggml.convert import draft, gguf_read, migrate, quantize, types, verify
+from kvflash_ggml.convert import draft, migrate, quantize
 from kvflash_ggml.convert.describe import describe
-from kvflash_ggml.convert.gguf_read import Field
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf import reader, types, verify
+from kvflash_ggml.gguf.reader import Field
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 REPO = Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_a_file_is_refused(tmp_path: Path, drafter: Path, target: Path, key: str
 
 
 def with_tensors(source: Path, out: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    file = gguf_read.read(source)
+    file = reader.read(source)
     arrays = {
         name: np.frombuffer(raw, np.float32 if kind == "f32" else np.float16).reshape(shape[::-1]).copy()
         for name, (kind, shape, raw) in tensor_bytes(source).items()
@@ -218,7 +219,7 @@ def test_an_older_file_becomes_the_same_as_a_converted_one(
     out = tmp_path / "new.gguf"
     migrate.migrate(older(drafter, tmp_path / "old.gguf", tokens=tokens), out, model=target)
     assert tensor_bytes(out) == tensor_bytes(drafter)
-    wanted, found = gguf_read.read(drafter).fields, gguf_read.read(out).fields
+    wanted, found = reader.read(drafter).fields, reader.read(out).fields
     left = {name for name in wanted if wanted[name] != found.get(name)}
     assert left <= {"general.name", "general.file_type", "general.quantization_version"}
 
@@ -259,7 +260,7 @@ def test_every_key_stays(tmp_path: Path, drafter: Path, target: Path) -> None:
     pytest.importorskip("gguf")
     out = tmp_path / "small.gguf"
     quantize.quantize(drafter, out, kind="q8_0")
-    before, after = gguf_read.read(drafter), gguf_read.read(out)
+    before, after = reader.read(drafter), reader.read(out)
     changed = {name for name in before.fields if before.fields[name] != after.fields[name]}
     assert changed == {"general.file_type"}
     assert before.fields.keys() == after.fields.keys()
@@ -272,7 +273,7 @@ def test_what_steers_a_drafter_keeps_eight_bits(tmp_path: Path, drafter: Path) -
     pytest.importorskip("gguf")
     out = tmp_path / "small.gguf"
     quantize.quantize(drafter, out, kind="q4_0")
-    kinds = {name: tensor.kind.name for name, tensor in gguf_read.read(out).tensors.items()}
+    kinds = {name: tensor.kind.name for name, tensor in reader.read(out).tensors.items()}
     assert (kinds["fc.weight"], kinds["blk.0.attn_q.weight"]) == ("q8_0", "q4_0")
 
 
@@ -284,7 +285,7 @@ def test_a_head_for_further_tokens_is_quantised_too(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="lost for good"):
         quantize.quantize(head, small, kind="q4_0")
     quantize.quantize(large, small, kind="q4_0")
-    before, after = gguf_read.read(large), gguf_read.read(small)
+    before, after = reader.read(large), reader.read(small)
     assert before.fields.keys() == after.fields.keys()
     kinds = {name.removeprefix("blk.8."): tensor.kind.name for name, tensor in after.tensors.items()}
     steering = ("nextn.eh_proj.weight", "token_embd.weight")
@@ -297,7 +298,7 @@ def enlarged(source: Path, out: Path) -> None:
     """The file with F16 matrices in place of Q8_0 ones."""
     import gguf
 
-    file, arrays = gguf_read.read(source), {}
+    file, arrays = reader.read(source), {}
     for name, (kind, shape, raw) in tensor_bytes(source).items():
         values = np.frombuffer(raw, np.float32 if kind == "f32" else np.uint8)
         if kind == "q8_0":
@@ -308,7 +309,7 @@ def enlarged(source: Path, out: Path) -> None:
 
 def test_experts_shrink_and_what_chooses_them_does_not() -> None:
     kinds = {
-        name: quantize.chosen(gguf_read.Tensor(f"blk.3.{name}.weight", types.BY_NAME["bf16"], shape, 0), "q4_k_m").name
+        name: quantize.chosen(reader.Tensor(f"blk.3.{name}.weight", types.BY_NAME["bf16"], shape, 0), "q4_k_m").name
         for name, shape in {
             "ffn_gate_exps": (256, 8, 4), "ffn_down_exps": (256, 8, 4), "ffn_up_shexp": (256, 8),
             "ffn_gate_inp": (256, 4),
@@ -320,7 +321,7 @@ def test_experts_shrink_and_what_chooses_them_does_not() -> None:
 def test_rows_that_are_no_whole_blocks_stay_larger(tmp_path: Path) -> None:
     kinds = {}
     for width in (256, 64, 48):
-        tensor = gguf_read.Tensor("blk.0.ffn_up.weight", types.BY_NAME["f16"], (width, 8), 0)
+        tensor = reader.Tensor("blk.0.ffn_up.weight", types.BY_NAME["f16"], (width, 8), 0)
         kinds[width] = quantize.chosen(tensor, "q4_k_m").name
     assert kinds == {256: "q4_k", 64: "q8_0", 48: "f16"}
 
@@ -335,7 +336,7 @@ def test_a_file_without_its_layers_is_not_quantised(tmp_path: Path, drafter: Pat
 def test_a_key_that_changes_is_noticed(tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantize.fields
 
-    def forgetful(file: gguf_read.GGUF, kind: str) -> list[Field]:
+    def forgetful(file: reader.GGUF, kind: str) -> list[Field]:
         return [field for field in whole(file, kind) if field.name != "dflash.target_layers"]
 
     monkeypatch.setattr(quantize, "fields", forgetful)
@@ -415,7 +416,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     }
     names = sorted(arrays)
     for part, own in ((1, names[:20]), (2, names[20:])):
-        fields = list(gguf_read.read(whole).fields.values()) if part == 1 else []
+        fields = list(reader.read(whole).fields.values()) if part == 1 else []
         write_gguf(tmp_path / f"m-0000{part}-of-00002.gguf", fields, {name: arrays[name] for name in own})
     found = describe(tmp_path / "m-00001-of-00002.gguf")
     assert (found.attention, found.parameters) == (4, describe(whole).parameters)

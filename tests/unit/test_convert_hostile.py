@@ -23,9 +23,10 @@ from support.checkpoints import (
     write_gguf,
 )
 
-from kvflash_ggml.convert import describe, draft, gguf_read, migrate, safetensors, verify
-from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.convert import describe, draft, migrate, safetensors
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf import reader, verify
+from kvflash_ggml.gguf.reader import Field
 
 MUTANTS = 1000
 WORDS = [0, 1, 2, 7, 8, 32, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, 1 << 63, (1 << 64) - 1]
@@ -79,7 +80,7 @@ def test_a_thousand_damaged_ggufs(tmp_path: Path) -> None:
     out = tmp_path / "draft.gguf"
     draft.convert(small_checkpoint(tmp_path / "drafter"), out, model=target)
     sound, broken = out.read_bytes(), tmp_path / "broken.gguf"
-    head = min(tensor.offset for tensor in gguf_read.read(out).tensors.values())
+    head = min(tensor.offset for tensor in reader.read(out).tensors.values())
     rng = random.Random(1)
     outcomes = {"refused": 0, "converted": 0}
     for _ in range(MUTANTS):
@@ -118,7 +119,7 @@ def test_every_field_of_another_type(tmp_path: Path) -> None:
     more = ("nextn_predict_layers", "attention.sliding_window", "attention.sliding_window_pattern", "conv_kernel_size",
             "conv_group_size", "selector_rank", "hyper_connection.count", "attention.kv_lora_rank")  # fmt: skip
     for source, prefix in ((sound, "dflash"), (target, "qwen3")):
-        names = [*gguf_read.read(source).fields, *(f"{prefix}.{key}" for key in more)]
+        names = [*reader.read(source).fields, *(f"{prefix}.{key}" for key in more)]
         for name in names:
             for value in ODD:
                 put = {name: stored(name, value)}
@@ -135,7 +136,7 @@ def test_every_field_of_an_older_file_of_another_type(tmp_path: Path) -> None:
     target, sound, broken = small_target(tmp_path / "t.gguf"), tmp_path / "draft.gguf", tmp_path / "broken.gguf"
     draft.convert(small_checkpoint(tmp_path / "drafter"), sound, model=target)
     old = older(sound, tmp_path / "old.gguf")
-    for name in gguf_read.read(old).fields:
+    for name in reader.read(old).fields:
         for value in ODD:
             put = {name: stored(name, value)}
             rewritten(old, broken, lambda fields, put=put: fields.update(put))
@@ -308,18 +309,18 @@ def test_a_gguf_is_refused(tmp_path: Path, data: bytes, what: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     with pytest.raises(ConversionError) as caught:
-        gguf_read.read(path)
+        reader.read(path)
     assert caught.value.what == what
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="not there"):
-        gguf_read.read(tmp_path / "none.gguf")
+        reader.read(tmp_path / "none.gguf")
 
 
 def test_a_folder_is_no_gguf(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="is a folder"):
-        gguf_read.read(tmp_path)
+        reader.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -329,19 +330,19 @@ def test_a_folder_is_no_gguf(tmp_path: Path) -> None:
 )
 def test_a_field_says_what_it_was_made_of(tmp_path: Path, value: Any) -> None:
     path = write_gguf(tmp_path / "a.gguf", [Field.of("a.b", value)], {})
-    assert gguf_read.read(path).get("a.b") == value
+    assert reader.read(path).get("a.b") == value
 
 
 def test_every_type_of_field_is_read(tmp_path: Path) -> None:
     fields = target_fields()
     path = write_gguf(tmp_path / "a.gguf", fields, {})
-    assert list(gguf_read.read(path).fields.values()) == fields
-    assert gguf_read.read(path).get("tokenizer.ggml.tokens")[:3] == ["<unk>", "<s>", "</s>"]
+    assert list(reader.read(path).fields.values()) == fields
+    assert reader.read(path).get("tokenizer.ggml.tokens")[:3] == ["<unk>", "<s>", "</s>"]
 
 
 def test_a_file_that_is_cut_off_meanwhile_is_an_error(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", target_fields(), {"x": np.ones(64, np.float32)})
-    file = gguf_read.read(path)
+    file = reader.read(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ConversionError, match="shorter than it was"):
         list(file.pieces(file.tensors["x"]))

@@ -20,9 +20,10 @@ from support.checkpoints import (
 )
 
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import bind, draft, embedding, gguf_read, migrate, origin, quantize, verify
-from kvflash_ggml.convert.gguf_read import Field
+from kvflash_ggml.convert import bind, draft, migrate, quantize
 from kvflash_ggml.errors import ConversionError
+from kvflash_ggml.gguf import embedding, origin, reader, verify
+from kvflash_ggml.gguf.reader import Field
 
 MODELS = Path(__file__).parents[1] / "models"
 BOUND = {
@@ -69,7 +70,7 @@ def signed(path: Path, kind: str, seed: int = 0) -> str | None:
     writer.add_tensor("token_embd.weight", gguf.quants.quantize(values, number), raw_dtype=number)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    return embedding.signature(gguf_read.read(path))
+    return embedding.signature(reader.read(path))
 
 
 def test_a_signature_survives_quantisation(tmp_path: Path) -> None:
@@ -87,9 +88,9 @@ def test_tokens_that_nobody_has_trained(tmp_path: Path) -> None:
     """Rows of zeros count as equal, and a vocabulary may be smaller than the rows that are looked at."""
     for count in (1, 7, 64):
         path = write_gguf(tmp_path / "a.gguf", [], {"token_embd.weight": np.zeros((count, 32), np.float32)})
-        assert embedding.signature(gguf_read.read(path)) == "0" * 64
+        assert embedding.signature(reader.read(path)) == "0" * 64
     path = write_gguf(tmp_path / "a.gguf", [], {"token_embd.weight": np.zeros(64, np.float32)})
-    assert embedding.signature(gguf_read.read(path)) is None
+    assert embedding.signature(reader.read(path)) is None
 
 
 def test_the_embedding_of_a_model_in_parts(tmp_path: Path, target: Path) -> None:
@@ -97,8 +98,8 @@ def test_the_embedding_of_a_model_in_parts(tmp_path: Path, target: Path) -> None
     wanted = arrays.pop("token_embd.weight")
     write_gguf(tmp_path / "m-00001-of-00002.gguf", target_fields(), arrays)
     write_gguf(tmp_path / "m-00002-of-00002.gguf", [], {"token_embd.weight": wanted})
-    assert embedding.signature(gguf_read.read(tmp_path / "m-00001-of-00002.gguf")) == embedding.signature(
-        gguf_read.read(target)
+    assert embedding.signature(reader.read(tmp_path / "m-00001-of-00002.gguf")) == embedding.signature(
+        reader.read(target)
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflash_ggml.convert import types
-from kvflash_ggml.convert.gguf_read import Tensor
 from kvflash_ggml.convert.quantize import chosen
+from kvflash_ggml.gguf import types
+from kvflash_ggml.gguf.reader import Tensor
 from kvflash_ggml.spec import acceptance
 from kvflash_ggml.spec.acceptance import Continued
 from kvflash_ggml.spec.draft import Draft, chain

@@ -11,8 +11,9 @@ import pytest
 from support import checkpoints
 from support.checkpoints import FF, HEAD_DIM, HEADS, HEADS_KV, HIDDEN, MASK, TARGET_LAYERS, THETA, VOCAB
 
-from kvflash_ggml.convert import checkpoint, draft, gguf_read, upstream, verify
+from kvflash_ggml.convert import checkpoint, draft, upstream
 from kvflash_ggml.errors import LibraryError
+from kvflash_ggml.gguf import reader, verify
 
 for package in ("torch", "transformers"):
     pytest.importorskip(package)
@@ -63,7 +64,7 @@ def model(tmp_path: Path, source: None) -> Path:
 def test_both_converters_make_the_same_drafter(tmp_path: Path, model: Path) -> None:
     target = tmp_path / "target.gguf"
     upstream.convert_model(model, target, kind="f16")
-    vocab = gguf_read.read(target).fields["tokenizer.ggml.tokens"].count
+    vocab = reader.read(target).fields["tokenizer.ggml.tokens"].count
     folder = checkpoints.small_checkpoint(tmp_path / "drafter", vocab_size=vocab, dflash_config={
         "mask_token_id": min(MASK, vocab - 1), "target_layer_ids": checkpoints.IDS,
     })  # fmt: skip
@@ -73,7 +74,7 @@ def test_both_converters_make_the_same_drafter(tmp_path: Path, model: Path) -> N
         upstream.convert_draft(folder, theirs, model=target, target_folder=model, kind=kind, rope_differs=False)
         verify.verify(theirs, model=target)
         assert checkpoints.tensor_bytes(ours) == checkpoints.tensor_bytes(theirs)
-        found, wanted = gguf_read.read(ours), gguf_read.read(theirs)
+        found, wanted = reader.read(ours), reader.read(theirs)
         names = {name for name in {*found.fields, *wanted.fields} if not name.startswith("general.")}
         differ = {name for name in names if found.fields.get(name) != wanted.fields.get(name)}
         assert differ == {"dflash.rope.dimension_count"}  # which they write only where it is not the head's dimension
@@ -83,7 +84,7 @@ def test_both_converters_make_the_same_drafter(tmp_path: Path, model: Path) -> N
 def test_an_eagle3_drafter_of_fewer_tokens(tmp_path: Path, model: Path) -> None:
     target, made = tmp_path / "target.gguf", tmp_path / "made.gguf"
     upstream.convert_model(model, target, kind="f16")
-    vocab = gguf_read.read(target).fields["tokenizer.ggml.tokens"].count
+    vocab = reader.read(target).fields["tokenizer.ggml.tokens"].count
     rng, names = np.random.default_rng(5), {"attn_norm_2": "hidden_norm", **HF_NAMES}
     own = np.arange(3, vocab - 5, 2)
     wanted = {"output.weight": checkpoints.random_weight(rng, (len(own), HIDDEN))}

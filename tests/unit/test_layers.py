@@ -27,8 +27,8 @@ FLOORS = [
     {"policy"},
     {"state", "placement"},
     {"native", "pool", "trace"},
-    {"host"},
-    {"arrays", "constants", "env", "errors", "files", "logs", "modelfile", "notation", "pip_line", "remote"},
+    {"host", "gguf"},
+    {"arrays", "constants", "env", "errors", "files", "logs", "notation", "pip_line", "remote"},
 ]
 """From the top down. A room imports itself and the floors below; on the ground the files are in no order."""
 

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from support.fake_llama import REPLY, Stage, interrupt_at, staged
 
-from kvflash_ggml import modelfile
 from kvflash_ggml.cli import chat, prompt, terminal
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.gguf import modelfile
 
 
 @pytest.fixture

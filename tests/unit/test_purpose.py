@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from support.checkpoints import rewritten, small_eagle3, small_target, target_fields, write_gguf
 
-from kvflash_ggml import modelfile
-from kvflash_ggml.convert import purpose
-from kvflash_ggml.convert.gguf_read import Field
 from kvflash_ggml.errors import ConfigError, ConversionError
+from kvflash_ggml.gguf import modelfile, purpose
+from kvflash_ggml.gguf.reader import Field
 
 MODELS = Path(__file__).parents[1] / "models"
 WEIGHT = {"a.weight": np.ones((1, 32), np.float32)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from .embedding import signature
-from .gguf_read import GGUF, Field
+from .reader import GGUF, Field
 
 LAYER_INPUTS = frozenset({
     "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",

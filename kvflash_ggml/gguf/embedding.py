@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from . import types
-from .gguf_read import GGUF, Tensor, file_pieces, parts
+from .reader import GGUF, Tensor, file_pieces, parts
 
 TENSOR = "token_embd.weight"
 ROWS, BITS = 64, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import ConversionError
 from . import target as target_facts
-from .gguf_read import GGUF, all_tensors
+from .reader import GGUF, all_tensors
 
 GRAPHS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "hy_v3", "mimo2",

@@ -6,16 +6,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import modelfile
 from ..errors import ConfigError, ConversionError, brief
-from . import gguf_read, heads, migrate, origin
-from .gguf_read import GGUF
+from . import heads, modelfile, origin, reader
+from .reader import GGUF
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _BESIDE = (
     "Open {} with a pool, and give this file beside it: --kvflash auto -md FILE on the command line, "
     'kvflash="auto", draft_model="FILE" in Python.'
 )
+OLD_DFLASH = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+"""Architectures of DFlash drafters with older names, which `kvflash-convert migrate` renames."""
+
 _DRAFTERS = {"dflash": "a DFlash drafter", "eagle3": "an EAGLE3 drafter"}
 
 
@@ -38,7 +40,7 @@ def check_model(path: Path, *, vocab_only: bool = False) -> None:
     if vocab_only or not path.exists():
         return
     try:
-        found = part(gguf_read.read(path))
+        found = part(reader.read(path))
     except (ConversionError, OSError):
         return
     if found is not None:
@@ -47,7 +49,7 @@ def check_model(path: Path, *, vocab_only: bool = False) -> None:
 
 def check_reader(path: Path) -> None:
     """Raise ConfigError or ConversionError unless `path` is a whole model, as the policy 'drafter' needs one."""
-    file = gguf_read.read(path)
+    file = reader.read(path)
     found = part(file)
     if found is not None:
         raise ConfigError(
@@ -64,7 +66,7 @@ def check_reader(path: Path) -> None:
 def reads_alone(path: Path) -> bool:
     """Report whether a file is a model by itself, as far as its head says. One that cannot be read counts as one."""
     try:
-        return part(gguf_read.read(path)) is None
+        return part(reader.read(path)) is None
     except (ConversionError, OSError):
         return True
 
@@ -106,7 +108,7 @@ def _drafter(file: GGUF) -> Part | None:
         kind = file.get(origin.ARCHITECTURE)
         target = f"the {brief(kind)} model" if isinstance(kind, str) else "the model"
         return Part(_DRAFTERS[architecture], _BESIDE.format(f"{target} that it was trained for"), drafts=True)
-    if architecture in migrate.OLD:
+    if architecture in OLD_DFLASH:
         return Part(
             "a DFlash drafter with older names", "Give it llama.cpp's names first: kvflash-convert migrate IN OUT."
         )

@@ -10,14 +10,11 @@ from typing import BinaryIO
 
 from ..errors import ConversionError
 from ..files import check_writable
-from . import types
-from .gguf_read import ALIGNMENT, Field
-from .types import Bytes, TensorType
+from ..gguf import types
+from ..gguf.reader import ALIGNMENT, Field, Progress
+from ..gguf.types import Bytes, TensorType
 
 VERSION = 3
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

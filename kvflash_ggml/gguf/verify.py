@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError
-from . import drafter, gguf_read, heads, origin, target, types
+from . import drafter, heads, origin, reader, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
-from .gguf_read import GGUF
-from .gguf_write import Progress
+from .reader import GGUF, Progress
 from .target import Target
 
 EAGLE3 = "eagle3"
@@ -34,8 +33,8 @@ def verify(
     their target. called: what errors name the file. Raises ConversionError with what is wrong, what was wanted and what
     helps.
     """
-    file = gguf_read.read(path, called=called)
-    words = check(file, None if model is None else gguf_read.read(model), rope_differs=rope_differs)
+    file = reader.read(path, called=called)
+    words = check(file, None if model is None else reader.read(model), rope_differs=rope_differs)
     check_values(file, progress)
     return words
 

@@ -6,7 +6,7 @@ import re
 
 from ..errors import ConversionError
 from . import embedding
-from .gguf_read import GGUF, Field
+from .reader import GGUF, Field
 from .target import Target
 
 ARCHITECTURE = "kvflash.target.architecture"

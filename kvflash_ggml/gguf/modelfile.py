@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 _MAGIC = b"GGUF"
 _OLD = (b"lmgg", b"tjgg", b"fmgg", b"algg")  # the magic numbers of ggml, ggjt, ggmf and ggla, as they lie in a file
