@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.harness import check, reach, row
+from support.inside import inside
 from support.interrupter import Interrupter
 from support.served import answer
 
@@ -84,7 +85,7 @@ def test_a_text_that_was_cut_parked_and_saved(kind: str, llama: Any, prompts: An
     llm = llama(kind, **POOL)
     llm.load_snapshot(tmp_path / "answered")
     same()
-    (found,) = llm._session.scoring.findings.state()
+    (found,) = inside(llm).session.scoring.findings.state()
     llm.save_snapshot(tmp_path / "cut", length=found.start)
     llm.load_snapshot(tmp_path / "cut")
     assert llm.n_tokens == found.start
@@ -155,7 +156,7 @@ def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> N
     prompt, _ = prompts
     llm = llama(**POOL)
     ask(llm, prompt, 4)
-    session = llm._session
+    session = inside(llm).session
     (found,) = session.scoring.findings.state()
     assert found.start == len(prompt) - 64
     session.truncate(found.start)
@@ -169,8 +170,8 @@ def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> N
     for policy in ("quest", "lru"):
         llm = llama(**{**POOL, "kvflash_policy": policy})
         llm.load_snapshot(tmp_path / "asked")
-        assert llm._session.ranking is None
-        assert llm._session.scoring is None or not llm._session.scoring.findings.state()
+        assert inside(llm).session.ranking is None
+        assert inside(llm).session.scoring is None or not inside(llm).session.scoring.findings.state()
         check(llm)
         llm.close()
 
@@ -189,7 +190,7 @@ def test_interrupted_anywhere(llama: Any, tokens: Any) -> None:
         if not interrupter.run(partial(ask, llm, text, 1), partial(reach, llm)):
             break
         hits += 1
-        llm._session.settle()
+        inside(llm).session.settle()
         check(llm)
         assert ask(llm, text, 12) == first, f"line {k}, in {interrupter.stack}"
         llm.load_state(state)

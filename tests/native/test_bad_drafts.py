@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.harness import CHUNK, MODELS, check, reach
+from support.inside import inside
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import SpecConfig
@@ -120,7 +121,7 @@ def test_whatever_a_drafter_returns(what: str, llama: Any, tokens: Any) -> None:
     llm = llama(**STRICT, kvflash_spec=SpecConfig(width=WIDTH))
     common = max(set(plain), key=plain.count)
     drafter = Made(trees([common, plain[plain.index(common) + 1]])[what])
-    llm._speculator = llm._session.follower = speculator(llm, drafter)
+    inside(llm).speculator = inside(llm).session.follower = speculator(llm, drafter)
     assert answer(llm, prompt) == plain
     assert answer(llm, [*prompt, *plain], 3) == answer(llama(**STRICT), [*prompt, *plain], 3)
     check(llm)
@@ -168,7 +169,7 @@ def test_a_step_that_fails_with_drafts_is_done_without(
     size = {} if kind == "dense" else {"n_batch": 128, "n_ubatch": 128}
     plain = answer(llama(kind, **(STRICT | size)), prompt)
     llm = drafting(llama, prompt, plain, kind, **size)
-    engine = llm._session.engine
+    engine = inside(llm).session.engine
     stream = llm.generate(prompt, **GREEDY)
     told = [next(stream)]
     with mock.patch.object(engine, "step", failing(engine.step, DecodeError("no luck"), rows=1, times=times)):
@@ -188,7 +189,7 @@ def test_a_step_that_breaks_off_after_rows_were_computed(computed: int, llama: A
     prompt = tokens[:150].tolist()
     plain = answer(llama(**STRICT), prompt)
     llm = drafting(llama, prompt, plain)
-    engine, context = llm._session.engine, llm._ctx.ctx
+    engine, context = inside(llm).session.engine, llm._ctx.ctx
     step, asked, failed = engine.step, [0, 0], []
 
     def counted(_: Any) -> bool:
@@ -209,10 +210,10 @@ def test_a_step_that_breaks_off_after_rows_were_computed(computed: int, llama: A
     abort = llama_cpp.ggml_abort_callback(counted)
     llama_cpp.llama_set_abort_callback(context, abort, None)
     engine.synchronize()
-    llm._speculator.controls = Fixed(1)
+    inside(llm).speculator.controls = Fixed(1)
     told.append(next(stream))  # a plain one, to know how often it asks
     row = asked[0]
-    llm._speculator.controls = Fixed(WIDTH)
+    inside(llm).speculator.controls = Fixed(WIDTH)
     with mock.patch.object(engine, "step", steps):
         told += islice(stream, COUNT - 2)
     stream.close()
@@ -230,7 +231,7 @@ def test_where_a_plain_step_fails_too_the_error_is_the_callers(llama: Any, token
     llm = drafting(llama, prompt, plain)
     stream = llm.generate(prompt, **GREEDY)
     told = list(islice(stream, 9))
-    engine = llm._session.engine
+    engine = inside(llm).session.engine
     fails_always = mock.patch.object(engine, "step", failing(engine.step, DecodeError("no luck"), rows=0, times=9))
     with fails_always, pytest.raises(DecodeError, match="no luck"):
         told += islice(stream, 9)
@@ -253,7 +254,7 @@ def test_pages_that_cannot_be_saved(kind: str, what: str, error: BaseException, 
     llm = drafting(llama, prompt, plain, kind, **size)
     stream = llm.generate(prompt, **GREEDY)
     told = [next(stream)]
-    target = llm._session.engine if what == "page_out" else llm._session.store
+    target = inside(llm).session.engine if what == "page_out" else inside(llm).session.store
     name = what if what == "page_out" else "allocate"
     with mock.patch.object(target, name, side_effect=error), pytest.raises(type(error)):
         told.extend(stream)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from support.harness import TEXT
+from support.inside import inside
 
 from kvflash_bench import main
 from kvflash_ggml.arrays import common_prefix
@@ -35,7 +36,7 @@ def test_an_answer_goes_on_as_it_is_forced_to(kind: str, head: str, models: dict
     )  # fmt: skip
     (text,) = accepting._texts(model, plan, 600, TEXT.read_text(), OPTIONS)
     with accepting._opened(model, plan, 600, name, OPTIONS) as llm:
-        assert llm._speculator.drafters[0].wants.newest == 256 + 1
+        assert inside(llm).speculator.drafters[0].wants.newest == 256 + 1
         walk = accepting._walk(llm, text, plan)
         assert llm.input_ids[: llm.n_tokens].tolist() == [*text.prompt, *text.goes_on]
     comes = [*text.goes_on[1:], walk.chosen[-1]]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
+from support.inside import inside
 
 from kvflash_ggml.calibration import finder, run
 from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
@@ -73,22 +74,22 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     seen: list[tuple[int, int]] = []
     assert llm.kvflash.calibrated(lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)
-    before = llm.kvflash._session.index_bytes
+    before = inside(llm).session.index_bytes
     answer(llm, tokens[:2000])
     heads = llm.kvflash.retrieval_heads
     assert heads is None or len(heads) <= 8
     path = heads_file(ModelFile(llm.model_path).identity())
-    layers = [layer.il for layer in llm._session.engine.layers]
-    known = load(path, subject=of_llama(llm), layers=layers, shapes=llm._finder._shapes)
+    layers = [layer.il for layer in inside(llm).session.engine.layers]
+    known = load(path, subject=of_llama(llm), layers=layers, shapes=inside(llm).finder._shapes)
     assert known.questions == 48
     assert tuple(known.chosen) == (heads or ())
     if heads is not None:
-        assert llm.kvflash._session.index_bytes < before
+        assert inside(llm).session.index_bytes < before
         assert f"{len(heads)} retrieval head" in llm.kvflash.banner()
     again = pooled(kind)
     assert again.kvflash.retrieval_heads == heads
     answer(again, tokens[:2000])
-    assert again._finder._thread is None, "they are known"
+    assert inside(again).finder._thread is None, "they are known"
 
 
 def test_the_same_heads_again(pooled: Callable[..., Any], dense: Calibration) -> None:
@@ -108,7 +109,7 @@ def test_a_file_is_taken_instead(
     assert mine.kvflash.retrieval_heads == ((layer, 0),)
     answer(mine, tokens[:2000])
     assert mine.kvflash.page_ins > 0
-    assert mine._session.scoring.scorer.units.tolist() == [[1, 0]]
+    assert inside(mine).session.scoring.scorer.units.tolist() == [[1, 0]]
     with pytest.raises(ConfigError, match="cannot be read"):
         pooled(kvflash_calibrate=tmp_path / "none.json")
 
@@ -149,8 +150,8 @@ def test_a_model_that_is_closed_meanwhile_stops_it(
 ) -> None:
     llm = pooled()
     answer(llm, tokens[:2000])
-    assert llm.kvflash._finder.is_finding
-    thread = llm._finder._thread
+    assert inside(llm).finder.is_finding
+    thread = inside(llm).finder._thread
     llm.close()
     assert not thread.is_alive()
     assert not list(cache.rglob("*.json"))
@@ -259,9 +260,9 @@ def test_it_waits_for_requests_and_takes_as_long_as_it_takes(
     monkeypatch.setattr(finder, "calibrate", noted)
     llm = pooled()
     assert "all heads until those that retrieve are found" in llm.kvflash.banner()
-    with llm._finder.behind():
-        llm._finder.start()
-        llm._finder._thread.join(2)
+    with inside(llm).finder.behind():
+        inside(llm).finder.start()
+        inside(llm).finder._thread.join(2)
         assert steps == []
         assert "are being found" in llm.kvflash.banner()
     assert llm.kvflash.calibrated(lambda done, total: None)
@@ -276,7 +277,7 @@ def test_a_command_does_not_wait_for_what_takes_long(
     llm = pooled()
     answer(llm, tokens[:1000])
     llm.kvflash.calibrated(lambda done, total: None, most=1e-6)
-    assert llm._finder.is_finding
+    assert inside(llm).finder.is_finding
     assert "'kvflash-run calibrate' finds them" in caplog.text
     assert llm.kvflash.calibrated(lambda done, total: None)
 
@@ -303,7 +304,7 @@ def test_the_same_text_brings_the_same_chunks(
             answer(llm, tokens[lo:hi], 3)
         stream = llm.generate(tokens[:2000].tolist(), temp=0.0)
         first = next(stream)
-        seen.append((first, llm.kvflash.resident_chunks, llm._logits_row(llm.n_tokens - 1).tobytes()))
+        seen.append((first, llm.kvflash.resident_chunks, llm.newest_logits().tobytes()))
         stream.close()
         assert llm.kvflash.page_ins > 0
     assert seen[0] == seen[1] == seen[2]
@@ -332,7 +333,7 @@ def test_a_model_that_is_collected_on_the_thread_that_calibrates_it(models: Any,
 
     monkeypatch.setattr(finder, "calibrate", calibrate)
     made = [Llama(str(models["dense"]), n_ctx=1024, kvflash=512, verbose=False)]
-    model, found = made[0]._model, made[0]._finder
+    model, found = made[0]._model, inside(made[0]).finder
     found.start()
     found._thread.join(30)
     assert seen == [(True, True)]

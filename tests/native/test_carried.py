@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.harness import check, row
+from support.inside import inside
 
 from kvflash_ggml import PrefixCache
 
@@ -62,7 +63,7 @@ def in_a_file(llm: Any, other: list[int], folder: Path) -> None:
 def in_the_cache(llm: Any, other: list[int], folder: Path) -> None:
     """Found there by a request for the very same text."""
     text = llm.input_ids[: llm.n_tokens].tolist()
-    llm._keep_prefix()
+    inside(llm).keep_prefix()
     disturb(llm, other)
     answer = llm.generate(text, temp=0.0)
     next(answer)

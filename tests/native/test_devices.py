@@ -203,8 +203,8 @@ def test_overrides_reach_the_loader(
     told = capfd.readouterr().err
     assert "blk.0.ffn_down.weight" in told
     assert "overridden to CPU" in told or "buffer type overridden" in told
-    assert placed._model_params.tensor_buft_overrides
-    assert bool(placed._model_params.devices) == (len(gpus) > 1)  # several are named, since experts are shared out
+    assert placed.model_params.tensor_buft_overrides
+    assert bool(placed.model_params.devices) == (len(gpus) > 1)  # several are named, since experts are shared out
     state = placed.__getstate__()
     assert state["override_tensor"] == (("ffn_down", "CPU"), ("ffn_up", "CPU"))
     assert (state["device"], state["n_cpu_moe"]) == (None, 2)

@@ -14,6 +14,7 @@ import pytest
 from support.checkpoints import small_target
 from support.drafter_models import with_context, with_other_tokens
 from support.harness import CHUNK, MODELS, TEXT, check
+from support.inside import inside
 
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter
@@ -42,7 +43,7 @@ def ask(llm: Any, *, seed: int, depth: float = 0.3, n_tokens: int = 4096) -> boo
 
 
 def reader_of(llm: Any) -> Any:
-    return llm._session.scoring.scorer._reader
+    return inside(llm).session.scoring.scorer._reader
 
 
 def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:
@@ -93,7 +94,7 @@ def test_a_drafter_with_another_tokenizer(llama: Any, other_tokens: Path) -> Non
 
 def test_each_token_goes_through_the_drafter_once(llama: Any, tokens: Any) -> None:
     llm = llama(**POOLED, kvflash_tau=64)
-    if llm._session.engine.info.asynchronous:
+    if inside(llm).session.engine.info.asynchronous:
         pytest.skip("a look is used some steps later")
     llm.eval(tokens[:2000].tolist())
     window = reader_of(llm).window
@@ -121,10 +122,10 @@ def test_requests_do_not_add_up(llama: Any, tokens: Any) -> None:
         llm.eval(tokens[first : first + 1500].tolist())
         small = reader_of(llm)._drafter
         assert small.length == 1500
-        assert len(list(small._session.store)) == 1500 // CHUNK
+        assert len(list(inside(small).session.store)) == 1500 // CHUNK
     llm.close()
     assert small.model.model is None
-    assert not small._session.store.heap._slabs._slabs
+    assert not inside(small).session.store.heap._slabs._slabs
 
 
 # --- scores
@@ -177,7 +178,7 @@ def test_a_shorter_context_slides(llama: Any, tokens: Any, tmp_path: Path) -> No
     assert window.base > 2000
     assert reader_of(llm)._drafter.n_ctx == 1024
     assert window.pushed < 2 * 4000
-    assert np.isfinite(llm._session.ranking).all()
+    assert np.isfinite(inside(llm).session.ranking).all()
     check(llm)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.drafter_models import with_other_tokens
 from support.harness import MODELS, go_on
+from support.inside import inside
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter", "kvflash_tau": 16}
@@ -21,7 +22,7 @@ def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path
 
 
 def window_of(llm: Any) -> Any:
-    return llm._session.scoring.scorer._reader.window
+    return inside(llm).session.scoring.scorer._reader.window
 
 
 @pytest.mark.parametrize("bridged", [False, True])
@@ -49,9 +50,9 @@ def test_another_process_goes_on_bit_for_bit(
 def test_the_same_process_goes_on_bit_for_bit(llama: Callable[..., Any], tokens: Any) -> None:
     llm = llama(**POOLED, kvflash_drafter=SMALL)
     llm.eval(tokens[:2000].tolist())
-    saved = llm._saved(None)
+    saved = inside(llm).saved(None)
     want = go_on(llm)
-    llm._go_on_from(saved)
+    inside(llm).go_on_from(saved)
     assert go_on(llm) == want
 
 

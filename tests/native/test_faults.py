@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.harness import CHUNK, check, logits_along, same_bits
 from support.harness import pages as all_pages
+from support.inside import inside
 
 from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, PoolExhausted
 
@@ -35,7 +36,7 @@ def once(owner: Any, name: str, error: BaseException, *, call: int = 1) -> None:
 
 def pages(llm: Any) -> list[bytes]:
     """All page images, the last cut to the rows that are in use."""
-    return all_pages(llm._session)[: llm.kvflash.length // CHUNK]
+    return all_pages(inside(llm).session)[: llm.kvflash.length // CHUNK]
 
 
 # --- host memory
@@ -53,7 +54,7 @@ def test_spill_changes_no_bit(kind: str, limit: int, llama: Any, tokens: Any, tm
         llm.eval(tokens[:1500].tolist())
         llm.n_tokens = 0 if kind != "dense" else 700
         if kind != "dense":
-            llm._session.truncate(0)
+            inside(llm).session.truncate(0)
             llm.eval(tokens[:1500].tolist())
             llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
         rows.append(logits_along(llm, tokens[1500:1501], tokens[1501:1540]))
@@ -84,7 +85,7 @@ def test_ceiling_without_a_folder(llama: Any, tokens: Any) -> None:
 def test_refused_host_memory(llama: Any, tokens: Any, monkeypatch: Any) -> None:
     llm = make(llama)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._session.engine, "alloc", lambda size: 0)
+        patch.setattr(inside(llm).session.engine, "alloc", lambda size: 0)
         with pytest.raises(HostMemoryError, match="could not get"):
             llm.eval(tokens[:1000].tolist())
     llm.eval(tokens[llm.n_tokens : 1000].tolist())
@@ -123,7 +124,7 @@ def test_a_spill_file_that_cannot_be_read(llama: Any, tokens: Any, tmp_path: Pat
     llm = make(llama, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     before = pages(llm)
-    spill = llm._session.store.heap._spill
+    spill = inside(llm).session.store.heap._spill
     spill._file = BrokenFile(spill._file)
     llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
     with pytest.raises(HostMemoryError, match="could not read a chunk back"):
@@ -143,7 +144,7 @@ def test_a_recall_that_fails_half_way(llama: Any, tokens: Any, tmp_path: Path) -
     llm = make(llama, kvflash=768, kvflash_host_limit=page, kvflash_spill=tmp_path)
     llm.eval(tokens[:1500].tolist())
     assert not {5, 6} & set(llm.kvflash.resident_chunks)
-    spill = llm._session.store.heap._spill
+    spill = inside(llm).session.store.heap._spill
     spill._file = BrokenFile(spill._file, good=1)
     llm.kvflash.pin(5 * CHUNK, 7 * CHUNK)
     with pytest.raises(HostMemoryError, match="could not read a chunk back"):
@@ -192,13 +193,13 @@ def test_any_failure_in_a_prompt(kind: str, what: str, call: int, llama: Any, to
     """After it the rest of the prompt can be read, and every page holds what it would have held."""
     split = {"n_batch": 64, "n_ubatch": 64}
     llm, fresh = make(llama, kind, **split), make(llama, kind, **split)
-    failures()[what](llm._session, call)
+    failures()[what](inside(llm).session, call)
     with pytest.raises((DecodeError, OSError, KeyboardInterrupt, HostMemoryError)):
         llm.eval(tokens[:800].tolist())
     done = llm.n_tokens
     assert done < 800
     assert done % 64 == 0
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
     llm.eval(tokens[done:800].tolist())
     check(llm)
     fresh.eval(tokens[:800].tolist())
@@ -210,7 +211,7 @@ def test_any_failure_in_a_prompt(kind: str, what: str, call: int, llama: Any, to
 def test_a_failed_recall_is_tried_again(llama: Any, tokens: Any) -> None:
     llm = make(llama)
     llm.eval(tokens[:1500].tolist())
-    once(llm._session.engine, "page_in", OSError("wire"))
+    once(inside(llm).session.engine, "page_in", OSError("wire"))
     llm.kvflash.pin(5 * CHUNK, 5 * CHUNK + 1)
     with pytest.raises(OSError, match="wire"):
         llm.eval(tokens[1500:1501].tolist())
@@ -228,7 +229,7 @@ def test_an_interrupted_generation_goes_on(llama: Any, tokens: Any) -> None:
     expected = [t for t, _ in zip(fresh.generate(prompt, temp=0.0), range(30), strict=False)]
     generator = llm.generate(prompt, temp=0.0)
     got = [next(generator) for _ in range(10)]
-    once(llm._session.engine, "step", KeyboardInterrupt())
+    once(inside(llm).session.engine, "step", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         next(generator)
     check(llm)
@@ -262,12 +263,12 @@ def test_a_pool_without_victims(llama: Any, tokens: Any) -> None:
     """Chunks without an image cannot leave: the error says so, and the text stays."""
     llm = make(llama)
     llm.eval(tokens[:512].tolist())
-    paging = llm._session.paging
+    paging = inside(llm).session.paging
     paging.store.clear()
     paging.save = lambda: None
     with pytest.raises(PoolExhausted, match="larger pool"):
         llm.eval(tokens[512:513].tolist())
-    assert llm.n_tokens == llm._session.length == 512
+    assert llm.n_tokens == inside(llm).session.length == 512
     check(llm)
     paging._save([2])
     llm.eval(tokens[512:513].tolist())

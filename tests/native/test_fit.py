@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import inside
 from support.servers import device_names, running
 
 from kvflash_bench.shapes import SHAPES, write
@@ -194,7 +195,7 @@ def test_a_size_without_room_is_told_as_one_that_was_found(
 def test_stages_that_are_asked_for_are_part_of_the_plan(mixture: str, servers: list[str]) -> None:
     asked = {"rpc": servers[:1], "n_ctx": 32_768, "kvflash": KVFlashConfig(pool=1024, reading="exact")}
     llm = make(mixture, **asked, fit=on_server(servers, 60))
-    need, pool = llm.placement.needs[0], llm._session.pool
+    need, pool = llm.placement.needs[0], inside(llm).session.pool
     assert pool.stage_slots == 32_768
     assert 0 <= pool.stage_bytes + 2 * 32_768 * llm.placement.n_ubatch - need.stages < 4096, "rows of one step"
     llm.close()
@@ -211,12 +212,12 @@ def test_a_machine_without_a_gpu_bounds_the_pool_by_its_memory(mixture: str, loa
     llm = fitted(40)
     found = llm.placement
     assert (found.level, found.n_gpu_layers, found.n_ctx) == (4, 0, SHAPES["tiny-moe"].context)
-    assert 512 <= llm._size.slots < 16_384
-    assert llm._size.slots == found.pool
+    assert 512 <= inside(llm).size.slots < 16_384
+    assert inside(llm).size.slots == found.pool
     assert answer(llm) == ANSWER
     copy = pickle.loads(pickle.dumps(llm))
     assert copy.placement is None
-    assert copy._size.slots == found.pool
+    assert inside(copy).size.slots == found.pool
     assert copy.context_params.type_k == llm.context_params.type_k
     copy.close()
     llm.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.harness import MODELS
+from support.inside import inside
 
 import kvflash_ggml
 from kvflash_ggml import KVFlashConfig, logs
@@ -126,12 +127,12 @@ def test_install_reads_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setenv(f"KVFLASH_{name}", value)
     kvflash_ggml.install()
     llm = made()
-    assert (llm.kvflash.pool, llm.kvflash.policy, llm._config.tau) == (1024, "lru", 8)
-    assert llm._prefixes.cache.folder == tmp_path
-    assert llm._prefixes.cache.disk_bytes == 1 << 20
+    assert (llm.kvflash.pool, llm.kvflash.policy, inside(llm).config.tau) == (1024, "lru", 8)
+    assert inside(llm).prefixes.cache.folder == tmp_path
+    assert inside(llm).prefixes.cache.disk_bytes == 1 << 20
     llm.close()
     kvflash_ggml.install(kvflash=KVFlashConfig(pool=512))
-    assert made()._config == KVFlashConfig(pool=512)
+    assert inside(made()).config == KVFlashConfig(pool=512)
     monkeypatch.setenv("KVFLASH_POOL", "plenty")
     with pytest.raises(ConfigError, match="KVFLASH_POOL: 'plenty'"):
         kvflash_ggml.install()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.harness import CHUNK, check, reach, row
+from support.inside import inside
 from support.interrupter import Interrupter
 
 PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
@@ -50,7 +51,7 @@ def interrupt_each_line(llm: Any, tokens: list[int], work: Callable[[], object],
         interrupter = Interrupter(k, files)
         if not interrupter.run(work, partial(reach, llm)):
             break
-        llm._session.settle()
+        inside(llm).session.settle()
         check(llm)
         got = after(llm, tokens)
         wrong = [at for at, logits in got.items() if at in want and want[at] != logits]
@@ -82,7 +83,7 @@ def test_a_step_that_reselects(llama: Any, tokens: Any) -> None:
     moved: set[int] = set()
     while not moved:
         state, before = llm.save_state(), set(llm.kvflash.resident_chunks)
-        due = llm._session.scoring.is_ready
+        due = inside(llm).session.scoring.is_ready
         llm.eval([text[llm.n_tokens]])
         moved = set(llm.kvflash.resident_chunks) - before if due else set()
     llm.load_state(state)
@@ -98,7 +99,7 @@ def test_a_cut(kind: str, llama: Any, tokens: Any) -> None:
 
     def cut() -> None:
         llm.n_tokens = 196
-        llm._session.truncate(196)
+        inside(llm).session.truncate(196)
 
     files = MAPPING + BYTES if kind == "small" else SESSION
     assert interrupt_each_line(llm, text, cut, files) > 20
@@ -122,8 +123,8 @@ def test_a_restore(kind: str, llama: Any, tokens: Any) -> None:
         if not Interrupter(k, RESTORING).run(partial(llm.load_state, state), partial(reach, llm)):
             break
         assert llm.input_ids[: llm.n_tokens].tolist() in texts
-        assert llm._session.tokens.tolist() in (llm.input_ids[: llm.n_tokens].tolist(), [])
-        llm._session.settle()
+        assert inside(llm).session.tokens.tolist() in (llm.input_ids[: llm.n_tokens].tolist(), [])
+        inside(llm).session.settle()
         check(llm)
         if k % 10 == 0:
             after(llm, text, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import CHUNK, KV_TYPES, agreement, logits_along, read_block, row, same_bits
+from support.inside import inside
 
 from kvflash_ggml.pool.plan import Moves
 
@@ -287,14 +288,14 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     ours = llama("f32", n_ctx=4096, kvflash=768, n_batch=n_ubatch, n_ubatch=n_ubatch)
     theirs = stock("f32", n_ctx=4096, n_batch=n_ubatch, n_ubatch=n_ubatch, flash_attn=True)
     evicted: list[int] = []
-    apply = ours._session.paging.apply
+    apply = inside(ours).session.paging.apply
 
     def spy(moves: Any, length: int) -> Any:
         evicted.extend(chunk for chunk, _ in moves.evict)
         assert not moves.recall
         return apply(moves, length)
 
-    ours._session.paging.apply = spy
+    inside(ours).session.paging.apply = spy
     pieces = [tokens[i : i + n_ubatch] for i in range(0, 1800, n_ubatch)]
     pieces += [tokens[i : i + 1] for i in range(len(pieces) * n_ubatch, len(pieces) * n_ubatch + 150)]
     rows: tuple[list[Any], list[Any]] = ([], [])
@@ -302,7 +303,7 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     for piece in pieces:
         evicted.clear()
         ours.eval(piece.tolist())
-        ours._session.table.check_integrity()
+        inside(ours).session.table.check_integrity()
         for chunk in evicted:
             assert theirs._ctx.kv_cache_seq_rm(0, chunk * CHUNK, (chunk + 1) * CHUNK)
         moments += bool(evicted)

@@ -16,6 +16,7 @@ import llama_cpp.llama_cpp as upstream
 import numpy as np
 import pytest
 from support.harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
+from support.inside import inside
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.config import SpecConfig
@@ -103,7 +104,7 @@ def test_a_draft_model_changes_nothing(kind: str, pool: int | None, llama: Any, 
     tokens_out = take(drafted.generate(prompt, **GREEDY), 40)
     assert tokens_out[: first_tie(scored, prompt, plain)] == plain[: first_tie(scored, prompt, plain)]
     if pool is not None:
-        drafted._session.table.check_integrity()
+        inside(drafted).session.table.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -119,16 +120,16 @@ def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
     looks = []
     for llm in (plain, drafted):
         take(llm.generate(prompt, **GREEDY), 1)
-        before = llm._session.scoring.looks
+        before = inside(llm).session.scoring.looks
         llm.n_tokens = len(prompt)
         take(llm.generate(prompt, **GREEDY), 200)
-        looks.append(llm._session.scoring.looks - before)
-        assert llm._session.page_ins > 0
+        looks.append(inside(llm).session.scoring.looks - before)
+        assert inside(llm).session.page_ins > 0
         assert len(llm.scores) == llm.n_batch, "logits of all tokens are kept"
     assert abs(looks[0] - looks[1]) <= 1
     assert looks[1] >= 200 // 16
-    state = drafted._session.queries
-    assert drafted._session.length - state.valid_from >= state.rows - 4
+    state = inside(drafted).session.queries
+    assert inside(drafted).session.length - state.valid_from >= state.rows - 4
 
 
 @pytest.mark.parametrize("settings", [{}, {"kvflash_policy": "qk", "kvflash_reading": "exact"}])
@@ -156,9 +157,9 @@ def test_more_wrong_drafts_than_queries_are_kept(llama: Any, tokens: Any) -> Non
     size = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8}
     llm = llama(draft_model=wrong, kvflash_spec=SpecConfig(width=101), **size)
     take(llm.generate(tokens[:900].tolist(), **GREEDY), 40)
-    looks = llm._session.scoring.looks
+    looks = inside(llm).session.scoring.looks
     assert take(llm.generate(llm.input_ids[: llm.n_tokens].tolist(), **GREEDY), 40)
-    assert llm._session.scoring.looks - looks >= 40 // 2 - 1
+    assert inside(llm).session.scoring.looks - looks >= 40 // 2 - 1
 
 
 def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any) -> None:
@@ -171,7 +172,7 @@ def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any)
     told: list[int] = []
     ahead = 0
     for token in llm.generate(prompt, **GREEDY):
-        ahead += llm._session.ahead > 0
+        ahead += inside(llm).session.ahead > 0
         told.append(token)
         if len(told) in (2, 7, 8):
             state = llm.save_state()
@@ -179,7 +180,7 @@ def test_a_stream_with_drafts_can_be_saved_at_any_token(llama: Any, tokens: Any)
         if len(told) == 30:
             break
     assert ahead, "no draft was ever ahead of the text"
-    assert llm._session.tokens.tolist()[: len(prompt)] == prompt
+    assert inside(llm).session.tokens.tolist()[: len(prompt)] == prompt
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def drafting(llama: Any, tokens: Any) -> Any:
         known = len(text)
         while True:
             text.append(next(stream))
-            if len(text) - known > 2 and llm._session.ahead:
+            if len(text) - known > 2 and inside(llm).session.ahead:
                 return llm, stream, text[:-1]  # the last is told, and not of the text yet
 
     return make
@@ -208,7 +209,7 @@ def test_another_request_goes_on_without_the_drafts(kind: str, drafting: Any, to
     more = tokens[500:503].tolist()
     next(llm.generate(more, reset=False, **GREEDY))
     assert llm.input_ids[: llm.n_tokens].tolist() == [*text, *more]
-    assert llm._session.tokens.tolist()[: llm.n_tokens] == [*text, *more]
+    assert inside(llm).session.tokens.tolist()[: llm.n_tokens] == [*text, *more]
     stream.close()
     assert llm.input_ids[: llm.n_tokens].tolist() == [*text, *more]
 
@@ -217,7 +218,7 @@ def test_a_text_that_is_cut_stays_cut_whatever_is_drafted(drafting: Any, tokens:
     llm, _, text = drafting()
     llm.n_tokens = 100
     llm.eval([7])
-    assert llm._session.tokens.tolist() == [*text[:100], 7]
+    assert inside(llm).session.tokens.tolist() == [*text[:100], 7]
     assert llm.n_tokens == 101
 
 
@@ -233,9 +234,9 @@ def test_a_load_that_fails_drops_the_drafts_only(drafting: Any) -> None:
 
 def test_drafts_stay_ahead_while_tokens_are_pinned(drafting: Any) -> None:
     llm, stream, text = drafting()
-    ahead = llm._session.ahead
+    ahead = inside(llm).session.ahead
     llm.kvflash.pin(0, 64)
-    assert llm._session.ahead == ahead > 0
+    assert inside(llm).session.ahead == ahead > 0
     stream.close()
     assert llm.input_ids[: llm.n_tokens].tolist() == text
 
@@ -244,8 +245,8 @@ def test_logits_of_the_text_are_at_hand_where_drafts_were_dropped(drafting: Any,
     llm, stream, text = drafting()
     stream.close()
     assert llm.n_tokens == len(text)
-    assert llm._session.logits.row(len(text) - 1) is not None
-    assert llm._session.logits.row(len(text)) is None
+    assert inside(llm).session.logits.row(len(text) - 1) is not None
+    assert inside(llm).session.logits.row(len(text)) is None
     plain = llama(n_ctx=1024, n_batch=128, n_ubatch=128, kvflash=512)
     assert llm.sample(temp=0.0) == next(plain.generate(text, **GREEDY))
     with pytest.raises(KVFlashError, match="no logits are kept"):
@@ -255,17 +256,17 @@ def test_logits_of_the_text_are_at_hand_where_drafts_were_dropped(drafting: Any,
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_an_interrupt_while_drafts_are_dropped_leaves_none_of_them(kind: str, drafting: Any) -> None:
     llm, stream, text = drafting(kind)
-    settle = llm._session.settle
+    settle = inside(llm).session.settle
 
     def interrupted() -> None:
         settle()
         raise KeyboardInterrupt
 
-    with mock.patch.object(llm._session, "settle", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(inside(llm).session, "settle", interrupted), pytest.raises(KeyboardInterrupt):
         stream.close()
     assert llm.input_ids[: llm.n_tokens].tolist() == text
     llm.eval([7])
-    assert llm._session.tokens.tolist() == [*text, 7]
+    assert inside(llm).session.tokens.tolist() == [*text, 7]
 
 
 def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens: Any, caplog: Any) -> None:
@@ -276,7 +277,7 @@ def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens:
     fresh.eval(tokens[:901].tolist())
     llm.eval(tokens[:700].tolist())
     llm.input_ids[700:900], llm.n_tokens = tokens[700:900], 900
-    extend, calls = llm._session.extend, []
+    extend, calls = inside(llm).session.extend, []
 
     def lost(data: Any, **keywords: Any) -> None:
         calls.append(len(data))
@@ -284,12 +285,12 @@ def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens:
             raise SnapshotError("a page is damaged")
         extend(data, **keywords)
 
-    llm._session.extend = lost
+    inside(llm).session.extend = lost
     with caplog.at_level("WARNING", "kvflash_ggml"):
         llm.eval(tokens[900:901].tolist())
     assert calls == [200, 901]
     assert "the whole text is read again" in caplog.text
-    assert llm._session.tokens.tolist() == tokens[:901].tolist()
+    assert inside(llm).session.tokens.tolist() == tokens[:901].tolist()
     assert same_bits(row(llm), row(fresh))
 
 
@@ -343,12 +344,12 @@ def test_queries_of_a_text_that_was_cut_are_not_asked(again: int, llama: Any, to
     take(llm.generate([*prompt, *tokens[2000:2040].tolist()], **GREEDY), 40)
     asked = []
     for each in (llm, fresh):
-        scorer = each._session.scoring.scorer
+        scorer = inside(each).session.scoring.scorer
         with mock.patch.object(scorer, "score", wraps=scorer.score) as score:
             take(each.generate([*prompt, *tokens[3000 : 3000 + again].tolist()], **GREEDY), 1)
         looks = [call.args[0] for call in score.call_args_list]
         asked.append(next(look for look in reversed(looks) if look.rows > 1))
-    layer = llm._session.engine.layers[0]
+    layer = inside(llm).session.engine.layers[0]
     first = [look.queries[: look.rows * layer.n_head * layer.head_k] for look in asked]
     assert asked[0].rows == asked[1].rows == 32
     assert np.allclose(first[0], first[1], atol=1e-3)  # the first layer sees the tokens alone
@@ -581,7 +582,7 @@ def test_pickle_keeps_settings_and_tokenizer(llama: Any, models: Any, tokens: An
     config = KVFlashConfig(pool=512, tail=3, pins=((64, 128),), host_limit=1 << 24)
     llm = llama(kvflash=config, logits_all=True, n_batch=128)
     again = pickle.loads(pickle.dumps(llm))
-    assert again._config == config
+    assert inside(again).config == config
     assert again.kvflash.pool == 512
     assert again._logits_all
     assert again.n_batch == 128
@@ -625,7 +626,7 @@ def test_state_continues_bit_for_bit(kind: str, pool: int, llama: Any, tokens: A
     other.eval(tokens[5000:5300].tolist())
     for target in (llm, other):
         target.load_state(state)
-        target._session.table.check_integrity()
+        inside(target).session.table.check_integrity()
         assert target.n_tokens == 750
         assert same_bits(logits_along(target, tokens[750:751], tokens[751:900]), expected)
 
@@ -743,7 +744,7 @@ def test_a_model_that_is_dropped_is_closed_at_once(models: dict[str, Path], toke
     llm = Llama(str(models["small"]), n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
     llm.eval(tokens[:600].tolist())
     llm.load_state(llm.save_state())
-    session, gone = llm._session, weakref.ref(llm)
+    session, gone = inside(llm).session, weakref.ref(llm)
     del llm
     assert gone() is None, "it is in a cycle"
     assert session.engine.closed
@@ -783,7 +784,7 @@ def test_a_model_that_is_collected_on_the_thread_that_scores(
     watch("llama_free")
     watch("llama_model_free")
     llm = Llama(str(models["small"]), n_ctx=1024, kvflash=512, n_threads=1, verbose=False)
-    session, model, context = llm._session, llm._model, llm._ctx
+    session, model, context = inside(llm).session, llm._model, llm._ctx
     assert session is not None
     assert session.scoring is not None
     session.scoring._worker = worker = Worker("kvflash-score")  # as where a device computes beside the host
@@ -814,7 +815,7 @@ def test_an_impossible_length_is_refused_and_changes_nothing(kind: str, llama: A
         one.eval(tokens[:700].tolist())
     for wrong in (-5, 2049):
         llm.n_tokens = wrong
-        for work in (lambda: llm.eval([1]), llm.save_state, lambda: llm._session.truncate(-5)):
+        for work in (lambda: llm.eval([1]), llm.save_state, lambda: inside(llm).session.truncate(-5)):
             with pytest.raises((ConfigError, ContextFull)):
                 work()
         llm.n_tokens = 700
@@ -845,7 +846,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     llm.n_tokens = 9 * CHUNK + 30
     page_ins = llm.kvflash.page_ins
     cut = logits_along(llm, tokens[606:607], tokens[607:640])
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
     assert llm.kvflash.page_ins > page_ins
     assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
 
@@ -856,7 +857,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
 
 
 def same_pages(a: Any, b: Any, *, chunks: int) -> bool:
-    return pages(a._session)[:chunks] == pages(b._session)[:chunks]
+    return pages(inside(a).session)[:chunks] == pages(inside(b).session)[:chunks]
 
 
 @pytest.mark.parametrize("length", [64, 65, 127, 128, 500, 512, 513, 1999])
@@ -881,7 +882,7 @@ def test_cut_of_state_that_cannot_go_back(kind: str, llama: Any, tokens: Any) ->
     straight = logits_along(fresh, [*tokens[:800], tokens[5000]], tokens[5001:5020])
     assert agreement(after, straight) >= 0.95
     assert np.abs(after - straight).max() < 0.8
-    assert llm._session.checkpoints
+    assert inside(llm).session.checkpoints
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
@@ -982,8 +983,8 @@ def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: An
         llm.eval(tokens[:900].tolist())
     done = llm.n_tokens
     assert 0 < done < 900
-    assert llm._session.length == done
-    llm._session.table.check_integrity()
+    assert inside(llm).session.length == done
+    inside(llm).session.table.check_integrity()
     llm.eval(tokens[done:700].tolist())
     fail_at(llm, 1)
     with pytest.raises(DecodeError):
@@ -996,7 +997,7 @@ def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: An
 
 def fail_at(llm: Any, call: int) -> None:
     """Let the engine fail once, at its next, second, ... step."""
-    engine = llm._session.engine
+    engine = inside(llm).session.engine
     step, left = engine.step, [call]
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -1023,7 +1024,7 @@ def test_after_a_failure_the_prompt_is_evaluated_again(llama: Any, tokens: Any) 
 
 def test_the_pool_says_what_it_is(llama: Any) -> None:
     llm, everything = llama("iswa", kvflash=512), llama("iswa", kvflash=512, swa_full=True)
-    window = llm._session.engine.info.n_swa
+    window = inside(llm).session.engine.info.n_swa
     assert llm.kvflash.banner().endswith(f", sliding-window layers keep the last {window} tokens (swa_full=False)")
     assert everything.kvflash.banner().endswith(", sliding-window layers keep all 1024 tokens (swa_full=True)")
     assert repr(llm.kvflash) == f"<{llm.kvflash.banner()}>"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import assert_alike, drawn
+from support.inside import inside
 from support.replay import let_replay, noted
 
 from kvflash_ggml.config import SpecConfig
@@ -74,10 +75,10 @@ def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
         stream = llm.generate(prompt, temp=0.0)
         assert [*islice(stream, stop)] == full[:stop]
         stream.close()
-        assert llm._session.tokens.tolist() == [*prompt, *full[: stop - 1]]
+        assert inside(llm).session.tokens.tolist() == [*prompt, *full[: stop - 1]]
         going_on = drawn(llm, [*prompt, *full[:stop]], 16, temp=0.0)
         assert_alike((full[stop : stop + 16], logits[stop : stop + 16]), going_on)
-        llm._session.table.check_integrity()
+        inside(llm).session.table.check_integrity()
 
 
 def test_it_needs_exact_reading(llama: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import KV_TYPES, row, same_bits
+from support.inside import inside
 
 from kvflash_ggml.policy.base import Masses, ScoreRequest
 from kvflash_ggml.policy.heads import queries_of
@@ -43,7 +44,7 @@ class Spy(QKScorer):
 
 def expected(llm: Any, request: ScoreRequest, masses: Masses) -> Any:
     """The same in numpy, from the page images."""
-    keys, shapes = llm._session.scoring.scorer._keys, llm._session.scoring.scorer._keys.shapes
+    keys, shapes = inside(llm).session.scoring.scorer._keys, inside(llm).session.scoring.scorer._keys.shapes
     read = [keys.read(chunk) for chunk in masses.chunks.tolist()]
     columns, at = [], 0
     queries = queries_of(masses.heads, request, shapes)
@@ -70,13 +71,13 @@ def test_masses_are_those_of_the_real_keys(
     assert masses is not None
     assert masses.chunks.tolist() == list(range(1601 // 64))
     assert request.rows == masses.rows == 32
-    exact = llm._session.scoring.scorer._keys.score_keys(range(25), request, masses.heads)
+    exact = inside(llm).session.scoring.scorer._keys.score_keys(range(25), request, masses.heads)
     # queries are rounded to the type of the keys, by each kind of device in its way
     np.testing.assert_allclose(masses.values, exact, atol=0.1 if on_gpu else 1e-3)
     np.testing.assert_allclose(masses.values, expected(llm, request, masses), atol=0.1 if kv == Q8 or on_gpu else 5e-3)
     assert spy.looks == 0
     assert spy.indexed < 1601 // 64 == sum(chunk is not None for chunk in spy._rows)
-    assert llm._session.scoring.masses.count == 1
+    assert inside(llm).session.scoring.masses.count == 1
     assert (llm.kvflash.last.ranked, llm.kvflash.last.ranked_why) == ("exact", "")
 
 
@@ -92,7 +93,7 @@ def test_what_is_resident_is_what_real_keys_choose(llama: Callable[..., Any], to
         llm.eval(tokens[:1601].tolist())
         llm.eval([5])
         resident[count] = llm.kvflash.resident_chunks
-        assert llm._session.scoring.masses.count == count
+        assert inside(llm).session.scoring.masses.count == count
     assert resident[1] == resident[0]
 
 
@@ -156,7 +157,7 @@ def test_heads_that_change_before_the_prompt_is_scored_are_told(
     """The step has been computed for other heads than its queries are scored with."""
     spy = Spy()
     llm = llama("dense", kvflash_policy=spy, **SIZE)
-    scoring = llm._session.scoring
+    scoring = inside(llm).session.scoring
     read = scoring.masses.read
 
     def change(*args: Any) -> Any:
@@ -191,7 +192,7 @@ def test_what_masses_take_has_room_set_aside(
     placement, _ = without_loading(str(model("dense")), asked | {"fit": True, "kvflash_policy": "qk"})
     planned = sum(need.masses for need in placement.needs)
     llm = llama("dense", **asked)
-    engine = llm._session.engine
+    engine = inside(llm).session.engine
     assert engine.masses_bytes(0) == 0
     llm.eval(tokens[:2048].tolist())
     taken = sum(engine.masses_bytes(device) for device in range(len(engine.info.devices)))

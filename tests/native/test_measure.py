@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import inside
 
 from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
@@ -43,7 +44,7 @@ def test_what_is_measured_is_what_is_taken(
 
     types = {"type_k": KV_TYPES[kind], "type_v": KV_TYPES[kind]}
     llm = llama(SHAPES[shape], kvflash=POOL, kvflash_policy="qk", use_mmap=False, **types)
-    rows = llm._session.engine.info.query_rows
+    rows = inside(llm).session.engine.info.query_rows
     taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
     assert rows > 0
     assert sum(x.queries for x in taken) > 0
@@ -74,7 +75,7 @@ def test_each_of_several_devices_is_measured(llama: Callable[..., Any], model: C
         endpoints = [server.endpoint for server in servers]
         settings = {"n_gpu_layers": -1, "tensor_split": [1, 1], "rpc": endpoints, "use_mmap": False}
         llm = llama("small", device=device_names(endpoints), kvflash=POOL, kvflash_policy="qk", **settings)
-        rows = llm._session.engine.info.query_rows
+        rows = inside(llm).session.engine.info.query_rows
         taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
         with measure.sketch(model("small"), llm.model_params) as found:
             sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows).devices
@@ -213,7 +214,7 @@ def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatc
 
     wide = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
     assert wide.kvflash.pool == 16_384
-    rows = wide._session.engine.info.query_rows
+    rows = inside(wide).session.engine.info.query_rows
 
     def need(cells: int) -> measure.Need:
         found = measure.measure(address(wide._model.model), wide.context_params, cells=cells, query_rows=rows)
@@ -291,21 +292,21 @@ def test_images_of_the_context_and_the_host_s_memory(
     total = 3 << 30
     monkeypatch.setattr(inventory, "host", lambda: Device(name="CPU", kind="host", free=total, total=total))
     llm = llama("small", n_ctx=4096, kvflash=512)
-    heap = llm._session.paging.heap
+    heap = inside(llm).session.paging.heap
     assert heap.limit is None
     page = heap.page_bytes
     assert not any("page images" in told for told in caplog.messages)
     spilling = llama("small", n_ctx=4096, kvflash=512, kvflash_spill=tmp_path)
-    limit = spilling._session.paging.heap.limit
+    limit = inside(spilling).session.paging.heap.limit
     weights = total - (2 << 30) - limit
     assert 0 < weights < 2 * Path(llm.model_path).stat().st_size
     total = weights + 2048 // 64 * page
     told = llama("small", n_ctx=4096, kvflash=512)
-    assert told._session.paging.heap.limit is None
+    assert inside(told).session.paging.heap.limit is None
     assert sum("a context of at most 2048 " in told for told in caplog.messages) == 1
     caplog.clear()
     spilling = llama("small", n_ctx=4096, kvflash=512, kvflash_spill=tmp_path)
-    assert spilling._session.paging.heap.limit == 512 // 64 * page
+    assert inside(spilling).session.paging.heap.limit == 512 // 64 * page
     assert not caplog.messages
 
 

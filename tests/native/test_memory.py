@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.harness import CHUNK
+from support.inside import inside
 
 LENGTH = 32_768
 
@@ -28,7 +29,7 @@ def test_a_long_text_in_a_small_pool(llama: Any, tokens: Any) -> None:
     before, host_before = resident_bytes(), view.host_bytes
     llm.eval(tokens[4096:LENGTH].tolist())
     grown = resident_bytes() - before
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
 
     assert view.device_bytes == device
     assert view.resident <= 1024 // CHUNK

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.harness import MODELS, reach
+from support.inside import inside
 from support.interrupter import Interrupter
 from support.replay import let_replay, noted
 
@@ -97,7 +98,7 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
         assert on_pool.accepted > 0
         assert on_pool.steps + on_pool.plain_steps < verified.drafted, "a step of the pool has won several tokens"
     assert full(kind, drafts, prompt, temp=temp) == answer
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
 
 
 @pytest.mark.parametrize(("kind", "source"), [("dense", "ngram"), ("headed", "draft-mtp")])
@@ -111,7 +112,7 @@ def test_the_pool_proposes_what_it_would_propose_alone(
     for alone in (True, False):
         llm = nested(kind, source)
         if alone:
-            (pool,) = (one for one in llm._speculator.drafters if one.name == "pool")
+            (pool,) = (one for one in inside(llm).speculator.drafters if one.name == "pool")
             pool._nested = None
         drafts[alone] = noted(llm)
         told(llm, prompt, 20, temp=0.0)
@@ -155,7 +156,7 @@ def test_what_fails_costs_drafts_and_nothing_else(
     if fuses:
         pytest.skip("another layout of buffers lets CUDA fuse other nodes: GGML_CUDA_DISABLE_FUSION=1 forbids it")
     llm = nested(kind, "draft-mtp" if kind == "headed" else "draft-eagle3")
-    drafter, engine = llm._drafting.drafters[0], llm._session.engine
+    drafter, engine = inside(llm).drafting.drafters[0], inside(llm).session.engine
     drafts = noted(llm)
     error = None if what == "retain" else DecodeError("no luck")
     owner, name = {
@@ -166,7 +167,7 @@ def test_what_fails_costs_drafts_and_nothing_else(
 
     def while_drafting(*args: Any, **kwargs: Any) -> Any:
         """Only where somebody drafts for the pool, or has."""
-        several = args[0] > 1 and len(args) == 3 and drafts if what == "step" else llm._session.ahead > 1
+        several = args[0] > 1 and len(args) == 3 and drafts if what == "step" else inside(llm).session.ahead > 1
         return fails(*args, **kwargs) if several or what == "source" else fails.does(*args, **kwargs)
 
     with mock.patch.object(owner, name, while_drafting):
@@ -178,7 +179,7 @@ def test_what_fails_costs_drafts_and_nothing_else(
     assert full(kind, drafts, prompt, temp=0.0) == answer
     assert (llm.kvflash.spec.on_pool.off is None) == goes_on
     assert told(llm, prompt, 4, temp=0.0)[0] == answer[0][:4]
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
 
 
 def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int]) -> None:
@@ -199,16 +200,16 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     while k < 2000:
         k += 61
         interrupter = Interrupter(k, files)
-        llm._session.truncate(len(begins))
+        inside(llm).session.truncate(len(begins))
         if not interrupter.run(answer, partial(reach, llm)):
             break
         points += "propose" in interrupter.stack
-        llm._session.settle()
-        length = llm._session.length
-        assert llm._session.ahead == 0
-        assert llm._session.tokens.tolist() == [*begins, *first[1:]][:length] or length > len(begins) + 1
-        assert all(one.known <= length for one in llm._speculator.asked)
-        llm._session.table.check_integrity()
+        inside(llm).session.settle()
+        length = inside(llm).session.length
+        assert inside(llm).session.ahead == 0
+        assert inside(llm).session.tokens.tolist() == [*begins, *first[1:]][:length] or length > len(begins) + 1
+        assert all(one.known <= length for one in inside(llm).speculator.asked)
+        inside(llm).session.table.check_integrity()
     assert points > 3
     assert told(llm, prompt, 2, temp=0.0)[0] == first
 
@@ -219,7 +220,7 @@ def test_what_is_put_aside_in_the_middle_goes_on(nested: Any, prompt: list[int])
     stream = llm.generate(prompt, temp=0.0)
     begun = [*islice(stream, 7)]
     stream.close()
-    assert llm._session.tokens.tolist() == [*prompt, *begun[:-1]]
+    assert inside(llm).session.tokens.tolist() == [*prompt, *begun[:-1]]
     state = llm.save_state()
     text = [*prompt, *begun]
     going_on = told(llm, text, 20, temp=0.0)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.inside import inside
 
 from kvflash_ggml.llama import sketch as pool_sketch
 from kvflash_ggml.llama.sketch import Draw, PoolDrafter
@@ -111,7 +112,7 @@ class Model:
 
 class Pool(PoolDrafter):
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
-        world = self._llm._session.world  # type: ignore[union-attr]
+        world = inside(self._llm).session.world  # type: ignore[union-attr]
         return lambda row: int(world.drawn(world.length + world.sketched + row + 1))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy.typing as npt
 import pytest
+from support.inside import inside
 from support.served import answer, ask
 
 from kvflash_bench.serving import expected_bytes
@@ -380,7 +381,7 @@ def test_a_policy_that_raises(
     said = conversations(tokens, count=2, length=1300, turns=2)
     wanted = [lone_answers(llama("dense", **POOL), turns, 8) for turns in said]
     llm = llama("dense", **POOL)
-    scorer = llm._session.scoring.scorer
+    scorer = inside(llm).session.scoring.scorer
     with served(llm) as scheduler:
         with monkeypatch.context() as patch:
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import TEXT, check, row, same_bits
+from support.inside import inside
 
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashError, PrefixCache
@@ -73,7 +74,7 @@ def make(llama: Any, tmp_path: Path) -> Callable[..., Any]:
 
 def settle(llm: Any) -> None:
     """What is being written is in the folder."""
-    llm._prefixes.flush()
+    inside(llm).prefixes.flush()
 
 
 def cache_files(tmp_path: Path, kind: str) -> list[Path]:
@@ -166,9 +167,9 @@ def test_a_restored_tail_continues_like_the_session_that_stored_it(kind: str, ma
     logits = row(llm)
     ask(llm, texts["b"])
     # the later turn is forgotten, so that it is the earlier one that is gone on from
-    for entry in list(llm._prefixes._memory._entries):
+    for entry in list(inside(llm).prefixes._memory._entries):
         if entry.length > 1509:
-            llm._prefixes._memory.drop(entry)
+            inside(llm).prefixes._memory.drop(entry)
     again = ask(llm, turn)
     assert again == straight
     assert same_bits(row(llm), logits)
@@ -254,7 +255,7 @@ def test_a_lost_page_is_noticed_when_it_is_needed(
     llm = make(kind)
     ask(llm, prompt)
     settle(llm)
-    page_bytes = llm._session.engine.info.page_bytes
+    page_bytes = inside(llm).session.engine.info.page_bytes
     llm.close()
     run, data = damage(tmp_path, evicted(tmp_path) * page_bytes + page_bytes // 2)
 
@@ -310,7 +311,7 @@ def test_a_lost_page_is_lost_to_all_texts_that_have_it(
     prompt = texts["system"] + texts["a"]
     llm = make()
     first = ask(llm, prompt)
-    page_bytes = llm._session.engine.info.page_bytes
+    page_bytes = inside(llm).session.engine.info.page_bytes
     llm.close()
     damage(tmp_path, evicted(tmp_path) * page_bytes + page_bytes // 2)
     llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=tmp_path / "cache"))
@@ -347,13 +348,13 @@ def test_a_full_disk_is_one_warning(make: Any, texts: Any, tmp_path: Path, caplo
 def test_a_ceiling_on_host_memory(make: Any, texts: Any) -> None:
     """Texts that are only kept for later go before the one at hand runs out of memory."""
     probe = make(where="memory")
-    page = probe._session.engine.info.page_bytes
+    page = inside(probe).session.engine.info.page_bytes
     llm = make(where="memory", kvflash_host_limit=40 * page)
-    assert llm._session.bounded
+    assert inside(llm).session.bounded
     for name in ("a", "b", "c", "a"):
         ask(llm, texts["system"] + texts[name])
         assert llm.kvflash.host_bytes <= 40 * page
-    assert len(llm._prefixes._memory) > 0
+    assert len(inside(llm).prefixes._memory) > 0
     assert ask(llm, texts["system"] + texts["a"]).read == 0
 
 
@@ -362,7 +363,7 @@ def test_a_ceiling_on_host_memory_and_a_folder(make: Any, texts: Any, monkeypatc
     sync = os.fsync
     monkeypatch.setattr("kvflash_ggml.files.os.fsync", lambda handle: (time.sleep(0.2), sync(handle)))
     probe = make(where="memory")
-    page = probe._session.engine.info.page_bytes
+    page = inside(probe).session.engine.info.page_bytes
     probe.close()
     llm = make("dense", kvflash_host_limit=28 * page)
     first = ask(llm, texts["system"] + texts["a"])
@@ -375,12 +376,12 @@ def test_memory_keeps_to_its_size(make: Any, llama: Any, texts: Any) -> None:
     llm = llama("hybrid", **POOL, kvflash_cache=PrefixCache(memory_bytes=8 << 20))
     for name in ("a", "b", "c", "a", "b"):
         ask(llm, texts["system"] + texts[name])
-        assert llm._prefixes._memory.size <= 8 << 20
-    memory = llm._prefixes._memory
+        assert inside(llm).prefixes._memory.size <= 8 << 20
+    memory = inside(llm).prefixes._memory
     assert len(memory) > 1
     llm.set_cache(None)
     assert len(memory) == 0
-    assert llm.kvflash.host_bytes == len(list(llm._session.store)) * llm._session.engine.info.page_bytes
+    assert llm.kvflash.host_bytes == len(list(inside(llm).session.store)) * inside(llm).session.engine.info.page_bytes
 
 
 # --- settings and lifetimes
@@ -414,8 +415,8 @@ def test_caches_take_turns(make: Any, texts: Any, tmp_path: Path) -> None:
     llm.set_cache(PrefixCache(folder=tmp_path / "cache"))
     assert ask(llm, texts["system"] + texts["b"]).read == 400
     llm.set_cache(LlamaRAMCache())
-    assert llm._prefixes is None
-    assert not llm._session.paging.heap._reclaimers
+    assert inside(llm).prefixes is None
+    assert not inside(llm).session.paging.heap._reclaimers
     prompt = llm.detokenize(texts["system"]).decode()
     one = llm.create_completion(prompt, max_tokens=4, temperature=0.0)
     llm.create_completion("Something else", max_tokens=1)

@@ -11,6 +11,7 @@ import pytest
 from support import device_ladder as ladder
 from support.device_ladder import Placed
 from support.harness import CHUNK, KV_TYPES, check, go_on, logits_along, read_block, row, same_bits
+from support.inside import inside
 from support.servers import Server, Wire, running
 
 from kvflash_ggml import remote
@@ -41,7 +42,7 @@ def test_two_servers_are_exact(
     """As without a pool, bit for bit; recalled pages hold their bytes; a saved text goes on bit for bit."""
     where = over(servers, layers)
     whole = llama(kind, kvflash=1024, **where)
-    names = [device.name[:3] for device in whole._session.engine.info.devices]
+    names = [device.name[:3] for device in inside(whole).session.engine.info.devices]
     expected = {"all": ["RPC", "RPC"], "half": ["CPU", "RPC", "RPC"] if kind == "dense" else ["CPU", "RPC"]}
     assert names == expected[layers]
     prompt, rest = tokens[:450], tokens[450:466]
@@ -51,7 +52,7 @@ def test_two_servers_are_exact(
     whole.close()
 
     small = llama(kind, n_ctx=2048, kvflash=512, **where)
-    session = small._session
+    session = inside(small).session
     sealed = {}
     for start in range(0, 1024, 64):
         small.eval(tokens[start : start + 64].tolist())
@@ -92,7 +93,7 @@ def test_exact_reading_is_exact(servers: list[Server], llama: Any, tokens: Any) 
     stock = logits_along(llama(flash_attn=True, swa_full=False, **where), tokens[:1500], tokens[1500:1502])
     llm = llama(kvflash=1024, kvflash_policy="qk", kvflash_reading="exact", kvflash_answer="exact", **where)
     assert same_bits(logits_along(llm, tokens[:1500], tokens[1500:1502]), stock)
-    assert llm._session.streamed_steps > 3
+    assert inside(llm).session.streamed_steps > 3
     assert llm.kvflash.last.ranked == "index"
     assert "is behind a network" in llm.kvflash.last.ranked_why
 
@@ -113,7 +114,7 @@ def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, token
         if pool is not None:
             for start in range(408, 1400, 64):
                 llm.eval(tokens[start : start + 64].tolist())
-            session = llm._session
+            session = inside(llm).session
             llm.kvflash.pin(2 * CHUNK, 4 * CHUNK)
             session.engine.synchronize()  # pages that leave are read behind the steps
             before, page_ins = wire.sent.copy(), session.page_ins
@@ -172,17 +173,17 @@ def test_nobody_gets_devices_unasked(servers: list[Server], llama: Any, monkeypa
         with pytest.raises(LibraryError, match="it was built without a GPU backend"):
             llama(kvflash=512, n_gpu_layers=-1)
     local = llama(kvflash=512, n_gpu_layers=0)
-    assert not any(device.name.startswith("RPC") for device in local._session.engine.info.devices)
+    assert not any(device.name.startswith("RPC") for device in inside(local).session.engine.info.devices)
     llm.close()
 
 
 def test_devices_of_servers_have_names(servers: list[Server], llama: Any) -> None:
     """The other way round, and one of two."""
     where = over(servers)
-    names = [device.name for device in llama(kvflash=512, **where)._session.engine.info.devices]
+    names = [device.name for device in inside(llama(kvflash=512, **where)).session.engine.info.devices]
     for use in (names[::-1], names[1:]):
         llm = llama(kvflash=512, device=use, **(where | {"tensor_split": None}))
-        assert [device.name for device in llm._session.engine.info.devices] == use
+        assert [device.name for device in inside(llm).session.engine.info.devices] == use
         llm.eval([1, 2, 3])
         llm.close()
     with pytest.raises(ConfigError, match="device='RPC99' cannot hold layers: there are RPC"):
@@ -192,14 +193,14 @@ def test_devices_of_servers_have_names(servers: list[Server], llama: Any) -> Non
 def test_options_of_a_server_are_kept(servers: list[Server], llama: Any) -> None:
     """For who makes the same model again in another process."""
     llm = llama(kvflash=512, rpc_servers=servers[0].endpoint, n_gpu_layers=-1)
-    assert [device.name[:3] for device in llm._session.engine.info.devices] == ["RPC"]
+    assert [device.name[:3] for device in inside(llm).session.engine.info.devices] == ["RPC"]
     assert llm.__getstate__()["rpc"] == [servers[0].endpoint]
     llm.close()
 
 
 def test_a_model_is_fitted_to_a_server(servers: list[Server], llama: Any) -> None:
     llm = llama(kvflash=512, fit=True, **over(servers[:1]))
-    assert [device.name[:3] for device in llm._session.engine.info.devices] == ["RPC"]
+    assert [device.name[:3] for device in inside(llm).session.engine.info.devices] == ["RPC"]
     llm.eval([1, 2, 3])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.harness import CHUNK, go_on, row
+from support.inside import inside
 from support.servers import COMPUTE, Wire, running
 
 from kvflash_ggml.errors import DeviceLost, RemoteError, SnapshotError
@@ -57,9 +58,9 @@ def test_a_killed_server_is_an_error_and_the_text_goes_on_elsewhere(
 
     healthy = load()
     healthy.eval(tokens[:1000].tolist())
-    kept = 960 if kind == "dense" else healthy._session.checkpoints.nearest(960)
+    kept = 960 if kind == "dense" else inside(healthy).session.checkpoints.nearest(960)
     assert kept > 512, "the text does not pass the pool"
-    pages = [healthy._session.store.bytes_of(chunk) for chunk in range(kept // CHUNK)]
+    pages = [inside(healthy).session.store.bytes_of(chunk) for chunk in range(kept // CHUNK)]
     healthy.close()
 
     for when in ("prompt", "token", "idle"):
@@ -84,7 +85,7 @@ def test_a_killed_server_is_an_error_and_the_text_goes_on_elsewhere(
 
         local = llama(kind, n_gpu_layers=0, **SETTINGS)
         assert local.load_snapshot(path) == error.kept
-        store = local._session.store
+        store = inside(local).session.store
         assert [store.bytes_of(c) for c in range(error.kept // CHUNK)] == pages[: error.kept // CHUNK]
         local.eval(tokens[error.kept : 1000].tolist())
         afresh = llama(kind, n_gpu_layers=0, **SETTINGS)
@@ -103,7 +104,7 @@ def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: A
     (wire,) = wires(1)
     llm = llama(rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
     llm.eval(tokens[:640].tolist())
-    session = llm._session
+    session = inside(llm).session
     wire.cut = ["get"], 2  # a page and the logits of its step, and not the next page
     error = lost(llm, tokens[640:896])
     assert error.kept < 896
@@ -113,8 +114,8 @@ def test_what_was_not_read_in_time_is_not_kept(wires: Any, llama: Any, tokens: A
     local = llama(n_gpu_layers=0, **SETTINGS)
     assert local.load_snapshot(tmp_path / "left.kvs") == error.kept
     for chunk in range(error.kept // CHUNK):
-        page = local._session.store.bytes_of(chunk)
-        for layer in local._session.engine.layers:
+        page = inside(local).session.store.bytes_of(chunk)
+        for layer in inside(local).session.engine.layers:
             assert any(page[layer.v_offset : layer.v_offset + layer.v_row])
 
 
@@ -123,7 +124,7 @@ def test_a_connection_that_ends_while_a_text_is_saved(wires: Any, llama: Any, to
     (wire,) = wires(1)
     llm = llama("hybrid", rpc=wire.endpoint, n_gpu_layers=-1, **SETTINGS)
     llm.eval(tokens[:1000].tolist())
-    llm._session.engine.synchronize()
+    inside(llm).session.engine.synchronize()
     wire.cut = ["get"], 0  # recurrent state, and the chunk that is not sealed
     path = tmp_path / "left.kvs"
     with pytest.raises(DeviceLost) as caught:

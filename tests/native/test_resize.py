@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import check, row, same_bits
+from support.inside import inside, let_make_contexts
 
 from kvflash_ggml import SpecConfig
 from kvflash_ggml.errors import ConfigError, DoesNotFit, KVFlashError
@@ -38,12 +39,12 @@ def test_the_answer_is_that_of_a_pool_of_this_size(
     llm = llama(kind, kvflash=768, **SETTINGS)
     llm.eval(tokens[:PROMPT].tolist())
     llm.save_snapshot(tmp_path / "text.kvs")
-    outs, address = llm.kvflash.page_outs, llm._session.paging.heap
+    outs, address = llm.kvflash.page_outs, inside(llm).session.paging.heap
     assert llm.resize_pool(size) == size
     assert llm.kvflash.pool == size
     assert llm.n_tokens == PROMPT
-    assert llm._session.paging.heap is address
-    assert llm._session.engine.decode_seconds == 0, "something was read again"
+    assert inside(llm).session.paging.heap is address
+    assert inside(llm).session.engine.decode_seconds == 0, "something was read again"
     assert outs >= PROMPT // 64 - 1
     found = go_on(llm, tokens)
     check(llm)
@@ -124,15 +125,15 @@ def test_without_room_for_both_the_smallest_pool_comes_between(
     llm = llama("hybrid", kvflash=1024, **SETTINGS)
     llm.eval(tokens[:PROMPT].tolist())
     llm.save_snapshot(tmp_path / "text.kvs")
-    make, made = type(llm)._make_context, []
+    made = []
 
-    def tight(self: Any, size: Any) -> Any:
+    def tight(make: Any, size: Any, session: Any) -> Any:
         made.append(size.slots)
-        if size.slots + self._session.pool.n_slots > 1536 or (size.slots == 768 and not fits):
+        if size.slots + session.pool.n_slots > 1536 or (size.slots == 768 and not fits):
             raise DoesNotFit("CUDA0", needed=2, free=1, needs={})
-        return make(self, size)
+        return make(size)
 
-    monkeypatch.setattr(type(llm), "_make_context", tight)
+    let_make_contexts(monkeypatch, llm, tight)
     if fits:
         assert llm.resize_pool(768) == 768
         assert made == [768, 512, 768]
@@ -142,7 +143,7 @@ def test_without_room_for_both_the_smallest_pool_comes_between(
         assert made == [768, 512, 768, 1024]
     size = llm.kvflash.pool
     assert size == (768 if fits else 1024)
-    assert llm.n_tokens == llm._session.length == PROMPT
+    assert llm.n_tokens == inside(llm).session.length == PROMPT
     found = go_on(llm, tokens)
     check(llm)
     other = llama("hybrid", kvflash=size, **SETTINGS)
@@ -157,27 +158,27 @@ def test_an_interrupt_between_two_sizes_loses_nothing(
 
     llm = llama("small", kvflash=1024, kvflash_spec=SpecConfig(types=("ngram",)), **SETTINGS)
     list(islice(llm.generate(tokens[:PROMPT].tolist(), temp=0), 8))
-    make, close, first = type(llm)._make_context, internals.LlamaContext.close, llm._ctx
+    close, first = internals.LlamaContext.close, llm._ctx
     length, total = llm.n_tokens, llm.kvflash.spec.total
     assert total.steps + total.plain_steps > 0
 
-    def tight(self: Any, size: Any) -> Any:
-        if size.slots + self._session.pool.n_slots > 1536:
+    def tight(make: Any, size: Any, session: Any) -> Any:
+        if size.slots + session.pool.n_slots > 1536:
             raise DoesNotFit("CUDA0", needed=2, free=1, needs={})
-        return make(self, size)
+        return make(size)
 
     def interrupted(self: Any) -> None:
         close(self)
         if self is first:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(llm), "_make_context", tight)
+    let_make_contexts(monkeypatch, llm, tight)
     with monkeypatch.context() as patch:
         patch.setattr(internals.LlamaContext, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.resize_pool(768)
     assert llm.kvflash.pool == 1024
-    assert llm.n_tokens == llm._session.length == length
+    assert llm.n_tokens == inside(llm).session.length == length
     assert llm.resize_pool(768) == 768
     assert llm.kvflash.spec.total == total, "which goes on"
     go_on(llm, tokens)
@@ -187,7 +188,7 @@ def test_an_interrupt_between_two_sizes_loses_nothing(
 def test_only_page_images_are_handed_on(llama: Callable[..., Any], tokens: Any) -> None:
     llm = llama("small", kvflash=512, **SETTINGS)
     llm.eval(tokens[:PROMPT].tolist())
-    old, size = llm._session.engine, 1 << 28
+    old, size = inside(llm).session.engine, 1 << 28
     old.view(old.alloc(size), size)[::4096] = bytes(size // 4096)
     before = resident_bytes()
     llm.resize_pool(1024)

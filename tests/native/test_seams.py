@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import CHUNK, flat_queries, read_block, read_queries, row, same_bits
+from support.inside import inside
 
 from kvflash_ggml.errors import EngineError, SnapshotError
 
@@ -202,11 +203,11 @@ def test_last_logits_are_put_back(llama: Any, tokens: Any) -> None:
     other.eval(tokens[500:900].tolist())
     assert not same_bits(row(other), last)
     for one in (fresh, other):
-        one._session.engine.set_logits(last)
+        inside(one).session.engine.set_logits(last)
         assert same_bits(row(one), last)
     assert other.sample(temp=0.0) == int(last.argmax())
     with pytest.raises(EngineError, match=rf"logits of {len(last) - 1} tokens, the vocabulary has {len(last)}"):
-        other._session.engine.set_logits(last[:-1])
+        inside(other).session.engine.set_logits(last[:-1])
     other.eval(tokens[900:901].tolist())
     assert not same_bits(row(other), last)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import MODELS, check, go_on, same_bits
+from support.inside import inside
 
 from kvflash_ggml import PrefixCache
 from kvflash_ggml.errors import ConfigError, KVFlashError, SnapshotError
@@ -30,7 +31,7 @@ def test_an_interrupted_restore_leaves_a_session_that_works(
     llm.save_snapshot(tmp_path / "x")
     want = go_on(llm, 8)
     room, name = where.split(".")
-    part = getattr(llm._session, room)
+    part = getattr(inside(llm).session, room)
     original = getattr(part, name)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,7 @@ def test_an_interrupted_restore_leaves_a_session_that_works(
     monkeypatch.setattr(part, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.load_snapshot(tmp_path / "x")
-    assert llm._session.length == 0
+    assert inside(llm).session.length == 0
     check(llm)
     llm.load_snapshot(tmp_path / "x")
     assert go_on(llm, 8) == want
@@ -69,7 +70,7 @@ def test_pins_of_the_moment_are_not_kept_for_others(llama: Any, tokens: Any) -> 
     llm.kvflash.unpin()
     next(llm.generate(second, temp=0))
     next(llm.generate(first, temp=0))
-    assert not llm._session.table.pins
+    assert not inside(llm).session.table.pins
 
 
 def test_saving_within_a_prompt(llama: Any, tokens: Any, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_save_that_is_refused_holds_nothing(
     monkeypatch.setattr(codec, "require", missing)
     llm = llama("dense", **POOL)
     llm.eval(tokens[:900].tolist())
-    heap: PageHeap = llm._session.paging.heap
+    heap: PageHeap = inside(llm).session.paging.heap
     before = heap.host_bytes
     for path, error in ((tmp_path / "x", ConfigError), (tmp_path, ConfigError)):
         with pytest.raises(error):
@@ -140,7 +141,7 @@ def test_paths_are_those_of_the_beginning(
     llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=Path("cache")))
     monkeypatch.chdir(tmp_path / "b")
     next(llm.generate(tokens[:600].tolist(), temp=0))
-    llm._prefixes.flush()
+    inside(llm).prefixes.flush()
     assert list((tmp_path / "a" / "cache").glob("*/*.segment"))
     assert not list((tmp_path / "b").iterdir())
 
@@ -156,8 +157,8 @@ def test_files_from_the_future_do_not_push_out_those_of_today(llama: Any, tokens
     llm = llama("dense", **POOL, kvflash_cache=PrefixCache(folder=tmp_path, disk_bytes=size, memory_bytes=0))
     prompt = tokens[2000:2900].tolist()
     next(llm.generate(prompt, temp=0))
-    llm._prefixes.flush()
-    assert llm._prefixes._disk.find(np.array(prompt, np.int32)).length >= 832
+    inside(llm).prefixes.flush()
+    assert inside(llm).prefixes._disk.find(np.array(prompt, np.int32)).length >= 832
 
 
 def test_a_model_whose_file_has_been_replaced_is_not_saved_as_another(
@@ -184,7 +185,7 @@ def test_a_kept_text_has_no_pages_of_the_drafter(llama: Any, tokens: Any) -> Non
     settings = POOL | {"n_ubatch": 128, "kvflash_policy": "drafter", "kvflash_drafter": small}
     llm = llama("dense", **settings, kvflash_cache=PrefixCache())
     next(llm.generate(tokens[:2000].tolist(), temp=0))
-    assert len(llm._prefixes._memory)
-    heap = llm._session.scoring.scorer._reader._drafter._session.paging.heap
+    assert len(inside(llm).prefixes._memory)
+    heap = inside(inside(llm).session.scoring.scorer._reader._drafter).session.paging.heap
     assert heap._pages
     assert all(page.holders == 1 for page in heap._pages)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import resume
 from support.harness import CHUNK, KV_TYPES, TEXT, check, logits_along, pages, row, same_bits
+from support.inside import inside
 
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashConfig
@@ -131,7 +132,7 @@ def test_the_beginning_of_a_text(kind: str, length: int | None, llama: Any, toke
     llm.eval(tokens[:1000].tolist())
     llm.eval(tokens[1000:1500].tolist())
     if length is None:
-        length = min(llm._session.checkpoints.state())
+        length = min(inside(llm).session.checkpoints.state())
         with pytest.raises(SnapshotError, match=re.escape(f"{length}")):
             llm.save_snapshot(tmp_path / "x", length=length - 1)
     for impossible in (1501, -1):
@@ -143,9 +144,9 @@ def test_the_beginning_of_a_text(kind: str, length: int | None, llama: Any, toke
     assert other.load_snapshot(tmp_path / "x") == length
     check(other)
     assert other.kvflash.length == length
-    assert pages(other._session)[: length // CHUNK] == pages(llm._session)[: length // CHUNK]
+    assert pages(inside(other).session)[: length // CHUNK] == pages(inside(llm).session)[: length // CHUNK]
     llm.n_tokens = length
-    assert llm._session.can_truncate(length) or kind != "dense"
+    assert inside(llm).session.can_truncate(length) or kind != "dense"
     ours, theirs = (logits_along(one, tokens[2000:2100], tokens[2100:2140]) for one in (other, llm))
     assert same_bits(ours, theirs)
 
@@ -161,20 +162,20 @@ def test_into_another_pool(kind: str, pool: int, llama: Any, tokens: Any, tmp_pa
     other.load_snapshot(tmp_path / "x")
     check(other)
     assert same_bits(row(other), row(llm))
-    inside, before = set(other.kvflash.resident_chunks), set(llm.kvflash.resident_chunks)
+    resident, before = set(other.kvflash.resident_chunks), set(llm.kvflash.resident_chunks)
     if pool == 512:
-        assert inside < before
-        assert len(inside) == 8
-        scores = llm._session.ranking
+        assert resident < before
+        assert len(resident) == 8
+        scores = inside(llm).session.ranking
         head = other.n_tokens // CHUNK
-        chosen = [c for c in inside - other._session.table.protected(head, head) if c < len(scores)]
-        assert max(scores[c] for c in before - inside if c < len(scores)) <= min(scores[c] for c in chosen)
+        chosen = [c for c in resident - inside(other).session.table.protected(head, head) if c < len(scores)]
+        assert max(scores[c] for c in before - resident if c < len(scores)) <= min(scores[c] for c in chosen)
     elif pool == 1024:
-        assert inside == before
+        assert resident == before
     else:
-        assert inside == set(range(other.kvflash.chunks))
+        assert resident == set(range(other.kvflash.chunks))
     sealed = other.n_tokens // CHUNK
-    assert pages(other._session)[:sealed] == pages(llm._session)[:sealed]
+    assert pages(inside(other).session)[:sealed] == pages(inside(llm).session)[:sealed]
     resume.go_on(other, 80)
     other.eval(tokens[3000:3300].tolist())
     check(other)
@@ -187,7 +188,7 @@ def test_the_text_goes_on_and_is_cut_while_the_file_is_written(
     llm, other = make(llama, kind), make(llama, kind)
     llm.eval(tokens[:PROMPT].tolist())
     gate = threading.Event()
-    llm._snapshot_store._writer.submit(gate.wait)
+    inside(llm).snapshot_store._writer.submit(gate.wait)
     done = llm.save_snapshot(tmp_path / "x", wait=False)
     after = resume.go_on(llm)
     llm.n_tokens = 300
@@ -201,7 +202,7 @@ def test_the_text_goes_on_and_is_cut_while_the_file_is_written(
     assert done.result() == (tmp_path / "x").stat().st_size
     other.load_snapshot(tmp_path / "x")
     assert resume.go_on(other) == after
-    held = {page for page in llm._session.store.heap._pages if page.holders != 1}
+    held = {page for page in inside(llm).session.store.heap._pages if page.holders != 1}
     assert not held, "what was saved has been let go"
 
 
@@ -246,4 +247,4 @@ def test_a_damaged_file_changes_nothing(llama: Any, tokens: Any, tmp_path: Path)
 
 def load_and_read_all(llm: Any, path: Path) -> None:
     llm.load_snapshot(path)
-    pages(llm._session)
+    pages(inside(llm).session)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.inside import inside
 
 from kvflash_ggml.config import KVFlashConfig, SpecConfig
 from kvflash_ggml.errors import ConfigError, KVFlashError
@@ -54,17 +55,17 @@ def complete(llm: Any, prompt: list[int], **settings: Any) -> Any:
 def test_no_more_is_verified_than_is_asked_for(most: int, pair: Any) -> None:
     plain, llm, prompt = pair()
     rows: list[tuple[int, int]] = []
-    verify = llm._session.verify
+    verify = inside(llm).session.verify
 
     def noted(tokens: Any, *branches: Any) -> None:
-        rows.append((llm._session.length, len(tokens)))
+        rows.append((inside(llm).session.length, len(tokens)))
         verify(tokens, *branches)
 
-    llm._session.verify = noted
+    inside(llm).session.verify = noted
     assert complete(llm, prompt, max_tokens=most) == complete(plain, prompt, max_tokens=most)
     assert all(start + count < len(prompt) + most for start, count in rows)
     assert bool(rows) == (most > 2)
-    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    assert inside(llm).session.tokens.tolist() == inside(plain).session.tokens.tolist()
     assert llm.n_tokens == plain.n_tokens
     rows.clear()
     list(islice(llm.generate(prompt, temp=0.0), most + 20))
@@ -82,7 +83,7 @@ def test_stop_strings_within_and_across_what_is_accepted(first: int, pair: Any) 
         answers = [complete(one, prompt, max_tokens=40, stop=stop) for one in (llm, plain)]
         assert answers[0] == answers[1]
         assert answers[0]["choices"][0]["finish_reason"] == "stop"
-        assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+        assert inside(llm).session.tokens.tolist() == inside(plain).session.tokens.tolist()
     assert llm.kvflash.spec.total.accepted > 0
 
 
@@ -138,7 +139,7 @@ def test_tokens_that_are_sent(at: int, pair: Any) -> None:
         got += islice(stream, 12)
         assert one.n_tokens == len(prompt) + len(got) + 2
         stream.close()
-        told.append((got, one._session.tokens.tolist()))
+        told.append((got, inside(one).session.tokens.tolist()))
     assert told[0] == told[1]
 
 
@@ -151,7 +152,7 @@ def test_an_answer_that_ends(pair: Any) -> None:
     assert complete(llm, prompt, **settings) == want
     assert want["choices"][0]["finish_reason"] == "stop"
     assert 3 < want["usage"]["completion_tokens"] < 60
-    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    assert inside(llm).session.tokens.tolist() == inside(plain).session.tokens.tolist()
     counted = llm.kvflash.spec.last
     assert counted.accepted + counted.steps + counted.plain_steps == want["usage"]["completion_tokens"]
 
@@ -162,14 +163,14 @@ def test_several_threads(pair: Any, tokens: Any) -> None:
     wanted = [complete(plain, prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda prompt: complete(llm, prompt, max_tokens=20), prompts)) == wanted
-    llm._session.table.check_integrity()
+    inside(llm).session.table.check_integrity()
 
 
 def test_a_stream_whose_text_is_gone_says_so_amid_drafts(pair: Any) -> None:
     _, llm, prompt = pair()
     stream = llm.generate(prompt, temp=0.0)
     list(islice(stream, 3))
-    assert llm._session.ahead > 0
+    assert inside(llm).session.ahead > 0
     other = complete(llm, prompt[:60], max_tokens=5)
     with pytest.raises(KVFlashError, match="another call has used this model"):
         next(stream)
@@ -181,7 +182,7 @@ def test_it_is_pickled_with_who_drafts(llama: Any, tokens: Any) -> None:
     config = KVFlashConfig(pool=512, policy="lru", spec=SpecConfig(width=5, types=("ngram",)))
     llm = llama(kvflash=config)
     again = pickle.loads(pickle.dumps(llm))
-    assert again._config == config
+    assert inside(again).config == config
     assert again.kvflash.spec.types == ("ngram",)
     prompt = np.tile(tokens[:60], 3).tolist()
     assert [*islice(again.generate(prompt, temp=0.0), 20)] == [*islice(llm.generate(prompt, temp=0.0), 20)]
@@ -195,7 +196,7 @@ def test_a_model_that_is_closed_within_what_is_accepted(settings: Any, pair: Any
     llm.draft_model = Knowing([*prompt, *islice(plain.generate(prompt, **settings), 20)])
     stream = llm.generate(prompt, **settings)
     assert len(list(islice(stream, 4))) == 4
-    assert llm._session.ahead
+    assert inside(llm).session.ahead
     asked: list[int] = []
     llm.draft_model.__dict__["text"] = Noting(asked)
     llm.close()
@@ -225,7 +226,7 @@ def test_a_length_that_is_set_within_what_is_accepted(pair: Any) -> None:
     plain, llm, prompt = pair()
     assert told(llm) == told(plain)
     assert llm.kvflash.spec.last.accepted > 0
-    assert llm._session.tokens.tolist() == plain._session.tokens.tolist()
+    assert inside(llm).session.tokens.tolist() == inside(plain).session.tokens.tolist()
 
 
 def test_what_has_failed_is_not_asked_again_with_another_draft_model(
@@ -234,7 +235,7 @@ def test_what_has_failed_is_not_asked_again_with_another_draft_model(
     spec = SpecConfig(types=("ngram", "draft-eagle3"), draft=models["eagle3"], width=4)
     llm = llama(**(STRICT | {"n_ubatch": 256}), kvflash_spec=spec)
     prompt = tokens[300:420].tolist()
-    eagle3 = llm._drafting.drafters[1]
+    eagle3 = inside(llm).drafting.drafters[1]
 
     def fail(*_: Any) -> None:
         raise RuntimeError("it has failed")
@@ -260,7 +261,7 @@ def test_scores_are_those_of_the_text_as_it_is_repaired(llama: Any, tokens: Any)
     drafting.draft_model = Knowing(text)
     assert list(islice(drafting.generate(prompt, temp=0.0), 60)) == text[len(prompt) :]
     assert drafting.kvflash.spec.last.accepted > 0
-    repaired = min(one._session.repair.start for one in (plain, drafting))
+    repaired = min(inside(one).session.repair.start for one in (plain, drafting))
     assert repaired > len(prompt) + 16
     assert np.array_equal(drafting.scores[:repaired], plain.scores[:repaired])
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.drafter_models import with_own_vocabulary
 from support.harness import MODELS, assert_alike, drawn
+from support.inside import inside
 
 from kvflash_ggml.config import SpecConfig
 
@@ -55,7 +56,7 @@ def test_a_drafter_with_a_smaller_vocabulary(llama: Any, tokens: Any, tmp_path: 
 
     def answer(draft: Path) -> tuple[list[int], Any, set[int]]:
         llm = llama("dense", **size, kvflash_spec=SpecConfig(types=("draft-eagle3",), draft=draft, width=5))
-        drafter, drafted = llm._drafting.drafters[0], set[int]()
+        drafter, drafted = inside(llm).drafting.drafters[0], set[int]()
         propose = drafter.propose
 
         def proposed(root: int, most: int) -> Any:

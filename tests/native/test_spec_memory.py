@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import MODELS
+from support.inside import inside
 from support.resume import TESTS
 from support.resume_drafting import COMMAND, go_on
 
@@ -73,14 +74,14 @@ def within_a_block(llm: Any, prompt: list[int]) -> Any:
     """A stream that was told some of the rows of a step, and not the others."""
     stream = llm.generate(prompt, temp=0.0)
     for _ in islice(stream, 120):
-        ahead = llm._session._ahead
+        ahead = inside(llm).session._ahead
         if ahead is not None and 2 <= ahead.kept < len(ahead.tokens):
             return stream
     raise AssertionError("no draft was accepted")
 
 
 def drafter_of(llm: Any) -> Any:
-    return llm._speculator._asked[0].drafter
+    return inside(llm).speculator._asked[0].drafter
 
 
 @every_kind
@@ -202,7 +203,7 @@ def test_nothing_of_another_text_is_left(kind: str, drafting: Any, prompt: Any, 
     """A text that comes back without what a drafter knew of it: that drafts as in a model that was just made."""
     llm = drafting(kind)
     llm.eval(prompt)
-    saved = llm._saved(None, drafts=False)
+    saved = inside(llm).saved(None, drafts=False)
     llm.reset()
     list(islice(llm.generate(tokens[2000:2900].tolist(), temp=0.0), 20))
     llm.resume(saved)
@@ -217,7 +218,7 @@ def test_nothing_of_another_text_is_left(kind: str, drafting: Any, prompt: Any, 
 def state_of(llm: Any, saved: Any) -> Any:
     import llama_cpp
 
-    data = llm._snapshots().dump(saved.share())
+    data = inside(llm).snapshot_store.dump(saved.share())
     return llama_cpp.LlamaState(
         scores=np.empty((0, 0)), input_ids=saved.tokens, n_tokens=saved.length, llama_state=data,
         llama_state_size=len(data), seed=7,
@@ -230,7 +231,7 @@ def test_a_prefix_cache_does_not_keep_it(drafting: Any, prompt: Any) -> None:
     llm = drafting("eagle3")
     llm.set_cache(PrefixCache())
     list(islice(llm.generate(prompt, temp=0.0), 20))
-    kept = llm._prefixes._memory._entries
+    kept = inside(llm).prefixes._memory._entries
     assert kept
     assert not any(one.drafts for one in kept)
     llm.eval([1])
@@ -244,7 +245,7 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
     """Sizes and places that cannot be are refused, and the drafter goes on."""
     llm = drafting(kind)
     within_a_block(llm, prompt).close()
-    (saved,) = llm._speculator.state()
+    (saved,) = inside(llm).speculator.state()
     drafter, rng = drafter_of(llm), np.random.default_rng(5)
     data, rows_ = bytes(saved.context.read()), bytes(saved.rows.read())
     wrong = [replace(saved, first=saved.first + 1), replace(saved, end=saved.end - 1), replace(saved, length=3)]
@@ -263,13 +264,13 @@ def test_hostile_bytes(kind: str, drafting: Any, prompt: Any, caplog: pytest.Log
                 drafter.load(replace(saved, context=Bytes(changed)))
             except SnapshotError:
                 assert drafter._context.first == drafter._context.end
-    everything = np.array(llm._session.tokens)
+    everything = np.array(inside(llm).session.tokens)
     nothing = data[:-64] + b"\xff" * 64  # which are no numbers
-    llm._speculator.load([replace(saved, context=Bytes(nothing))], everything)
+    inside(llm).speculator.load([replace(saved, context=Bytes(nothing))], everything)
     assert "begins anew behind the text that was restored: " in caplog.text
     assert drafter._context.first == drafter._context.end
-    llm._speculator.load([saved], everything)
-    assert llm._speculator.off is None
+    inside(llm).speculator.load([saved], everything)
+    assert inside(llm).speculator.off is None
     assert go_on(llm, 20)["steps"][0] > 0
 
 
@@ -279,7 +280,7 @@ def test_what_is_left_out_of_a_long_prompt_changes_no_draft(kind: str, drafting:
 
     def drafts(newest: int | None) -> tuple[list[Any], list[int], int]:
         llm = drafting(kind, n_ubatch=64, kvflash_spec=spec(kind, window=256))
-        speculator, seen, reads = llm._speculator, [], 0
+        speculator, seen, reads = inside(llm).speculator, [], 0
         features, propose, read = speculator._features, drafter_of(llm).propose, speculator._features.read
         features.newest = newest or features.newest
 

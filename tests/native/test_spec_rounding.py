@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.drafting import Bush, let_draft, oracle, told
 from support.harness import Bare, Logits, same_bits
+from support.inside import inside
 from support.replay import let_replay
 
 from kvflash_ggml.arrays import Int32s
@@ -34,7 +35,7 @@ def batched(llm: Any, prompt: list[int], text: Sequence[int], *, tree: bool) -> 
     which is thought more of, so that the text lies beside its place."""
     llm.reset()
     llm.eval(prompt)
-    session, found = llm._session, [llm.newest_logits()[None]]
+    session, found = inside(llm).session, [llm.newest_logits()[None]]
     span = WIDTH // 2 if tree else WIDTH
     for at in range(0, len(text) - span, span):
         root, after = text[at], np.array(text[at + 1 : at + span], np.int32)
@@ -153,7 +154,7 @@ def test_a_pool_that_evicts_differs_by_what_is_resident_only(kind: str, policy: 
     known, _ = told(plain, prompt, count, **GREEDY)
     drafting = llama(kind, **size, kvflash_spec=SpecConfig(width=6, types=("ngram",)))
     drafting.draft_model = oracle([*prompt, *known], 1.0 if kind == "hybrid" else 0.7, 5)
-    made = reserving(drafting._session)
+    made = reserving(inside(drafting).session)
     out = told(drafting, prompt, count, **GREEDY)
     spec = drafting.kvflash.spec.last
     assert spec.accepted > 20
@@ -162,8 +163,8 @@ def test_a_pool_that_evicts_differs_by_what_is_resident_only(kind: str, policy: 
     assert len({tuple(blocks) for *_, blocks in rooms.values()}) > 1
 
     plain.reset()
-    seen = reserving(plain._session, rooms)
-    make_room(plain._session, rooms)
+    seen = reserving(inside(plain).session, rooms)
+    make_room(inside(plain).session, rooms)
     assert told(plain, prompt, count, **GREEDY) == out
     assert [blocks for at, (*_, blocks) in sorted(seen.items()) if at >= len(prompt)] == [
         rooms[at][3] for at in sorted(seen) if at >= len(prompt)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.drafting import Bush, let_draft, oracle, told
 from support.harness import KV_TYPES, check
+from support.inside import inside
 
 from kvflash_ggml.config import SpecConfig
 
@@ -54,7 +55,7 @@ def test_everything_is_equal_in_other_memories(kind: str, right: float, llama: A
     prompt = tokens[:50].tolist()
     plain = told(llama(kind, **STRICT), prompt, 33, temp=0.0)
     llm = llama(kind, **STRICT, kvflash_spec=SpecConfig(width=4, types=("ngram",)))
-    assert llm._session.engine.info.rs_planes == 0
+    assert inside(llm).session.engine.info.rs_planes == 0
     llm.draft_model = oracle([*prompt, *plain[0]], right, 3)
     assert told(llm, prompt, 33, temp=0.0) == plain
     assert llm.kvflash.spec.total.by_source["draft_model"].accepted > 0
@@ -135,7 +136,7 @@ def test_a_stream_that_is_closed_leaves_the_text_that_was_told(kind: str, stop: 
     assert [*islice(stream, stop)] == plain[:stop]
     assert llm.kvflash.length == llm.n_tokens == len(prompt) + stop - 1
     stream.close()
-    assert llm._session.tokens.tolist() == [*prompt, *plain[: stop - 1]]
+    assert inside(llm).session.tokens.tolist() == [*prompt, *plain[: stop - 1]]
     check(llm)
     going_on = llm.generate([*prompt, *plain[:stop]], temp=0.0)
     assert [*islice(going_on, 16)] == plain[stop : stop + 16]
@@ -153,7 +154,7 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
     plain = llama("f32", **size)
     out, logits = told(plain, prompt, 80, **GREEDY)
     llm = llama("f32", **size, kvflash_spec=SpecConfig(width=16, types=("ngram",)))
-    assert llm._session.branch_room > 16
+    assert inside(llm).session.branch_room > 16
     bush = Bush([*prompt, *out], seed)
     let_draft(llm, bush, 16)
     got, theirs = told(llm, prompt, 80, **GREEDY)
@@ -164,8 +165,8 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
         mine, its = (np.frombuffer(rows[at], np.float32) for rows in (logits, theirs))
         assert np.abs(mine - its).max() < 0.01
         assert one == other
-    llm._session.settle()
-    session, length = llm._session, llm._session.length
+    inside(llm).session.settle()
+    session, length = inside(llm).session, inside(llm).session.length
     assert session.tokens.tolist() == [*prompt, *out][:length]
     session.table.check_integrity()
     chunks = session.table.chunks
@@ -173,8 +174,8 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
         held = session.engine.cells(chunks[c].block * 64, 64)
         assert held.tolist() == list(range(c * 64, c * 64 + 64))
     if policy == "qk":
-        length = min(length, plain._session.length)
-        mine, its = (s.queries.newest_now(length, 8) for s in (plain._session, session))
+        length = min(length, inside(plain).session.length)
+        mine, its = (s.queries.newest_now(length, 8) for s in (inside(plain).session, session))
         assert np.abs(mine - its).max() < 0.01
 
 
@@ -184,7 +185,7 @@ def test_where_memory_has_no_branches_the_main_chain_is_verified(kind: str, llam
     size = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "kvflash": 1024}
     out = told(llama(kind, **size), prompt, 40, **GREEDY)[0]
     llm = llama(kind, **size, kvflash_spec=SpecConfig(width=8))
-    assert llm._session.branch_room == 0
+    assert inside(llm).session.branch_room == 0
     let_draft(llm, Bush([*prompt, *out], 1), 8)
     assert told(llm, prompt, 40, **GREEDY)[0][:20] == out[:20]
     assert llm.kvflash.spec.last.steps > 0
@@ -199,12 +200,12 @@ def test_a_hybrid_has_the_state_of_its_text(llama: Any, tokens: Any) -> None:
         llm = llama("hybrid", **size, kvflash_spec=SpecConfig(width=4))
         llm.draft_model = oracle([*prompt, *plain], right, 3)
         out = [*islice(llm.generate(prompt, **GREEDY), 30)]
-        llm._session.settle()
-        text = llm._session.tokens.tolist()
+        inside(llm).session.settle()
+        text = inside(llm).session.tokens.tolist()
         assert text == [*prompt, *out][: len(text)]
         again = llama("hybrid", **size)
         again.eval(text)
-        mine, its = llm._session.engine.get_state(), again._session.engine.get_state()
+        mine, its = inside(llm).session.engine.get_state(), inside(again).session.engine.get_state()
         assert len(mine) == len(its) > 0
         a, b = (np.frombuffer(bytes(x)[: len(x) // 4 * 4], np.float32) for x in (mine, its))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -215,6 +216,6 @@ def test_a_hybrid_has_the_state_of_its_text(llama: Any, tokens: Any) -> None:
 def test_there_is_room_for_drafts_in_a_context_of_the_trained_length(kind: str, rows: int, llama: Any) -> None:
     """The context's parameters have no batch yet when the room is made."""
     llm = llama(kind, n_ctx=0, n_batch=256, n_ubatch=128, kvflash=512, kvflash_spec="ngram")
-    assert llm._room.rows == rows
-    assert llm._session.engine.info.rs_planes == (rows - 1 if kind == "hybrid" else 0)
-    assert llm._session.room_ahead >= rows
+    assert inside(llm).room.rows == rows
+    assert inside(llm).session.engine.info.rs_planes == (rows - 1 if kind == "hybrid" else 0)
+    assert inside(llm).session.room_ahead >= rows

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import resume
 from support.harness import KV_TYPES, assert_same, evaluate, pages, put_pages, row, same_bits
+from support.inside import inside
 
 from kvflash_ggml import logs
 from kvflash_ggml.session.sight import Sight
@@ -102,7 +103,7 @@ def test_a_small_n_batch_streams_a_text_as_often_as_the_default(
     assert small.kvflash.streamed_bytes == usual.kvflash.streamed_bytes
     assert 1 < small.kvflash.streamed_steps == usual.kvflash.streamed_steps < 10
     assert same_bits(row(small), row(usual))
-    assert pages(small._session) == pages(usual._session)
+    assert pages(inside(small).session) == pages(inside(usual).session)
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -219,7 +220,7 @@ def test_repair_writes_what_exact_reading_writes(llama: Any, tokens: Any) -> Non
     read.eval(answer.tolist())
     assert repaired.kvflash.last.repaired == 128
     assert repaired.kvflash.last.changed > 0
-    assert pages(repaired._session)[20:22] == pages(read._session)[20:22]
+    assert pages(inside(repaired).session)[20:22] == pages(inside(read).session)[20:22]
     assert same_bits(row(repaired), row(read))
 
 
@@ -319,7 +320,7 @@ def test_memory_that_is_refused_within_a_prompt(llama: Any, tokens: Any, monkeyp
     ours.eval(tokens[ours.n_tokens : 1200].tolist())
     theirs.eval(tokens[:1200].tolist())
     assert same_bits(row(ours), row(theirs))
-    assert pages(ours._session) == pages(theirs._session)
+    assert pages(inside(ours).session) == pages(inside(theirs).session)
 
 
 def test_what_an_answer_has_lost_outlives_a_text_that_is_read_again(
@@ -335,7 +336,7 @@ def test_what_an_answer_has_lost_outlives_a_text_that_is_read_again(
         monkeypatch.undo()
         raise SnapshotError("a page was damaged")
 
-    monkeypatch.setattr(type(llm._session), "_generate_step", lose)
+    monkeypatch.setattr(type(inside(llm).session), "_generate_step", lose)
     llm.eval([6])
     last = llm.kvflash.last
     assert (last.read, last.generated, last.generated_whole) == (700, 2, 1)

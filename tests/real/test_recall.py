@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from support.inside import inside
 
 from kvflash_bench.filler import read_text
 from kvflash_bench.outcomes import Outcome, Plan, Read
@@ -32,7 +33,7 @@ def asked(smol: Callable[..., Any]) -> dict[str, Asked]:
     for name, pool in (("full", None), ("pool", POOL)):
         llm = smol(n_ctx=TOKENS + TAIL_ROOM, kvflash=pool, **({} if pool is None else {"kvflash_calibrate": True}))
         if llm.kvflash is not None:
-            assert llm._session.reading.exact
+            assert inside(llm).session.reading.exact
             llm.kvflash.calibrate()
             heads = llm.kvflash.retrieval_heads
             assert heads is not None, "this model has some"

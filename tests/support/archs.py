@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import kvflash_ggml
 from kvflash_ggml.convert.describe import describe
 from support.harness import read_block
+from support.inside import inside
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("arch_models.cpp")
@@ -292,7 +293,7 @@ class _Run:
         rng = np.random.default_rng(7)
         self.tokens = rng.integers(0, min(128, self.llm.n_vocab()), PROMPT + STEPS).tolist()
         if self.llm.kvflash is not None:
-            engine = self.llm._session.engine
+            engine = inside(self.llm).session.engine
             info = engine.info
             kinds = ["hybrid" if info.recurrent else "", "sliding window" if info.n_swa else ""]
             self.memory = " + ".join(filter(None, kinds)) or "plain"
@@ -325,7 +326,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     import numpy as np
 
     llm = run.llm
-    session = llm._session
+    session = inside(llm).session
     before = N_BATCH
     llm.eval(run.tokens[:before])
     assert session.page_outs == before // CHUNK, f"{session.page_outs} pages saved after {before} tokens"
@@ -371,7 +372,7 @@ def _check_calibration(run: _Run) -> None:
     from kvflash_ggml.calibration.subject import Subject
 
     measure.DOCUMENTS = 1
-    heads = {(layer.il, head) for layer in run.llm._session.engine.layers for head in range(layer.n_head)}
+    heads = {(layer.il, head) for layer in inside(run.llm).session.engine.layers for head in range(layer.n_head)}
     found = calibrate(run.llm._model, subject=Subject("", ""), settings=run.llm.context_params)
     assert found.questions == 24, f"calibration: {found.questions} questions"
     measured = {(x.layer, x.head) for x in found.heads}

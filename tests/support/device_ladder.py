@@ -16,6 +16,7 @@ from kvflash_ggml.llama.sizing import address
 from kvflash_ggml.native.engine import probe
 from kvflash_ggml.placement import inventory
 from support.harness import CHUNK, logits_along, same_bits
+from support.inside import inside
 
 Make = Callable[..., Any]
 Tokens = npt.NDArray[np.int32]
@@ -39,7 +40,7 @@ class Placed:
 
 def check_place(llm: Any, placed: Placed) -> None:
     """The pool is where it was put: a rung that ran elsewhere proves nothing."""
-    info = llm._session.engine.info
+    info = inside(llm).session.engine.info
     assert tuple(device.mode for device in info.devices) == placed.modes
     assert all(device.layers > 0 for device in info.devices)
     assert info.asynchronous == any(mode != "host" for mode in placed.modes)
@@ -71,7 +72,7 @@ def pages_come_back(kind: str, kv: int, placed: Placed, llama: Make, tokens: Tok
     moved, still = (llama(kind, kvflash=1024, type_k=kv, type_v=kv, **placed.settings) for _ in range(2))
     for llm in (moved, still):
         llm.eval(tokens[:512].tolist())
-    engine = moved._session.engine
+    engine = inside(moved).session.engine
     page, blocks = engine.info.page_bytes, list(range(8))
     slab = engine.alloc(16 * page)
     bytes_of = np.frombuffer(engine.view(slab, 16 * page), np.uint8).reshape(16, page)
@@ -121,7 +122,7 @@ def looks_repeat(placed: Placed, llama: Make, tokens: Tokens) -> None:
     for _ in range(2):
         llm = llama("dense", **size, kvflash_policy="qk", kvflash_deterministic=True, **placed.settings)
         check_place(llm, placed)
-        scoring = llm._session.scoring
+        scoring = inside(llm).session.scoring
         assert scoring._lag == (max(1, placed.overlapping) if any(mode != "host" for mode in placed.modes) else 0)
         answer = []
         for token in llm.generate(tokens[:2500].tolist(), temp=0.0):
@@ -130,9 +131,11 @@ def looks_repeat(placed: Placed, llama: Make, tokens: Tokens) -> None:
                 break
         assert scoring.looks > 10
         assert llm.kvflash.page_ins > 0
-        queries = np.empty(sum(int(np.prod(shape)) for shape in llm._session.engine.query_shapes), np.float32)
-        llm._session.engine.wait(llm._session.engine.read_queries(queries))
-        layers = np.split(queries, np.cumsum([np.prod(shape) for shape in llm._session.engine.query_shapes])[:-1])
+        queries = np.empty(sum(int(np.prod(shape)) for shape in inside(llm).session.engine.query_shapes), np.float32)
+        inside(llm).session.engine.wait(inside(llm).session.engine.read_queries(queries))
+        layers = np.split(
+            queries, np.cumsum([np.prod(shape) for shape in inside(llm).session.engine.query_shapes])[:-1]
+        )
         assert all(layer.any() for layer in layers)
         runs.append((answer, llm.kvflash.resident_chunks, queries.tobytes()))
     assert runs[0][:2] == runs[1][:2]
@@ -176,7 +179,7 @@ def order_holds(placed: Placed, llama: Make, tokens: Tokens, *, rounds: int = 60
     llm = llama("dense", kvflash=1024, **placed.settings)
     check_place(llm, placed)
     llm.eval(tokens[:1000].tolist())
-    engine = llm._session.engine
+    engine = inside(llm).session.engine
     page, blocks, images = engine.info.page_bytes, 15, 24
     slab = engine.alloc((images + blocks) * page)
     found = np.frombuffer(engine.view(slab, (images + blocks) * page), np.uint8).reshape(-1, page)

@@ -12,6 +12,7 @@ from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 from support.harness import drawn
+from support.inside import inside
 
 
 def oracle(text: list[int], right: float, count: int) -> Callable[..., Any]:
@@ -34,8 +35,8 @@ def told(llm: Any, prompt: list[int], count: int, **sampler: Any) -> tuple[list[
 
 def let_draft(llm: Any, drafter: Any, width: int) -> None:
     """Have this one drafter, and steps of this many rows."""
-    llm._speculator = Speculator([drafter], Fixed(width), n_vocab=llm.n_vocab(), ends=())
-    llm._session.follower = llm._speculator
+    inside(llm).speculator = Speculator([drafter], Fixed(width), n_vocab=llm.n_vocab(), ends=())
+    inside(llm).session.follower = inside(llm).speculator
 
 
 class Bush:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_bench.shapes import SHAPES, write
+from support.inside import inside
 
 TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"
@@ -81,13 +82,13 @@ def agreement(a: Logits, b: Logits) -> float:
 def reach(llm: Any) -> None:
     """Take the locks of a Llama without a prefix cache: that of its calls, and that of its page images."""
     llm.set_cache(None)
-    with llm._session.paging.heap.lease(()):
+    with inside(llm).session.paging.heap.lease(()):
         pass
 
 
 def check(llm: Any) -> None:
     """The page table, the cells and the mask agree."""
-    session = llm._session
+    session = inside(llm).session
     session.table.check_integrity()
     assert set(session.store) <= set(range(len(session.table.chunks)))
     held = session.engine.cells(0, session.engine.info.n_slots)

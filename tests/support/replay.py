@@ -8,19 +8,20 @@ from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.control import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
+from support.inside import inside
 
 
 def noted(llm: Any) -> dict[int, Draft | None]:
     """What is verified from now on, by the length of the text without the root."""
     drafts: dict[int, Draft | None] = {}
-    propose = llm._speculator.propose
+    propose = inside(llm).speculator.propose
 
     def noting(text: Any, root: int) -> Draft | None:
         length = len(text.tokens)
         drafts[length] = propose(text, root)
         return drafts[length]
 
-    llm._speculator.propose = noting
+    inside(llm).speculator.propose = noting
     return drafts
 
 
@@ -49,5 +50,5 @@ class Replay:
 
 def let_replay(llm: Any, drafts: dict[int, Draft | None], width: int) -> None:
     """Have nothing drafted but what was noted."""
-    llm._speculator = Speculator([Replay(drafts)], Fixed(width), n_vocab=llm.n_vocab(), ends=())
-    llm._session.follower = llm._speculator
+    inside(llm).speculator = Speculator([Replay(drafts)], Fixed(width), n_vocab=llm.n_vocab(), ends=())
+    inside(llm).session.follower = inside(llm).speculator

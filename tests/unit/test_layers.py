@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.inside import PRIVATE
 
 PACKAGE = Path(__file__).parents[2] / "kvflash_ggml"
 BENCH = Path(__file__).parents[2] / "benchmarks" / "kvflash_bench"
+TESTS = Path(__file__).parents[1]
 
 FLOORS = [
     {"__main__"},
@@ -131,3 +133,18 @@ def test_locks_are_entered_by_with() -> None:
         and ast.unparse(node.value) != "asyncio"  # a task is interrupted where it awaits
     }
     assert called == set()
+
+
+@pytest.mark.parametrize(
+    ("root", "knowing"), [(TESTS, TESTS / "support"), (BENCH, BENCH / "inside.py")], ids=["tests", "bench"]
+)
+def test_private_parts_of_a_model_are_reached_in_one_file(root: Path, knowing: Path) -> None:
+    reaches = {
+        f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}"
+        for path in root.rglob("*.py")
+        if not path.is_relative_to(knowing)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in PRIVATE and ast.unparse(node.value) != "self")
+        or (isinstance(node, ast.Constant) and node.value in PRIVATE)
+    }
+    assert reaches == set()
