@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
 from ..errors import ContextFull
-from .messages import Finished, Piece, Started, Usage
+from .messages import Finished, Logprob, Piece, Started, Usage
 from .model import Model, Paused
 from .seat import Seat
 from .text import TextStream
@@ -79,41 +79,45 @@ class Answer:
             self._before = model.counters()
             sink(Started(conversation=conversation.id))
             self._seated = self._clock()
-        text, branch = self._text, self._seat.branch(request) if self._paused is None else None
-        most, reason = min(request.max_tokens, room), "length"
-        endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
+        branch = self._seat.branch(request) if self._paused is None else None
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
-            for token in stream:
-                self._last = self._clock()
-                self._first = self._first or self._last
-                if most == 0:
-                    break
-                if model.ends(token) and not endless:
-                    reason = "stop"
-                    break
-                self._tokens.append(token)
-                told = None if request.logprobs is None else model.logprob(token, request.logprobs)
-                piece, logprobs = text.push(model.piece(token), told)
-                if piece or logprobs:
-                    sink(Piece(text=piece, logprobs=logprobs))
-                if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
-                    model.checkpoint()
-                if text.stopped is not None:
-                    reason = "stop"
-                    break
-                if len(self._tokens) >= most:
-                    break
-                if self._job.full() and request.reuse:
-                    self._paused = model.pause(self._tokens)
-                    raise PutAside
-                self._check()
-        piece, logprobs = text.finish()
-        if piece or logprobs:
-            sink(Piece(text=piece, logprobs=logprobs))
+            reason = self._read(stream, min(request.max_tokens, room))
+        self._tell(*self._text.finish())
         model.checkpoint()
         return Finished(
-            reason=reason, usage=self.usage, stop=text.stopped, tokens=tuple(self._tokens), report=self._report()
+            reason=reason, usage=self.usage, stop=self._text.stopped, tokens=tuple(self._tokens), report=self._report()
         )
+
+    def _read(self, stream: Iterator[int], most: int) -> str:
+        """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
+        request, model = self._job.request, self._model
+        endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
+        for token in stream:
+            self._last = self._clock()
+            self._first = self._first or self._last
+            if most == 0:
+                break
+            if model.ends(token) and not endless:
+                return "stop"
+            self._tokens.append(token)
+            logprob = None if request.logprobs is None else model.logprob(token, request.logprobs)
+            self._tell(*self._text.push(model.piece(token), logprob))
+            if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
+                model.checkpoint()
+            if self._text.stopped is not None:
+                return "stop"
+            if len(self._tokens) >= most:
+                break
+            if self._job.full() and request.reuse:
+                self._paused = model.pause(self._tokens)
+                raise PutAside
+            self._check()
+        return "length"
+
+    def _tell(self, text: str, logprobs: tuple[Logprob, ...]) -> None:
+        """Give the sink what is final."""
+        if text or logprobs:
+            self._job.sink(Piece(text=text, logprobs=logprobs))
 
     def _progress(self, done: int, total: int) -> None:
         if not self._first:

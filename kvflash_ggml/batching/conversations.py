@@ -2,75 +2,96 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..errors import KVFlashError
 from .access import Access
 from .folder import Folder
 from .model import Model
 from .seat import Seat
 from .shelf import Conversation, Shelf
 
+logger = logging.getLogger("kvflash_ggml")
+
 T = TypeVar("T")
 
 
-class ConversationControl:
-    """The part of a scheduler that keeps conversations. Use it by `call`.
+class Conversations:
+    """All texts that a scheduler knows, wherever they are. Use it by `Scheduler.call`, unless a method says otherwise.
 
-    access: of whoever asks. A conversation that it may not see is treated as one that is not known.
+    access: of the client. A conversation that it may not see is treated as one that is not known. folder: None where
+    conversations have no files.
     """
 
-    model: Model
-    seat: Seat
-    shelf: Shelf
-    folder: Folder | None
+    def __init__(self, model: Model, seat: Seat, shelf: Shelf, folder: Folder | None) -> None:
+        self._model = model
+        self._seat = seat
+        self._shelf = shelf
+        self._folder = folder
 
     def seen(self, access: Access, read: Callable[[], T]) -> T | None:
         """What `read` tells of the text at hand; None if the text is not for this access. From any thread."""
-        before, value = self.seat.conversation, read()
+        before, value = self._seat.conversation, read()
         if not access.owner:
             return value
         # the seat is nobody's while the engine's thread changes the text
-        mine = before is not None and access.may(before.salt) and self.seat.conversation is before
+        mine = before is not None and access.may(before.salt) and self._seat.conversation is before
         return value if mine else None
 
     def places(self, access: Access) -> dict[str, int]:
         """How many conversations are where. From any thread: a conversation that moves meanwhile may count twice."""
-        seated = self.seat.conversation
+        seated = self._seat.conversation
         counts = {"device": int(seated is not None and access.may(seated.salt)), "memory": 0, "folder": 0}
-        for conversation in self.shelf:
+        for conversation in self._shelf:
             counts[conversation.where] += access.may(conversation.salt)
         return counts
 
-    def conversations(self, access: Access) -> list[dict[str, Any]]:
+    def describe(self, access: Access) -> list[dict[str, Any]]:
         """Describe all that are known, the one used last at the end. No text."""
-        seated = self.seat.conversation
-        known = [*self.shelf, *([seated] if seated is not None else [])]
-        return [self._describe(conversation) for conversation in known if access.may(conversation.salt)]
+        seated = self._seat.conversation
+        known = [*self._shelf, *([seated] if seated is not None else [])]
+        return [self._facts(conversation) for conversation in known if access.may(conversation.salt)]
 
-    def _describe(self, one: Conversation) -> dict[str, Any]:
-        here = one is self.seat.conversation
+    def _facts(self, one: Conversation) -> dict[str, Any]:
+        here = one is self._seat.conversation
         return {
             "id": one.id,
-            "tokens": len(self.model.tokens) if here else len(one.tokens),
+            "tokens": len(self._model.tokens) if here else len(one.tokens),
             "prompt": one.prompt,
             "where": "device" if here else one.where,
             "file": None if one.stored is None else one.stored.path.name,
         }
 
+    def adopt(self) -> None:
+        """Take over the conversations that an earlier server left in the folder."""
+        for stored in self._folder.stored() if self._folder is not None else ():
+            try:
+                parked = self._model.read(stored.path)
+            except (KVFlashError, OSError) as err:
+                logger.warning("%s is left alone: %s", stored.path.name, err)
+                continue
+            stored.places = parked.places
+            known = Conversation(
+                id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
+            )
+            parked.release()
+            self._shelf.add(known)
+
     def park(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""
         if self._seated(id, access):
-            self.seat.park()
+            self._seat.park()
             return True
         return self._shelved(id, access) is not None
 
     def save(self, id: str, access: Access) -> bool:
         """Write a conversation to the folder; False if it is not known, or cannot be written."""
         if self._seated(id, access):
-            self.seat.park()
+            self._seat.park()
         found = self._shelved(id, access)
-        return found is not None and self.shelf.store(found)
+        return found is not None and self._shelf.store(found)
 
     def erase(self, id: str, access: Access) -> bool:
         """Forget a conversation, its file too; False if it is not known."""
@@ -79,22 +100,22 @@ class ConversationControl:
             return True
         found = self._shelved(id, access)
         if found is not None:
-            self.shelf.erase(found)
+            self._shelf.erase(found)
         return found is not None
 
     def pin(self, id: str, lo: int, hi: int, access: Access) -> bool:
         """Keep tokens of the conversation at hand on the device; False if it is another."""
         if not self._seated(id, access):
             return False
-        self.model.pin(lo, hi)
+        self._model.pin(lo, hi)
         return True
 
     def erase_seated(self, access: Access) -> int:
         """Forget the text at hand; how many tokens it had."""
-        count, mine = self.seen(access, lambda: len(self.model.tokens)), self.seat.conversation
+        count, mine = self.seen(access, lambda: len(self._model.tokens)), self._seat.conversation
         if count is None:
             return 0
-        self.seat.clear()
+        self._seat.clear()
         if mine is not None and mine.stored is not None:
             mine.stored.delete()
         return count
@@ -104,14 +125,14 @@ class ConversationControl:
 
         ConfigError for a name that is none.
         """
-        assert self.folder is not None
-        seated = self.seen(access, lambda: self.seat.conversation)
+        assert self._folder is not None
+        seated = self.seen(access, lambda: self._seat.conversation)
         if seated is None and access.owner:
             return None
-        path = self.folder.named(name, "" if seated is None else seated.salt)
-        parked = self.model.park()
+        path = self._folder.named(name, "" if seated is None else seated.salt)
+        parked = self._model.park()
         try:
-            self.model.write(parked, path, sync=True)
+            self._model.write(parked, path, sync=True)
             return len(parked.tokens), path.stat().st_size
         finally:
             parked.release()
@@ -121,22 +142,22 @@ class ConversationControl:
 
         ConfigError for a name that is none.
         """
-        assert self.folder is not None
-        found = self.folder.find(name, access)
+        assert self._folder is not None
+        found = self._folder.find(name, access)
         if found is None:
             return None
         path, salt = found
-        parked = self.model.read(path)
+        parked = self._model.read(path)
         try:
-            self.seat.load(parked, salt)
+            self._seat.load(parked, salt)
             return len(parked.tokens)
         finally:
             parked.release()
 
     def _seated(self, id: str, access: Access) -> bool:
-        seated = self.seat.conversation
+        seated = self._seat.conversation
         return seated is not None and seated.id == id and access.may(seated.salt)
 
     def _shelved(self, id: str, access: Access) -> Conversation | None:
-        found = self.shelf.get(id)
+        found = self._shelf.get(id)
         return found if found is not None and access.may(found.salt) else None

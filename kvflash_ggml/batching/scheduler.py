@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
-from .conversations import ConversationControl
+from .conversations import Conversations
 from .folder import Folder
 from .messages import (
     CANCELLED,
@@ -31,7 +31,7 @@ from .messages import (
 )
 from .model import Model
 from .seat import Seat
-from .shelf import Conversation, Shelf
+from .shelf import Shelf
 from .waiting import Job, Waiting
 
 logger = logging.getLogger("kvflash_ggml")
@@ -63,8 +63,15 @@ class Totals:
     generated_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
+    def add(self, usage: Usage, reason: str) -> None:
+        """Count a request that has ended."""
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        self.generated_tokens += usage.generated
+        self.finished[reason] = self.finished.get(reason, 0) + 1
 
-class Scheduler(ConversationControl):
+
+class Scheduler:
     """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
     request that has had the seat, what it took and how it ended. clock: seconds.
     """
@@ -88,6 +95,7 @@ class Scheduler(ConversationControl):
             read=lambda place: model.read(place.path),
         )
         self.seat = Seat(model, self.shelf, clock)
+        self.conversations = Conversations(model, self.seat, self.shelf, folder)
         self.totals = Totals()
         self.folder = folder
         self._on_end = on_end
@@ -212,7 +220,7 @@ class Scheduler(ConversationControl):
     def _run(self) -> None:
         self.model.when_full(self._give_way)
         try:
-            self._adopt()
+            self.conversations.adopt()
         except Exception:
             logger.exception("the session folder cannot be read")
         while not self._stopping:
@@ -239,73 +247,60 @@ class Scheduler(ConversationControl):
             logger.exception("conversations could not be put aside at the end")
         self.model.close()
 
-    def _adopt(self) -> None:
-        """Take over what the folder has from an earlier run."""
-        for stored in self.folder.stored() if self.folder is not None else ():
-            try:
-                parked = self.model.read(stored.path)
-            except (KVFlashError, OSError) as err:
-                logger.warning("%s is left alone: %s", stored.path.name, err)
-                continue
-            stored.places = parked.places
-            known = Conversation(
-                id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
-            )
-            parked.release()
-            self.shelf.add(known)
-
     def _serve(self, job: Job) -> None:
         request, self._running = job.request, job
         began = self._clock()
         answer = self._begun.pop(request.id, None)
         if answer is None:
             answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
-        reason, self._answer = INTERNAL, answer
+        self._answer = answer
         try:
-            self._check(job)
-            event: Event = answer.make()
-            reason = event.reason if not isinstance(event, Failed) else event.code  # type: ignore[union-attr]
+            reason, event = self._outcome(job, answer)
         except PutAside:
             self._put_aside(job, answer)
             return
-        except Cancelled:
-            reason, event = CANCELLED, Failed(code=CANCELLED, message="the client has left")
-        except DeadlinePassed as err:
-            reason, event = DEADLINE, Failed(code=DEADLINE, message=str(err))
-        except ShuttingDown:
-            reason, event = SHUTDOWN, Failed(code=SHUTDOWN, message="the server is shutting down: ask again later")
-        except ContextFull as err:
-            reason, event = CONTEXT, Failed(code=CONTEXT, message=str(err))
-        except ConfigError as err:  # pins that the pool cannot hold
-            event = Failed(code=INVALID, message=str(err))
-            reason = INVALID
-        except KVFlashError as err:
-            logger.warning("request %s: %s", request.id, err)
-            if isinstance(err, NotFinite):
-                reason = NUMERICAL
-                self._forget_text(request)
-            event = Failed(code=reason, message=str(err))
-        except Exception as err:
-            logger.exception("request %s", request.id)
-            event = Failed(
-                code=INTERNAL, message=f"the server failed at this request ({type(err).__name__}): its log says why"
-            )
-            self._forget_text()
         usage = answer.usage
         try:
             self.seat.settle()
         except Exception:
             logger.exception("the text could not be settled")
             self._forget_text()
-        self.totals.prompt_tokens += usage.prompt
-        self.totals.cached_tokens += usage.cached
-        self.totals.generated_tokens += usage.generated
-        self.totals.finished[reason] = self.totals.finished.get(reason, 0) + 1
+        self.totals.add(usage, reason)
         self._paced += 1
         self._pace += max(1 / self._paced, PACE_SHARE) * (self._clock() - began - self._pace)
         self._running = self._answer = None
         self._ended(request, usage, reason)
         self._tell(job, event)
+
+    def _outcome(self, job: Job, answer: Answer) -> tuple[str, Event]:
+        """Make an answer. Return how it ended, and its last event. PutAside."""
+        request = job.request
+        try:
+            self._check(job)
+            finished = answer.make()
+        except Cancelled:
+            return _failed(CANCELLED, "the client has left")
+        except DeadlinePassed as err:
+            return _failed(DEADLINE, str(err))
+        except ShuttingDown:
+            return _failed(SHUTDOWN, "the server is shutting down: ask again later")
+        except ContextFull as err:
+            return _failed(CONTEXT, str(err))
+        except ConfigError as err:  # pins that the pool cannot hold
+            return _failed(INVALID, str(err))
+        except KVFlashError as err:
+            logger.warning("request %s: %s", request.id, err)
+            if not isinstance(err, NotFinite):
+                return _failed(INTERNAL, str(err))
+            self._forget_text(request)
+            return _failed(NUMERICAL, str(err))
+        except PutAside:
+            raise
+        except Exception as err:
+            logger.exception("request %s", request.id)
+            self._forget_text()
+            return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
+        return finished.reason, finished
 
     def _put_aside(self, job: Job, answer: Answer) -> None:
         """Its conversation is parked like any other; the job waits for its reader."""
@@ -374,8 +369,9 @@ class Scheduler(ConversationControl):
                 if job.cancelled
                 else f"waited {now - job.submitted:.0f} s for its turn: try again later"
             )
-            self.totals.finished[code] = self.totals.finished.get(code, 0) + 1
-            self._ended(job.request, Usage(queue_s=now - job.submitted), code)
+            usage = Usage(queue_s=now - job.submitted)
+            self.totals.add(usage, code)
+            self._ended(job.request, usage, code)
             self._tell(job, Failed(code=code, message=said))
 
     def _tell(self, job: Job, event: Any) -> None:
@@ -385,6 +381,10 @@ class Scheduler(ConversationControl):
             job.sink(event)
         except Exception:
             logger.exception("request %s: its reader is gone", job.request.id)
+
+
+def _failed(code: str, message: str) -> tuple[str, Failed]:
+    return code, Failed(code=code, message=message)
 
 
 class ShuttingDown(Exception):

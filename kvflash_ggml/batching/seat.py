@@ -64,14 +64,7 @@ class Seat:
         drawn: what there is of its answer already, if that was put aside.
         """
         if drawn:
-            whole = replace(request, tokens=np.concatenate([request.tokens, np.asarray(drawn, np.int32)]))
-            own, length = self._shelf.find(whole.tokens, salt=request.salt, name=request.conversation)
-            again = None
-            if own is not None and length == len(whole.tokens) - 1:  # not the text at hand, however like it is
-                again = self._resume(own, length, whole)
-            again = again or self.take(whole)
-            again.prompt = len(request.tokens)
-            return again
+            return self._take_again(request, drawn)
         if not request.reuse:
             return self._begin(request, private=True)
         tokens, mine, now = request.tokens, self.conversation, self._clock()
@@ -99,6 +92,17 @@ class Seat:
         mine.name, mine.used = request.conversation or mine.name, now
         mine.prompt = len(tokens)
         return mine
+
+    def _take_again(self, request: Request, drawn: Sequence[int]) -> Conversation:
+        """Bring the text back whose answer was interrupted after the tokens `drawn`. One that was lost is prefilled."""
+        whole = replace(request, tokens=np.concatenate([request.tokens, np.asarray(drawn, np.int32)]))
+        own, length = self._shelf.find(whole.tokens, salt=request.salt, name=request.conversation)
+        again = None
+        if own is not None and length == len(whole.tokens) - 1:  # not the text at hand, however like it is
+            again = self._resume(own, length, whole)
+        again = again or self.take(whole)
+        again.prompt = len(request.tokens)
+        return again
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""

@@ -28,7 +28,9 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
     """The server as it is, without any text, and what is resident of the text at hand, as far as `access` may see."""
     scheduler, model = front.scheduler, front.scheduler.model
     running, counts, shelf = scheduler.running, scheduler.seat.counts, scheduler.shelf
-    seen = scheduler.seen(access, lambda: (model.counters(), model.residency(), scheduler.seat.conversation))
+    seen = scheduler.conversations.seen(
+        access, lambda: (model.counters(), model.residency(), scheduler.seat.conversation)
+    )
     pool, now, seated = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
     if access.owner:
         pool = {name: value for name, value in pool.items() if name not in _OF_NEWEST}
@@ -41,7 +43,10 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
             "waiting": len(scheduler.waiting),
             "put_aside": scheduler.put_aside,  # for readers who have enough for now
         },
-        "conversations": {**scheduler.places(access), "parked_bytes": None if access.owner else shelf.size},
+        "conversations": {
+            **scheduler.conversations.places(access),
+            "parked_bytes": None if access.owner else shelf.size,
+        },
         "seat": {
             "conversation": None if seated is None else seated.id,
             "name_digest": _digest(seated),
@@ -57,12 +62,12 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
 
 async def conversations(front: Front, request: HttpRequest) -> Response:
     access = front.access(request)
-    return JSONResponse({"data": await front.engine(lambda: front.scheduler.conversations(access))})
+    return JSONResponse({"data": await front.engine(lambda: front.scheduler.conversations.describe(access))})
 
 
 async def erase(front: Front, request: HttpRequest) -> Response:
     id, access = request.path_params["id"], front.access(request)
-    if not await front.engine(lambda: front.scheduler.erase(id, access)):
+    if not await front.engine(lambda: front.scheduler.conversations.erase(id, access)):
         raise _unknown(id)
     return JSONResponse({"id": id, "deleted": True})
 
@@ -73,14 +78,14 @@ async def action(front: Front, http: HttpRequest) -> Response:
     scheduler, access = front.scheduler, front.access(http)
     try:
         if what == "park":
-            known = await front.engine(lambda: scheduler.park(id, access))
+            known = await front.engine(lambda: scheduler.conversations.park(id, access))
         elif what == "save":
             if scheduler.folder is None:
                 raise ApiError(501, "conversations are saved in --session-dir: start the server with it")
-            known = await front.engine(lambda: scheduler.save(id, access))
+            known = await front.engine(lambda: scheduler.conversations.save(id, access))
         elif what == "pin":
             lo, hi = _range(await front.body(http))
-            known = await front.engine(lambda: scheduler.pin(id, lo, hi, access))
+            known = await front.engine(lambda: scheduler.conversations.pin(id, lo, hi, access))
         else:
             raise ApiError(404, "what can be done is park, save and pin")
     except KVFlashError as err:

@@ -114,7 +114,7 @@ async def words(front: Front, request: HttpRequest) -> Response:
     name, chunk = request.query_params.get("conversation", ""), request.query_params.get("chunk", "")
     start = int(chunk) * CHUNK if chunk.isdecimal() and len(chunk) <= 9 else None
     scheduler = front.scheduler
-    seated = scheduler.seen(front.access(request), lambda: scheduler.seat.conversation)
+    seated = scheduler.conversations.seen(front.access(request), lambda: scheduler.seat.conversation)
     if not name or start is None or seated is None or seated.name != name:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
     tokens = scheduler.model.tokens[start : start + CHUNK].tolist()

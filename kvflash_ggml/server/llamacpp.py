@@ -32,7 +32,7 @@ async def slots(front: Front, request: HttpRequest) -> Response:
         "id": 0,
         "n_ctx": model.n_ctx,
         "is_processing": running is not None,
-        "n_tokens": front.scheduler.seen(access, lambda: model.counters()["length"]) or 0,
+        "n_tokens": front.scheduler.conversations.seen(access, lambda: model.counters()["length"]) or 0,
         "id_task": running.id if running is not None and access.may(running.salt) else None,
     }
     return JSONResponse([entry])
@@ -45,7 +45,7 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
     action, access, scheduler = request.query_params.get("action"), front.access(request), front.scheduler
     began = time.monotonic()
     if action == "erase":
-        erased = await front.engine(lambda: scheduler.erase_seated(access))
+        erased = await front.engine(lambda: scheduler.conversations.erase_seated(access))
         return JSONResponse({"id_slot": 0, "n_erased": erased})
     if action not in ("save", "restore"):
         raise ApiError(400, "action must be save, restore or erase", param="action")
@@ -57,12 +57,12 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
         raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
     try:
         if action == "save":
-            saved = await front.engine(lambda: scheduler.save_seated(name, access))
+            saved = await front.engine(lambda: scheduler.conversations.save_seated(name, access))
             if saved is None:
                 raise ApiError(404, "no text of this key is at hand: send its request again first", code="no_text")
             done = dict(zip(("n_saved", "n_written"), saved, strict=True))
         else:
-            restored = await front.engine(lambda: scheduler.load_seated(name, access))
+            restored = await front.engine(lambda: scheduler.conversations.load_seated(name, access))
             if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
             done = {"n_restored": restored}

@@ -51,7 +51,7 @@ class Metrics:
     def text(self, access: Access) -> bytes:
         """All metrics, without the gauge of the text at hand where `access` may not see it."""
         lines = generate_latest(self._registry).splitlines(keepends=True)
-        shown = self._scheduler is not None and self._scheduler.seen(access, lambda: True)
+        shown = self._scheduler is not None and self._scheduler.conversations.seen(access, lambda: True)
         return b"".join(line for line in lines if shown or _OF_TEXT not in line)
 
     def collect(self) -> Iterator[Metric]:
@@ -82,7 +82,7 @@ class Metrics:
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
         where = GaugeMetricFamily("kvflash:conversations", "Conversations that are known.", labels=["state"])
-        for state, count in scheduler.places(Access()).items():
+        for state, count in scheduler.conversations.places(Access()).items():
             where.add_metric([state], count)
         yield where
         counters = {

@@ -326,8 +326,8 @@ def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
 
         alone = made(lambda: False)
         assert scheduler.stalls == 0
-        for known in scheduler.call(lambda: scheduler.conversations(Access())).result():
-            scheduler.call(lambda known=known: scheduler.erase(known["id"], Access())).result()
+        for known in scheduler.call(lambda: scheduler.conversations.describe(Access())).result():
+            scheduler.call(lambda known=known: scheduler.conversations.erase(known["id"], Access())).result()
         count = itertools.count(1)
         assert made(lambda: next(count) % 9 == 0) == alone
         assert scheduler.stalls >= 4

@@ -245,7 +245,7 @@ def test_conversations_take_turns(make: Make) -> None:
             end = answer(scheduler, texts[i], 20)
             assert turn == 0 or end.usage.cached == len(texts[i]) - 40
             texts[i] += [*end.tokens, *text(40, 10 * turn + i)]
-    assert scheduler.places(Access()) == {"device": 1, "memory": 4, "folder": 0}
+    assert scheduler.conversations.places(Access()) == {"device": 1, "memory": 4, "folder": 0}
     assert model.read_tokens == 5 * (300 + 40 + 40), "each token once"
 
 
@@ -271,7 +271,7 @@ def test_another_answer_to_the_same_prompt_takes_its_place(make: Make) -> None:
     scheduler = make()
     for _ in range(3):
         answer(scheduler, text(300), 20)
-    assert scheduler.places(Access()) == {"device": 1, "memory": 0, "folder": 0}
+    assert scheduler.conversations.places(Access()) == {"device": 1, "memory": 0, "folder": 0}
 
 
 def test_salts_keep_texts_apart(make: Make) -> None:
@@ -285,7 +285,7 @@ def test_a_request_that_is_not_kept(make: Make) -> None:
     scheduler = make()
     answer(scheduler, text(300))
     assert answer(scheduler, text(300), reuse=False).usage.cached == 0
-    assert scheduler.places(Access()) == {"device": 0, "memory": 1, "folder": 0}
+    assert scheduler.conversations.places(Access()) == {"device": 0, "memory": 1, "folder": 0}
     assert answer(scheduler, text(300)).usage.cached == 299
 
 
@@ -294,7 +294,7 @@ def test_what_finds_no_room_goes_to_the_folder(make: Make, tmp_path: Path) -> No
     texts = [text(300, i) for i in range(4)]
     for one in texts:
         answer(scheduler, one)
-    assert scheduler.places(Access()) == {"device": 1, "memory": 1, "folder": 2}
+    assert scheduler.conversations.places(Access()) == {"device": 1, "memory": 1, "folder": 2}
     # of a fake's text as much as its tokens take, and the tokens of all
     assert scheduler.shelf.size == sum(one.tokens.nbytes * (1 + (one.where == "memory")) for one in scheduler.shelf)
     assert all(answer(scheduler, one).usage.cached == 299 for one in texts)
@@ -512,14 +512,14 @@ def test_conversations_can_be_kept_by_hand(make: Make, tmp_path: Path) -> None:
     scheduler = make(folder=Folder(tmp_path))
     answer(scheduler, text(300), conversation="mine")
     answer(scheduler, text(300, 1))
-    known = scheduler.call(lambda: scheduler.conversations(Access())).result()
+    known = scheduler.call(lambda: scheduler.conversations.describe(Access())).result()
     assert [one["where"] for one in known] == ["memory", "device"]
     here, there = known[1]["id"], known[0]["id"]
-    assert scheduler.call(lambda: scheduler.save(there, Access())).result()
-    assert scheduler.call(lambda: scheduler.save(here, Access())).result()
+    assert scheduler.call(lambda: scheduler.conversations.save(there, Access())).result()
+    assert scheduler.call(lambda: scheduler.conversations.save(here, Access())).result()
     assert len(list((tmp_path / "parked").iterdir())) == 2
-    assert scheduler.call(lambda: scheduler.erase(there, Access())).result()
-    assert not scheduler.call(lambda: scheduler.erase("c-0", Access())).result()
+    assert scheduler.call(lambda: scheduler.conversations.erase(there, Access())).result()
+    assert not scheduler.call(lambda: scheduler.conversations.erase("c-0", Access())).result()
     assert len(list((tmp_path / "parked").iterdir())) == 1
     assert answer(scheduler, text(300)).usage.cached == 0
 
