@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from . import notation
 from .constants import CHUNK, POOL_STEP, round_up
 from .errors import ConfigError
+from .settings import check, documented, in_section, is_whole, settings
 
 if TYPE_CHECKING:
     from .policy.base import Scorer
@@ -25,27 +27,39 @@ SPEC_DEFAULT_WINDOW = 4096
 
 _ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 
+_spec = in_section("Speculative decoding")
+_pool = in_section("KVFlash")
 
+
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
-    """Speculative decoding: who drafts, and how much of it one step verifies.
+    """Speculative decoding: which drafters propose tokens, and how many of them one step verifies.
 
-    types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. draft: GGUF file of a
-    drafter; None takes one found beside the model, or in its file. tree: drafters of blocks propose trees, where the
-    memory of the model has branches; None to leave that open, which is no so far. width: rows of a step that verifies
-    a draft, the newest token's with them; a shorter chain is filled up. Then no clock decides, and the same call
-    takes the same steps; None to go by what steps cost. max_width: rows at most. window: newest tokens that a
-    drafting model sees. n_gpu_layers: 0 keeps a drafting model off the device, any other number puts all of it there;
-    None to go by the target's.
+    types: of SPEC_TYPES, asked in this order; empty to take what fits the model and the file. width: rows of a step
+    that verifies a draft, the newest token's with them; a shorter chain is filled up. No clock decides then, and the
+    same call takes the same steps; None to go by what steps cost. max_width: rows at most.
     """
 
     types: tuple[str, ...] = ()
-    draft: Path | None = None
-    tree: bool | None = None
+    draft: Path | None = _spec(
+        Path, "-md", "--spec-draft-model", "--model-draft", metavar="FILE", exists=True,
+        help="A drafter: DFlash, EAGLE3, a head for further tokens, or a small model of the same vocabulary.",
+    )  # fmt: skip
+    tree: bool | None = _spec(
+        bool, "--spec-tree/--no-spec-tree",
+        help="Let drafters of blocks propose trees, where the model's memory has branches.  [default: no]",
+    )  # fmt: skip
     width: int | None = None
     max_width: int | None = None
-    window: int = SPEC_DEFAULT_WINDOW
-    n_gpu_layers: int | None = None
+    window: int = _spec(
+        int, "--spec-window", default=SPEC_DEFAULT_WINDOW, least=SPEC_WINDOW,
+        help="Newest tokens that a drafting model sees.",
+    )  # fmt: skip
+    n_gpu_layers: int | None = _spec(
+        int, "-ngld", "--spec-draft-ngl",
+        help="0 keeps a drafting model off the GPU, any other number puts all of it there.  [default: as the model]",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in self.types:
@@ -55,15 +69,12 @@ class SpecConfig:
             raise ConfigError(f"types of speculative decoding are named once each, not {', '.join(self.types)}")
         if self.draft is not None:
             object.__setattr__(self, "draft", Path(self.draft))
-        for name, least in (("width", 2), ("max_width", 2), ("window", SPEC_WINDOW)):
+        check(self, " of speculative decoding")
+        for name in ("width", "max_width"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < least):
-                raise ConfigError(
-                    f"{name} of speculative decoding is a whole number of at least {least}, not {value!r}"
-                )
-        if self.tree not in (None, True, False):
-            raise ConfigError(f"tree of speculative decoding is True, False or None, not {self.tree!r}")
-        if self.n_gpu_layers is not None and not _is_int(self.n_gpu_layers):
+            if value is not None and (not is_whole(value) or value < 2):
+                raise ConfigError(f"{name} of speculative decoding is a whole number of at least 2, not {value!r}")
+        if self.n_gpu_layers is not None and not is_whole(self.n_gpu_layers):
             raise ConfigError(
                 f"n_gpu_layers of speculative decoding is a whole number or None, not {self.n_gpu_layers!r}"
             )
@@ -90,91 +101,167 @@ def _type(name: str) -> str:
     return f"draft-{name}" if f"draft-{name}" in SPEC_TYPES else name
 
 
+def _read_drafts(text: str) -> str:
+    SpecConfig.read(text.strip())
+    return text.strip()
+
+
+def _read_pool(text: str) -> str:
+    notation.pool(text)
+    return text.strip().lower()
+
+
+def _read_policy(text: str) -> str:
+    from . import policy
+
+    policy.check(text)
+    return text
+
+
+def _read_calibration(text: str) -> bool | Path:
+    asked = notation.calibrate(text)
+    return asked if isinstance(asked, bool) else Path(asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings:
+    """Which pool there is, and where texts are kept that were read. The rest is in `KVFlashConfig`."""
+
+    kvflash: str = _pool(
+        _read_pool, default="off", variable="KVFLASH_POOL", metavar="TOKENS|SIZE|auto|off",
+        help="Keep the KV cache in a pool of so many tokens (4096, 4K) or bytes (512M, 2G); what does not fit is"
+        " paged to host memory. 'auto' sizes the pool from free device memory.",
+    )  # fmt: skip
+    cache: Path | None = _pool(
+        Path, "--kvflash-cache", metavar="DIR",
+        help="Folder where texts that were read are kept, so that later runs need not read them again.",
+    )  # fmt: skip
+    cache_size: int = _pool(
+        notation.size, "--kvflash-cache-size", default=16 << 30, metavar="SIZE",
+        help="What that folder may take, for all models together.  [default: 16G]", shown=False,
+    )  # fmt: skip
+
+
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
 
     pool: slots on the device, or "auto" to size it from free device memory.
     pool_bytes: the same as bytes on the device, instead of a number of slots.
-    policy: who stays resident: a name, or an object of your own (policy.base.Scorer). "qk" keeps what the newest
-        queries attend to, "drafter" what a small model of its own attends to, "lru" what was used last.
-    drafter: GGUF file of that small model; None takes one found by its name near the model (drafter.find).
-    tau: tokens between two reselections while generating, None to adapt to what scoring costs. With a number, the same
-        call computes the same bits however fast the machine is.
-    calibrate: find the heads of the model that retrieve, behind the first answer, so that the policy "qk" asks them
-        only; they are kept in the user's cache folder. False asks all heads; a path names a file that
-        'kvflash-run calibrate' has written.
-    deterministic: what is resident at a prompt's end is a function of the text alone: each prompt is read from its
-        beginning, tau does not adapt, and heads that are found meanwhile count in the next object.
+    policy: a name, or an object of your own (policy.base.Scorer).
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
-    pins: half-open token ranges (lo, hi) that are never evicted.
-    host_limit: ceiling in bytes on host memory for page images, None for no ceiling. "auto" is none without a spill
-        folder, and with one what is available when the model has been loaded, beyond a margin and the weights. Exact
-        reading sees no more of a text than that holds at a time.
-    spill: folder for page images that do not fit under `host_limit`.
-    reading: what a token of a prompt sees of the text before it: "exact" all of it, copied to the device a layer at a
-        time, as the full cache computes it; "pool" what is resident; "auto" all of it if there is memory for that.
-    stage: tokens that can be seen so, None to size it from free memory. Of a longer text the best chunks are seen.
-    answer: what a generated token sees: "pool" what is resident, "exact" all of the text, at the speed of the bus;
-        "lossless" all of it too, but what is resident drafts several tokens, and all of the text verifies them at once;
-        who drafts by `spec` drafts for the pool then.
-    repair: after so many tokens of an answer these are evaluated again with all of the text in view; None for never.
-    spec: speculative decoding; None for none.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
     pool: int | Literal["auto"] = "auto"
     pool_bytes: int | None = None
-    policy: str | Scorer = "qk"
-    drafter: Path | None = None
-    tau: int | None = None
-    calibrate: bool | Path = True
-    deterministic: bool = False
+    policy: str | Scorer = _pool(
+        _read_policy, "--kvflash-policy", default="qk", metavar="NAME",
+        help="Which chunks stay resident: qk keeps what the newest queries attend to, drafter what a small model of its"
+        " own attends to, lru what was used last; or a policy of another installed package.",
+    )  # fmt: skip
+    drafter: Path | None = _pool(
+        Path, "--kvflash-drafter", metavar="FILE",
+        help="Small GGUF model for the policy 'drafter'.  [default: one with 'scorer', 'drafter' or 'draft' in its name"
+        " beside the model, or in a folder 'drafter' or 'draft' there]",
+    )  # fmt: skip
+    tau: int | None = _pool(
+        int, "--kvflash-tau", least=1,
+        help="Tokens between two reselections while generating. With a number, the same call computes the same bits"
+        " however fast the machine is.  [default: adapts to what scoring costs]",
+    )  # fmt: skip
+    calibrate: bool | Path = _pool(
+        _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
+        help="Find the heads of the model that retrieve, once, after the first answer; or take them from a file of"
+        " 'kvflash-run calibrate'; 'off' asks all heads.  [default: on]",
+    )  # fmt: skip
+    deterministic: bool = _pool(
+        bool, "--kvflash-deterministic", default=False,
+        help="The same text brings the same chunks: each prompt is read from its beginning, tau does not adapt, and"
+        " heads that are found meanwhile count in the next run.",
+    )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1
     tail: int = 4
-    pins: tuple[tuple[int, int], ...] = ()
-    host_limit: int | Literal["auto"] | None = "auto"
-    spill: Path | None = None
-    reading: Literal["auto", "exact", "pool"] = "auto"
-    stage: int | None = None
-    answer: Literal["pool", "exact", "lossless"] = "pool"
-    repair: int | None = None
-    spec: SpecConfig | None = None
+    pins: tuple[tuple[int, int], ...] = _pool(
+        notation.pin, "--kvflash-pin", default=(), many=True, metavar="LO:HI",
+        help="Tokens that are never paged out, a half-open range; may be repeated.",
+    )  # fmt: skip
+    host_limit: int | Literal["auto"] | None = _pool(
+        notation.ceiling, "--kvflash-host-limit", default="auto", metavar="SIZE|auto",
+        help="Ceiling on host memory for paged-out tokens, as 8G or 512M; auto is what is available with a spill"
+        " folder, beyond a margin and the weights, and no ceiling without one. Exact reading sees no more of a text"
+        " than that holds at a time.",
+    )  # fmt: skip
+    spill: Path | None = _pool(
+        Path, "--kvflash-spill", metavar="DIR",
+        help="Folder for page images that do not fit under that ceiling.",
+    )  # fmt: skip
+    reading: Literal["auto", "exact", "pool"] = _pool(
+        ("auto", "exact", "pool"), "--kvflash-reading", default="auto",
+        help="What the prompt's tokens see of the text before them: 'exact' all of it, copied to the device a layer"
+        " at a time, as without a pool; 'pool' what is resident; 'auto' all of it if there is memory for that.",
+    )  # fmt: skip
+    stage: int | None = _pool(
+        notation.size, "--kvflash-stage", least=1, metavar="TOKENS",
+        help="So many tokens can be seen by exact reading; of a longer text the best chunks.  [default: all, or what a"
+        " third of the free device memory holds]",
+    )  # fmt: skip
+    answer: Literal["pool", "exact", "lossless"] = _pool(
+        ("pool", "exact", "lossless"), "--kvflash-answer", default="pool",
+        help="What the answer's tokens see: what is resident; or all of the text, at the speed of the bus; 'lossless'"
+        " all of it too, where what is resident drafts several tokens and one pass over the text verifies them; who"
+        " drafts otherwise (--kvflash-spec, -md) drafts for the pool then.",
+    )  # fmt: skip
+    repair: int | None = _pool(
+        int, "--kvflash-repair", least=1,
+        help="After every N tokens of an answer, evaluate these again with the whole text in view, and count what would"
+        " have been different.  [default: never]",
+    )  # fmt: skip
+    spec: SpecConfig | None = _pool(
+        _read_drafts, "--kvflash-spec", "--spec-type", metavar="auto|none|NAMES",
+        help=f"Speculative decoding: who drafts what one step verifies, of {', '.join(SPEC_TYPES)}, with commas;"
+        " NAME=FILE names a drafter's file. 'auto': the text, and a drafter in the model's file or beside it."
+        "  [default: none]",
+    )  # fmt: skip
     checkpoints: int = 8
 
     def __post_init__(self) -> None:
+        check(self)
         if not isinstance(self.calibrate, (bool, Path)):
             raise ConfigError(f"calibrate is True, False or a path, not {self.calibrate!r}")
-        if not isinstance(self.deterministic, bool):
-            raise ConfigError(f"deterministic is True or False, not {self.deterministic!r}")
-        if self.pool != "auto" and (not _is_int(self.pool) or self.pool <= 0):
-            raise ConfigError(f"pool must be a positive number of tokens or 'auto', not {self.pool!r}")
-        if self.pool_bytes is not None:
-            if not _is_int(self.pool_bytes) or self.pool_bytes <= 0:
-                raise ConfigError(f"pool_bytes must be a positive number of bytes, not {self.pool_bytes!r}")
-            if self.pool != "auto":
-                raise ConfigError(f"give the pool in tokens ({self.pool}) or in bytes ({self.pool_bytes}), not both")
+        self._check_pool()
+        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
+            value = getattr(self, name)
+            if not is_whole(value) or value < least:
+                raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")
+        for span in self.pins:
+            if not _is_span(span):
+                raise ConfigError(f"a pin is (lo, hi) with 0 <= lo < hi, not {span!r}")
+        limit = self.host_limit
+        if limit not in (None, "auto") and (not is_whole(limit) or limit < 0):  # type: ignore[operator]
+            raise ConfigError(f"host_limit is a number of bytes, 'auto' or None, not {limit!r}")
+        self._check_combinations()
+
+    def _check_pool(self) -> None:
+        if self.pool != "auto" and (not is_whole(self.pool) or self.pool <= 0):
+            raise ConfigError(f"pool is a positive number of tokens or 'auto', not {self.pool!r}")
+        if self.pool_bytes is None:
+            return
+        if not is_whole(self.pool_bytes) or self.pool_bytes <= 0:
+            raise ConfigError(f"pool_bytes is a positive number of bytes, not {self.pool_bytes!r}")
+        if self.pool != "auto":
+            raise ConfigError(f"give the pool in tokens ({self.pool}) or in bytes ({self.pool_bytes}), not both")
+
+    def _check_combinations(self) -> None:
         if self.drafter is not None and self.policy != "drafter":
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
-        if self.tau is not None and (not _is_int(self.tau) or self.tau < 1):
-            raise ConfigError(f"tau must be a whole number of at least 1, or None to adapt, not {self.tau!r}")
-        for name, known in (("reading", ("auto", "exact", "pool")), ("answer", ("pool", "exact", "lossless"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
-        for name in ("stage", "repair"):
-            value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
-                raise ConfigError(f"{name} must be a whole number of tokens of at least 1, or None, not {value!r}")
         for name, asked in ((f"answer={self.answer!r}", self.answer != "pool"), (f"repair={self.repair}", self.repair)):
             if asked and self.reading == "pool":
                 raise ConfigError(f"{name} sees the whole text, which reading='pool' does not: leave out one of them")
-        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
-            value = getattr(self, name)
-            if not _is_int(value) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
         timed = self.spec is not None or self.answer == "lossless"
@@ -182,17 +269,6 @@ class KVFlashConfig:
             raise ConfigError(
                 "deterministic: how much of a draft is verified depends on the clock; give a width of spec"
             )
-        for span in self.pins:
-            if (
-                not isinstance(span, (tuple, list))
-                or len(span) != 2
-                or not all(_is_int(x) for x in span)
-                or not 0 <= span[0] < span[1]
-            ):
-                raise ConfigError(f"a pin is (lo, hi) with 0 <= lo < hi, not {span!r}")
-        limit = self.host_limit
-        if limit not in (None, "auto") and (not _is_int(limit) or limit < 0):  # type: ignore[operator]
-            raise ConfigError(f"host_limit must be a number of bytes, 'auto' or None, not {limit!r}")
 
     @property
     def minimum_pool(self) -> int:
@@ -205,5 +281,32 @@ class KVFlashConfig:
         return self.reading == "exact" or self.answer != "pool" or self.repair is not None
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_span(span: object) -> bool:
+    return isinstance(span, (tuple, list)) and len(span) == 2 and all(map(is_whole, span)) and 0 <= span[0] < span[1]
+
+
+POOL_SETTINGS = settings(PoolSettings) | settings(KVFlashConfig)
+"""What can be said of a pool outside Python, by field. The keyword of `Llama` is kvflash, or kvflash_ and the field."""
+
+
+def keyword(name: str) -> str:
+    """The keyword of `Llama` for a field of POOL_SETTINGS."""
+    return name if name == "kvflash" else f"kvflash_{name}"
+
+
+def from_environment() -> dict[str, Any]:
+    """Keywords of `Llama` that the variables of the pool's options say; none without a pool.
+
+    ConfigError names the variable that has a wrong value.
+    """
+    if os.environ.get("KVFLASH_POOL", "off").strip().lower() in ("", "off"):
+        return {}
+    found = {}
+    for name, one in POOL_SETTINGS.items():
+        variable = one.variable_of(name)
+        if text := os.environ.get(variable):
+            try:
+                found[keyword(name)] = one.read(text)
+            except ValueError as err:
+                raise ConfigError(f"{variable}: {err}") from err
+    return found

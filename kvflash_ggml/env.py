@@ -1,38 +1,9 @@
-"""Every environment variable this package reads, typed, in one place.
-
-Command-line options have a variable of their own each, named `KVFLASH_` plus the option (Click's convention). Those of
-the pool are read here too, for programs that run with `install` or `kvflash-run exec`.
-"""
+"""The environment variables that are no options, typed, in one place. Those of options are in `settings.py`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from . import notation
-from .errors import ConfigError
-
-# keyword, its variable, and how that is read; several pins are separated by spaces
-VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "kvflash": ("KVFLASH_POOL", notation.pool),
-    "kvflash_policy": ("KVFLASH_POLICY", str),
-    "kvflash_drafter": ("KVFLASH_DRAFTER", Path),
-    "kvflash_tau": ("KVFLASH_TAU", int),
-    "kvflash_pins": ("KVFLASH_PIN", lambda text: tuple(notation.pin(word) for word in text.split())),
-    "kvflash_host_limit": ("KVFLASH_HOST_LIMIT", notation.ceiling),
-    "kvflash_spill": ("KVFLASH_SPILL", Path),
-    "kvflash_calibrate": ("KVFLASH_CALIBRATE", notation.calibrate),
-    "kvflash_deterministic": ("KVFLASH_DETERMINISTIC", notation.switch),
-    "kvflash_reading": ("KVFLASH_READING", str),
-    "kvflash_stage": ("KVFLASH_STAGE", notation.size),
-    "kvflash_answer": ("KVFLASH_ANSWER", str),
-    "kvflash_repair": ("KVFLASH_REPAIR", int),
-    "kvflash_spec": ("KVFLASH_SPEC", str),
-    "kvflash_cache": ("KVFLASH_CACHE", Path),
-    "kvflash_cache_size": ("KVFLASH_CACHE_SIZE", notation.size),
-}
 
 
 def cache_dir() -> Path:
@@ -68,22 +39,6 @@ def allow_cpu() -> bool:
 def install() -> bool:
     """KVFLASH_INSTALL=1, which `kvflash-run exec` sets: `llama_cpp.Llama` is replaced where llama_cpp is imported."""
     return os.environ.get("KVFLASH_INSTALL", "") == "1"
-
-
-def pool_options() -> dict[str, Any]:
-    """What the variables of the pool's options say, by keyword; nothing without a pool. ConfigError names a bad one."""
-    values = {keyword: _read(name, convert) for keyword, (name, convert) in VARIABLES.items()}
-    if values["kvflash"] is None:
-        return {}
-    return {keyword: value for keyword, value in values.items() if value is not None}
-
-
-def _read(name: str, convert: Callable[[str], Any]) -> Any:
-    text = os.environ.get(name)
-    try:
-        return convert(text) if text else None
-    except ValueError as err:
-        raise ConfigError(f"{name}: {err}") from err
 
 
 def _path(name: str) -> Path | None:

@@ -11,6 +11,7 @@ import click
 
 from ..errors import ConversionError
 from ..native import library
+from ..settings import setting
 from ..spec import acceptance
 from .child import run_child
 from .model import plain_errors
@@ -21,33 +22,20 @@ _SECONDS = 3600
 _TOLERATED = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
     """What the target goes on with, and how far."""
 
-    texts: tuple[TextIO, ...]
-    tokens: int
-
-
-measure_options = collected(
-    "measuring",
-    MeasureOptions,
-    click.option(
-        "--text",
-        "texts",
-        type=click.File(encoding="utf-8"),
-        multiple=True,
-        metavar="FILE",
+    texts: tuple[TextIO, ...] = setting(
+        click.File(encoding="utf-8"), "--text", default=(), many=True, metavar="FILE", variable="",
         help="What the target goes on with to measure; may be given several times.  [default: four short beginnings]",
-    ),
-    click.option(
-        "-n",
-        "--tokens",
-        type=click.IntRange(min=1, max=4096),
-        default=acceptance.TOKENS,
-        help=f"How far it goes on with each.  [default: {acceptance.TOKENS}]",
-    ),
-)
+    )  # fmt: skip
+    tokens: int = setting(
+        int, "-n", least=1, most=4096, default=acceptance.TOKENS, variable="", help="How far it goes on with each."
+    )
+
+
+measure_options = collected("measuring", MeasureOptions)
 
 
 def check_library() -> None:

@@ -9,13 +9,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from .. import env, pip_line
+from .. import pip_line
+from ..config import POOL_SETTINGS
 from .model import plain_errors
 from .pool_options import PoolOptions, pool_options
 from .sections import SectionCommand
@@ -126,9 +125,7 @@ def _is_python(name: str) -> bool:
 
 def _variables(pool: PoolOptions) -> dict[str, str]:
     """What the options say, as the program's `install` reads it."""
-    values: dict[str, Any] = asdict(pool)
-    values["kvflash_pins"] = " ".join(f"{lo}:{hi}" for lo, hi in pool.kvflash_pin) or None
-    named = {name: variable for name, (variable, _) in env.VARIABLES.items()}
+    values = {**vars(pool), **pool.fields, "pins": " ".join(f"{lo}:{hi}" for lo, hi in pool.fields["pins"]) or None}
     return {"KVFLASH_INSTALL": "1"} | {
-        variable: str(values[name]) for name, variable in named.items() if values[name] is not None
+        one.variable_of(name): str(values[name]) for name, one in POOL_SETTINGS.items() if values[name] is not None
     }

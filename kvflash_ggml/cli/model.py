@@ -21,9 +21,8 @@ from ..placement.sizes import Fit
 from .device_options import DeviceOptions
 from .first_run import check_first_run
 from .options import LogOptions, ModelOptions, WeightOptions
-from .pool_options import PoolOptions
+from .pool_options import PoolOptions, SpecOptions
 from .remedy import in_words
-from .spec_options import SpecOptions
 
 
 class UnusableServer(click.ClickException):
@@ -65,7 +64,7 @@ def open_model(
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
-    if (cache := pool.cache()) is not None:
+    if (cache := pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
     with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:
         yield llm

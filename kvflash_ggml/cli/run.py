@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,27 @@ from .device_options import DeviceOptions, device_options
 from .dry_run import dry_run as say_what_goes_where
 from .llama_flags import llama_flags
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
-from .options import ModelOptions, OutputOptions, SamplingOptions, model_options, output_options, sampling_options
-from .pool_options import PoolOptions, pool_options
+from .options import (
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    SnapshotOptions,
+    model_options,
+    output_options,
+    sampling_options,
+    snapshot_options,
+)  # fmt: skip
+from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
 from .prompt import as_typed, model_and_words, read_prompt
 from .report import closing_line, document, recorded
 from .sections import SectionCommand, option
 from .session_file import SessionFile
-from .snapshot_options import SnapshotOptions, snapshot_options
-from .spec_options import SpecOptions, spec_options
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
 _prompt = option("Prompt")
 
-_NEED_A_POOL = (
-    "policy", "drafter", "tau", "calibrate", "deterministic", "reading", "stage", "answer", "repair", "spec", "pin",
-    "host_limit", "spill", "cache", "cache_size", "report",
-)  # fmt: skip
-
-_DRAFTS = tuple(field.name for field in fields(SpecOptions))
+_NEED_A_POOL = ("KVFlash", "Speculative decoding", "Snapshot")
+"""Headings of options that change nothing without one."""
 
 _EPILOG = """\b
 With a chat template the prompt is a user message, and without a prompt a chat begins;
@@ -151,7 +153,7 @@ def run(
         if system is not None and conversation is False:
             raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
 
-        report = None if pool.kvflash == "off" else pool.kvflash_report
+        report = None if pool.kvflash == "off" else pool.report
         if report is not None:
             check_writable(report)
         session_file = SessionFile(None if pool.kvflash == "off" else saving, quiet=output.quiet)
@@ -237,17 +239,17 @@ def _messages(system: str | None, text: str) -> list[Message]:
 
 
 def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: SnapshotOptions) -> None:
-    def given(name: str) -> bool:
-        return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-    if pool.kvflash == "off":
-        names = [f"kvflash_{name}" for name in _NEED_A_POOL]
-        for name in (*names, *_DRAFTS, "snapshot", "snapshot_ro", "snapshot_compress"):
-            if given(name):
-                raise click.UsageError(f"--{name.replace('_', '-')} needs a pool: add --kvflash TOKENS or auto")
-    elif saving.snapshot is None:
-        for name in ("snapshot_ro", "snapshot_compress"):
-            if given(name):
-                raise click.UsageError(f"--{name.replace('_', '-')} needs a file: add --snapshot FILE")
-    elif saving.snapshot_ro and given("snapshot_compress"):
-        raise click.UsageError("--snapshot-ro writes nothing that could be compressed: leave one of the two out")
+    """Raise UsageError for an option on the command line that would change nothing."""
+    given = {
+        str(param.name): getattr(param, "section", None)
+        for param in ctx.command.params
+        if ctx.get_parameter_source(str(param.name)) is click.core.ParameterSource.COMMANDLINE
+    }
+    for name, section in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if pool.kvflash == "off" and name != "kvflash" and section in _NEED_A_POOL:
+            raise click.UsageError(f"{flag} needs a pool: add --kvflash TOKENS or auto")
+        if saving.snapshot is None and name in ("snapshot_ro", "snapshot_compress"):
+            raise click.UsageError(f"{flag} needs a file: add --snapshot FILE")
+        if saving.snapshot_ro and name == "snapshot_compress":
+            raise click.UsageError("--snapshot-ro writes nothing that could be compressed: leave one of the two out")

@@ -1,13 +1,16 @@
-"""Options that carry a heading, and a command that prints its help under those headings."""
+"""Options made of settings, under headings, and a command that prints its help under those headings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from ..settings import Setting, settings
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -18,9 +21,9 @@ _EVERYTHING = f"{__name__}.everything"
 class SectionOption(click.Option):
     """An option listed under `section` in the help."""
 
-    def __init__(self, *args: Any, section: str = "Other", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, section: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.section = section
+        self.section = section or "Other"
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Without the range: an error names it, and the help stays readable."""
@@ -72,6 +75,31 @@ def _show_everything(ctx: click.Context, _param: click.Parameter, asked: bool) -
         ctx.exit()
 
 
+class Written(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older releases of Click have no parameter
+    """A value as `read` understands its text. The ValueError for another text is what the user sees."""
+
+    name = "text"
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self.read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number in a range; NaN, which no comparison keeps out, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 def option(section: str) -> Callable[..., Callable[[F], F]]:
     """`click.option` for one section."""
 
@@ -81,19 +109,59 @@ def option(section: str) -> Callable[..., Callable[[F], F]]:
     return make
 
 
-def collected(name: str, into: type[Any], *options: Callable[[F], F]) -> Callable[[F], F]:
-    """A decorator that adds `options` and passes their values as one `into` named `name`."""
-    names = [field.name for field in fields(into)]
+def collected(name: str, into: type[Any], *, also: type[Any] | None = None) -> Callable[[F], F]:
+    """A decorator that makes options of the settings of the dataclass `into`, and passes one `into` as `name`.
+
+    also: a dataclass whose settings become options too; `into` gets their values as one dictionary `fields`.
+    """
+    own, others = settings(into), {} if also is None else settings(also)
 
     def decorate(function: F) -> F:
         @wraps(function)
         def call(**values: Any) -> Any:
-            values[name] = into(**{field: values.pop(field) for field in names})
+            fields = {field: values.pop(params[field]) for field in others}
+            given = {field: values.pop(params[field]) for field in own}
+            values[name] = into(**given, **({} if also is None else {"fields": fields}))
             return function(**values)
 
+        params: dict[str, str] = {}
         decorated: Any = call
-        for add in reversed(options):
-            decorated = add(decorated)
+        for field, one in reversed((own | others).items()):
+            decorated = _option(field, one)(decorated)
+            params[field] = decorated.__click_params__[-1].name
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _option(field: str, one: Setting) -> Callable[[F], F]:
+    return option(one.section or "Other")(*one.flags_of(field), help=one.help, **_attributes(field, one))
+
+
+def _attributes(field: str, one: Setting) -> dict[str, Any]:
+    """What `click.option` is told of a setting."""
+    found: dict[str, Any] = {"envvar": one.variable_of(field) or None, "default": None if one.many else one.default}
+    if one.kind is bool:
+        pair = any("/" in flag for flag in one.flags)
+        return found if pair else {**found, "is_flag": True}
+    found |= {"type": _type(one), "metavar": one.metavar or _METAVARS.get(one.kind), "multiple": one.many}
+    return {**found, "show_default": one.shown and one.default is not None and not one.many}
+
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X"}
+
+
+def _type(one: Setting) -> click.ParamType:  # type: ignore[type-arg,unused-ignore]
+    if isinstance(one.kind, click.ParamType):
+        return one.kind
+    if isinstance(one.kind, tuple):
+        return click.Choice(one.kind)
+    if one.kind is int:
+        return click.IntRange(one.least, one.most)  # type: ignore[arg-type]
+    if one.kind is float:
+        return Number(one.least, one.most, min_open=one.above)
+    if one.kind is Path:
+        return click.Path(
+            exists=one.exists, dir_okay=one.metavar != "FILE", file_okay=one.metavar != "DIR", path_type=Path
+        )
+    return click.STRING if one.kind is str else Written(one.kind)

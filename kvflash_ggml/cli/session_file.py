@@ -10,7 +10,7 @@ from ..files import check_writable
 from ..snapshot import codec
 from ..snapshot.container import Container
 from ..snapshot.source import FileSource
-from .snapshot_options import SnapshotOptions
+from .options import SnapshotOptions
 from .terminal import busy, note, size_text, stderr_is_terminal
 
 

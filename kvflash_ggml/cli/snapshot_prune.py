@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from .. import notation
 from ..snapshot.inspect import removable
 from .model import plain_errors
+from .sections import Written
 from .terminal import size_text
-from .types import Size
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,7 +18,7 @@ from .types import Size
 @click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Also snapshots saved longer ago.")
 @click.option(
     "--larger-than",
-    type=Size(),
+    type=Written(notation.size),
     metavar="SIZE",
     help="Also the oldest snapshots, until those that are left take no more than that together, as 20G.",
 )

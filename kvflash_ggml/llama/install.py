@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from .. import env
+from .. import config
 from ..prefix_cache.cache import PrefixCache
 from . import parameters
 from .llama import Llama
@@ -37,10 +36,8 @@ def install(**defaults: Unpack[Keywords]) -> None:
 
 def _environment() -> dict[str, Any]:
     """Keywords that the variables ask for."""
-    keywords = env.pool_options()
+    keywords = config.from_environment()
     size = keywords.pop("kvflash_cache_size", None)
     if "kvflash_cache" in keywords and size is not None:
         keywords["kvflash_cache"] = PrefixCache(folder=keywords["kvflash_cache"], disk_bytes=size)
-    if keywords:
-        keywords["kvflash"] = os.environ["KVFLASH_POOL"]
     return keywords

@@ -5,41 +5,71 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import notation
 from ..batching.messages import Sampling
+from ..settings import in_section
+
+_net = in_section("Network")
+_limits = in_section("Limits")
+_conversations = in_section("Conversations")
+_server = in_section("Server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """keys: any of them opens the server; none: it is open. cors: origins that a browser may ask from.
+    """Settings of the HTTP server; what each of them means stands beside it. Times are in seconds.
 
-    isolate_keys: a key sees and touches its own conversations only: see `Access`. max_body: bytes.
-    default_tokens, most_tokens: of an answer, None for as many as the context has. Times are in seconds. page: serve it
-    at "/". public_metrics: without a key. sampling: for requests that do not say how. strict: refuse
-    fields that are not known.
+    keys: each of them opens the server; none: it is open. sampling: for requests that do not say how.
     """
 
     alias: str
-    host: str = "127.0.0.1"
-    port: int = 8080
     keys: tuple[str, ...] = ()
-    cors: tuple[str, ...] = ()
-    isolate_keys: bool = False
-    max_queue: int = 256
-    max_queued_tokens: int | None = None
-    max_body: int = 32 << 20
-    default_tokens: int = 4096
-    most_tokens: int | None = None
-    timeout_s: float = 3600.0
-    queue_timeout_s: float = 600.0
-    stall_timeout_s: float = 60.0
-    drain_s: float = 30.0
+    page: bool = _server(bool, "--page/--no-page", "--webui/--no-webui", default=True, help="Serve the chat page at /.")
+    strict: bool = _server(
+        bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
+    )
+    host: str = _net(str, default="127.0.0.1", metavar="NAME", help="Address to listen at.")
+    port: int = _net(int, least=0, most=65535, default=8080, help="0: any free.")
+    cors: tuple[str, ...] = _net(
+        str, "--cors-origins", default=(), many=True, metavar="ORIGIN",
+        help="Pages that may ask; may be repeated.  [default: none]",
+    )  # fmt: skip
+    isolate_keys: bool = _net(bool, default=False, help="A key sees, uses and changes its own conversations only.")
+    public_metrics: bool = _net(bool, "--metrics-public", default=False, help="/metrics needs no key.")
+    park_bytes: int = _conversations(
+        notation.size, "--park-memory", default=8 << 30, metavar="SIZE", shown=False,
+        help="Host memory for conversations that are put aside; the longest unused leaves it first.  [default: 8G]",
+    )  # fmt: skip
+    session_dir: Path | None = _conversations(
+        Path, "--session-dir", "--slot-save-path", metavar="DIR",
+        help="Folder for those that find no room there, and for all of them when the server ends.",
+    )  # fmt: skip
+    max_queue: int = _limits(int, least=1, default=256, help="Requests that wait; beyond: 429.")
+    max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that wait.  [default: 4 x -c]")
+    max_body: int = _limits(
+        notation.size, default=32 << 20, metavar="SIZE", shown=False, help="Of a request; beyond: 413.  [default: 32M]"
+    )
+    default_tokens: int = _limits(
+        int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,
+        help="Of an answer that names no limit.",
+    )  # fmt: skip
+    most_tokens: int | None = _limits(int, "--max-tokens-limit", least=1, help="Of any answer.  [default: the context]")
+    timeout_s: float = _limits(
+        float, "--timeout", least=0, above=True, default=3600, metavar="S",
+        help="For a request, from its arrival. Seconds.",
+    )  # fmt: skip
+    queue_timeout_s: float = _limits(
+        float, "--queue-timeout", least=0, above=True, default=600, metavar="S", help="For its turn. Seconds."
+    )
+    stall_timeout_s: float = _limits(
+        float, "--stall-timeout", least=0, above=True, default=60, metavar="S",
+        help="For a client that does not read, or does not send. Seconds.",
+    )  # fmt: skip
+    drain_s: float = _limits(
+        float, "--drain", least=0, default=30, metavar="S", help="For running answers at the end. Seconds."
+    )
     ping_s: float = 15.0
-    park_bytes: int = 8 << 30
-    session_dir: Path | None = None
-    page: bool = True
-    public_metrics: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    strict: bool = False
 
     @property
     def loopback(self) -> bool:

@@ -5,34 +5,43 @@ from __future__ import annotations
 import click
 import pytest
 
-from kvflash_ggml.cli.types import Layers, Number, Pin, Pool, Size, TokenLimit
+from kvflash_ggml import notation
+from kvflash_ggml.cli.options import read_layers, read_limit
+from kvflash_ggml.cli.sections import Number, Written
+from kvflash_ggml.config import POOL_SETTINGS
 from kvflash_ggml.constants import KV_TYPES
+
+POOL = Written(POOL_SETTINGS["kvflash"].kind)
+LAYERS = Written(read_layers)
+LIMIT = Written(read_limit)
+PIN = Written(notation.pin)
+SIZE = Written(notation.size)
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (Pool(), "4096", "4096"),
-        (Pool(), "4K", "4k"),
-        (Pool(), "2G", "2g"),
-        (Pool(), "AUTO", "auto"),
-        (Pool(), "off", "off"),
-        (Layers(), "0", 0),
-        (Layers(), "99", 99),
-        (Layers(), "all", -1),
-        (Layers(), "-1", -1),
-        (Layers(), "auto", "auto"),
+        (POOL, "4096", "4096"),
+        (POOL, "4K", "4k"),
+        (POOL, "2G", "2g"),
+        (POOL, "AUTO", "auto"),
+        (POOL, "off", "off"),
+        (LAYERS, "0", 0),
+        (LAYERS, "99", 99),
+        (LAYERS, "all", -1),
+        (LAYERS, "-1", -1),
+        (LAYERS, "auto", "auto"),
         (Number(min=0), "0.8", 0.8),
         (Number(min=0), "inf", float("inf")),
-        (Size(), "0", 0),
-        (Size(), "1000", 1000),
-        (Size(), "512M", 512 << 20),
-        (Size(), "1.5g", 3 << 29),
-        (Size(), "8 GiB", 8 << 30),
-        (Size(), "64KB", 64 << 10),
-        (Pin(), "0:512", (0, 512)),
-        (TokenLimit(), "-1", -1),
-        (TokenLimit(), "20", 20),
+        (SIZE, "0", 0),
+        (SIZE, "1000", 1000),
+        (SIZE, "512M", 512 << 20),
+        (SIZE, "1.5g", 3 << 29),
+        (SIZE, "8 GiB", 8 << 30),
+        (SIZE, "64KB", 64 << 10),
+        (PIN, "0:512", (0, 512)),
+        (LIMIT, "-1", -1),
+        (LIMIT, "20", 20),
     ],
 )
 def test_values(kind: click.ParamType, text: str, value: object) -> None:
@@ -42,12 +51,12 @@ def test_values(kind: click.ParamType, text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        *((Pool(), text) for text in ("", "-1", "0", "1.5", "on")),
-        *((Layers(), text) for text in ("", "-2", "most")),
+        *((POOL, text) for text in ("", "-1", "0", "1.5", "on")),
+        *((LAYERS, text) for text in ("", "-2", "most")),
         *((Number(min=0), text) for text in ("", "nan", "-0.1", "warm")),
-        *((Size(), text) for text in ("", "G", "-1G", "1X", "1e9")),
-        *((Pin(), text) for text in ("", "5", "5:5", "-1:5", "a:b", "1:2:3")),
-        *((TokenLimit(), text) for text in ("", "0", "-2", "many")),
+        *((SIZE, text) for text in ("", "G", "-1G", "1X", "1e9")),
+        *((PIN, text) for text in ("", "5", "5:5", "-1:5", "a:b", "1:2:3")),
+        *((LIMIT, text) for text in ("", "0", "-2", "many")),
     ],
 )
 def test_mistakes(kind: click.ParamType, text: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import click
 import pytest
 
-from kvflash_ggml.config import KVFlashConfig, SpecConfig
+from kvflash_ggml import cli
+from kvflash_ggml.config import POOL_SETTINGS, KVFlashConfig, SpecConfig, keyword
 from kvflash_ggml.constants import round_up
 from kvflash_ggml.errors import ConfigError, KVFlashError
+from kvflash_ggml.llama.keywords import PoolKeywords
 
 WRONG = [
     ("pool", 0),
@@ -92,6 +95,21 @@ def test_is_frozen_and_by_keyword() -> None:
         KVFlashConfig(512)  # type: ignore[misc]
     with pytest.raises(TypeError):
         KVFlashConfig(pools=512)  # type: ignore[call-arg]
+
+
+def test_a_setting_is_a_keyword_and_a_variable_and_an_option_of_every_verb() -> None:
+    assert {keyword(name) for name in POOL_SETTINGS} - {"kvflash_cache_size"} == {*PoolKeywords.__annotations__} - {
+        "kvflash_progress"
+    }
+    wanted = {(one.long_flag(name), one.variable_of(name)) for name, one in POOL_SETTINGS.items()}
+    assert ("--kvflash-pin", "KVFLASH_PIN") in wanted
+    for verb in ("run", "serve", "exec"):
+        options = [param for param in cli.main.commands[verb].params if isinstance(param, click.Option)]
+        assert wanted <= {(flag, str(option.envvar)) for option in options for flag in option.opts}
+
+
+def test_what_a_setting_means_is_in_the_docstring() -> None:
+    assert f"tau: {POOL_SETTINGS['tau'].help}" in str(KVFlashConfig.__doc__)
 
 
 @pytest.mark.parametrize(("value", "step", "want"), [(0, 256, 0), (1, 256, 256), (256, 256, 256), (257, 256, 512)])

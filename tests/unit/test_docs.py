@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.llama.keywords import PoolKeywords
 from kvflash_ggml.policy.base import Scorer
+from kvflash_ggml.settings import settings
 
 REPO = Path(__file__).parents[2]
 FOLDERS = (
@@ -83,6 +85,19 @@ def test_the_index_names_every_page() -> None:
 def test_the_readme_explains_every_keyword() -> None:
     cells = re.findall(r"^\| (`kvflash.*?) \|", text_of("README.md"), re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(PoolKeywords.__annotations__)
+
+
+def test_the_readme_has_the_defaults() -> None:
+    rows = re.findall(r"^\| (`kvflash_.*?) \| (.*?) \|", text_of("README.md"), re.MULTILINE)
+    told = {
+        name: ast.literal_eval(value)
+        for names, values in rows
+        for name, value in zip(re.findall(r"`kvflash_(\w+)`", names), re.findall(r"`(.*?)`", values), strict=True)
+    }
+    usual = KVFlashConfig()
+    assert {name: told[name] for name in settings(KVFlashConfig)} == {
+        name: getattr(usual, name) for name in settings(KVFlashConfig)
+    }
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md", "docs/policies.md"])

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from kvflash_ggml import env
 from kvflash_ggml.cli import execute, main
 from kvflash_ggml.cli.pool_options import pool_options
+from kvflash_ggml.config import POOL_SETTINGS, from_environment
 from kvflash_ggml.errors import ConfigError
 
 
@@ -75,7 +76,7 @@ def test_every_option_of_the_pool_has_its_variable_read() -> None:
     def verb(pool: Any) -> None: ...
 
     named = {str(option.envvar) for option in verb.params}
-    assert {variable for variable, _ in env.VARIABLES.values()} == named - {"KVFLASH_REPORT"}
+    assert {one.variable_of(name) for name, one in POOL_SETTINGS.items()} == named - {"KVFLASH_REPORT"}
 
 
 def test_what_it_reads_is_what_it_was_told(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +85,14 @@ def test_what_it_reads_is_what_it_was_told(started: Any, monkeypatch: pytest.Mon
     for name, value in started[0][2].items():
         monkeypatch.setenv(name, value)
     assert env.install()
-    read = env.pool_options()
-    assert (read["kvflash"], read["kvflash_pins"], read["kvflash_policy"]) == ({"pool": 4096}, ((0, 64),), "qk")
+    read = from_environment()
+    assert (read["kvflash"], read["kvflash_pins"], read["kvflash_policy"]) == ("4k", ((0, 64),), "qk")
     monkeypatch.setenv("KVFLASH_TAU", "often")
     with pytest.raises(ConfigError, match="KVFLASH_TAU"):
-        env.pool_options()
+        from_environment()
     monkeypatch.setenv("KVFLASH_POOL", "off")
     monkeypatch.delenv("KVFLASH_TAU")
-    assert env.pool_options() == {}
+    assert from_environment() == {}
 
 
 def test_programs_are_found_beside_python_first(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ FLOORS = [
     {"state", "placement"},
     {"native", "pool", "trace"},
     {"host", "gguf"},
-    {"arrays", "constants", "env", "errors", "files", "logs", "notation", "pip_line", "remote"},
+    {"arrays", "constants", "env", "errors", "files", "logs", "notation", "pip_line", "remote", "settings"},
 ]
 """From the top down. A room imports itself and the floors below; on the ground the files are in no order."""
 
