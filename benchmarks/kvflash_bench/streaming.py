@@ -162,16 +162,16 @@ def _finish(llm: Llama) -> npt.NDArray[np.float32]:
 
 
 def _full_kv(llm: Llama) -> float:
-    from kvflash_ggml.llama.sizing import slot_size
+    from kvflash_ggml.placement.sizing import slot_size
 
     return float(slot_size(llm._model, llm.context_params) * llm.n_ctx())
 
 
 def _used(llm: Llama) -> int:
-    from kvflash_ggml.llama.sizing import address
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
+    from kvflash_ggml.placement.sizing import address
 
-    *devices, host = inventory.of_model(address(llm._model))
+    *devices, host = memory.of_model(address(llm._model))
     return sum(device.total - device.free for device in devices or [host])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..errors import CalibrationError, KVFlashError
-from ..placement import budget, inventory
+from ..placement import memory
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
 from .measure import QUESTION_ROWS, TOKENS, measure
@@ -90,11 +90,11 @@ def calibrate(
 
 def _check_room(model: Any, settings: Any) -> None:
     """MemoryError where a device has so little left that llama.cpp might end the process in the middle of a step."""
-    *devices, _ = inventory.of_model(ctypes.cast(model.model, ctypes.c_void_p).value or 0)
+    *devices, _ = memory.of_model(ctypes.cast(model.model, ctypes.c_void_p).value or 0)
     *shares, _ = Sidecar.slot_shares(model, settings)
     for device, share in zip(devices, shares, strict=True):
         needed = DEVICE_BYTES + (TOKENS + ROOM) * share + STEP * 4 * model.n_vocab()
-        if budget.usable(device) and device.free < needed:
+        if memory.usable(device) and device.free < needed:
             raise MemoryError(
                 f"it takes about {needed >> 20} MiB of {device.name}, and {device.free >> 20} MiB of it are free"
             )

@@ -17,7 +17,7 @@ def facts(path: str) -> dict[str, Any]:
     import llama_cpp
     from llama_cpp import _internals as internals
 
-    from ..llama import sizing
+    from ..placement import sizing
 
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ..llama.devices import parse_overrides
 from ..native import library
-from ..placement.overrides import EXPERTS
+from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
 from ..settings import in_section
 from .first_run import check_first_run

@@ -58,12 +58,12 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     from kvflash_ggml import KVFlashConfig, Llama
 
     from ..native import measure
-    from ..placement import inventory
+    from ..placement import memory
 
     def address(pointer: Any) -> int:
         return ctypes.cast(pointer, ctypes.c_void_p).value or 0
 
-    before = inventory.devices()
+    before = memory.devices()
     try:
         llm = Llama(model, kvflash=KVFlashConfig(reading="pool", calibrate=False), **settings)
     except UnsupportedModelError:
@@ -74,14 +74,14 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         llm.eval([0])
         counted = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
         staging = {} if llm._session is None else {x.name: x.staging_bytes for x in llm._session.engine.info.devices}
-        return {"n_ubatch": n_ubatch, "devices": lost(before, inventory.devices(), counted, staging)}
+        return {"n_ubatch": n_ubatch, "devices": lost(before, memory.devices(), counted, staging)}
 
 
 def lost(
     before: Sequence[Device], after: Sequence[Device], counted: Sequence[Need], staging: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Of each device but the host that something of ours is on. staging: bytes by name, which no `Need` has."""
-    from ..placement import budget
+    from ..placement import memory
     from ..placement.sizes import Fit
 
     left = {device.name: device.free for device in after}
@@ -91,7 +91,7 @@ def lost(
             "name": device.name,
             "taken": device.free - left[device.name],
             "beyond": device.free - left[device.name] - ours[device.name],
-            "margin": budget.margin(device, Fit()),
+            "margin": memory.margin(device, Fit()),
         }
         for device in before
         if device.kind != "host" and ours.get(device.name)

@@ -18,17 +18,17 @@ from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
 from ..gguf import purpose
 from ..native import library
 from ..native import remote as servers
+from ..placement.devices import LAYER, NONE, holders, slices
 from ..placement.predict import ALL_LAYERS, predict
 from ..placement.remedies import itemised
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
+from ..placement.sizing import PoolSize
 from ..placement.table import summary
 from ..policy.base import Exact
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
 from . import parameters
-from .devices import LAYER, NONE, holders, slices
 from .parameters import Request as Asked
-from .sizing import PoolSize
 from .speculating import device_bytes, likely, loads_head, search
 
 logger = logging.getLogger("kvflash_ggml")

@@ -25,17 +25,17 @@ from ..gguf import purpose
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
-from ..placement import inventory
+from ..placement import devices, memory, sizing
 from ..placement.measure import copied
+from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
 from ..session.pool import Pool
 from ..spec.find import Found
-from . import devices, fitting, images, parameters, sizing
+from . import fitting, parameters
 from .bias import with_bias
 from .context import Closed, PagedContext, take_closing
 from .reading import open_session
 from .resizing import ResizableLlama
-from .sizing import PoolSize
 from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
@@ -197,7 +197,7 @@ class Llama(ResizableLlama):
             setattr(params, name, value)
         self._model_params = params
         if self._config is not None and params.n_gpu_layers != 0:
-            self._free_before = {device.name: device.free for device in inventory.devices()}
+            self._free_before = {device.name: device.free for device in memory.devices()}
 
     @property
     def tokenizer_(self) -> Any:
@@ -262,7 +262,7 @@ class Llama(ResizableLlama):
         config = self._config
         sizing.warn_if_tight(engine.info.devices, n_ubatch)
         mapped = self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
-        limit = images.limit(config, sizing.address(self._model), size, engine.info.page_bytes, mapped=mapped)
+        limit = sizing.image_limit(config, sizing.address(self._model), size, engine.info.page_bytes, mapped=mapped)
         pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
         self._session = open_session(self, config, pool, self._scorer)
         # with the context's own, which a garbage collector may close before it closes this

@@ -19,11 +19,11 @@ from ..constants import MAX_CONTEXT
 from ..errors import ConfigError
 from ..gguf import types
 from ..logs import warn_once
+from ..placement import devices
+from ..placement.devices import DeviceChoice
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
 from ..session.session import Progress
-from . import devices
-from .devices import Placement
 from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")
@@ -54,7 +54,7 @@ class Request:
     config: KVFlashConfig | None
     cache: PrefixCache | BaseLlamaCache | None
     progress: Progress | None
-    placement: Placement
+    placement: DeviceChoice
     rpc: tuple[str, ...]
     rpc_trust: bool
     weights: dict[str, Any]

@@ -17,10 +17,10 @@ from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.sizes import HOST
+from ..placement.sizing import address
 from ..session.reading import Reading
 from ..session.repair import Repair
 from ..session.session import Session
-from .sizing import address
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -53,10 +53,10 @@ class Room:
 
 def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Session:
     """A session on a pool that reads and answers as it is asked to. See `open_reading`."""
-    from ..placement import inventory
+    from ..placement import memory
 
     n_ctx = llm.n_ctx()
-    free = {device.name: device.free for device in inventory.of_model(address(llm._model))}
+    free = {device.name: device.free for device in memory.of_model(address(llm._model))}
     reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
     n_batch = llm.n_batch
     if reading.exact and n_batch < pool.n_ubatch:

@@ -14,11 +14,11 @@ from llama_cpp import _internals as internals
 from .. import policy
 from ..config import KVFlashConfig
 from ..errors import ConfigError, DoesNotFit, KVFlashError
+from ..placement import sizing
+from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
 from ..state.session import SessionState
-from . import sizing
 from .generation import GeneratingLlama
-from .sizing import PoolSize
 from .turns import changing
 
 if TYPE_CHECKING:

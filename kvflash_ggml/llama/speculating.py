@@ -17,6 +17,7 @@ from ..config import KVFlashConfig, SpecConfig
 from ..drafter.model import COMPUTE_BYTES
 from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
+from ..placement.sizing import address
 from ..spec.asked import Asked
 from ..spec.base import Drafter
 from ..spec.callback import Callback
@@ -32,7 +33,6 @@ from ..spec.ngram import NGram
 from ..spec.small import Small
 from ..spec.tally import Tally
 from ..spec.target import Target
-from .sizing import address
 from .sketch import PoolDrafter
 
 if TYPE_CHECKING:

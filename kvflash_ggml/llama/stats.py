@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..arrays import Floats
 from ..calibration.finder import HeadFinder
 from ..constants import CHUNK
+from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
 from ..session.reading import Loss
 from ..session.session import Progress, Session
@@ -16,7 +17,6 @@ from ..spec.stats import SpecStats
 from ..trace.events import Observer
 from ..trace.html import Summary
 from ..trace.recorder import Trace
-from .sizing import PoolSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

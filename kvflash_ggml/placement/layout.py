@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -10,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constants import POOL_STEP, round_up
-from . import budget
+from . import memory
 from .compute import Compute
 from .needs import Bill, Shape
 from .sizes import Device, ModelSizes, Needs, Request
-from .split import Costs, bounds_of, partition
 
 Int64s = npt.NDArray[np.int64]
+Costs = npt.NDArray[np.float64]
+"""[a, b]: of the range a..b-1, infinite where it does not fit. (n + 1, n + 1); a device may get nothing, [a, a]."""
 
 Experts = Literal["device", "fill", "host"]
 """Where those of offloaded layers go: to the device, or what it has room for, or to the host."""
@@ -56,8 +58,8 @@ class Layouts:
         self.request = request
         self.n_layers = len(sizes.layers)
         self.full = round_up(request.n_ctx, POOL_STEP)
-        *self.devices, self.host = budget.counted(devices, request.fit)
-        self.taking_part = [i for i, device in enumerate(self.devices) if budget.usable(device)]
+        *self.devices, self.host = memory.counted(devices, request.fit)
+        self.taking_part = [i for i, device in enumerate(self.devices) if memory.usable(device)]
         self.compute = compute
         self._has_experts = _running([int(layer.experts > 0) for layer in sizes.layers] + [0])
 
@@ -158,3 +160,43 @@ class Layouts:
 def _running(values: list[int]) -> Int64s:
     """Sums of what comes before each place, and of everything."""
     return np.concatenate([[0], np.cumsum(np.array(values, np.int64))]).astype(np.int64)
+
+
+# --- contiguous ranges, in the devices' order
+
+
+def partition(costs: Sequence[Costs], loads: Sequence[Costs]) -> tuple[int, ...] | None:
+    """The bounds of ranges that cover everything, one range a device, or None where none fits.
+
+    Of all such splits one with the least sum of costs, and of these the one whose highest load is the least.
+    """
+    n = len(costs[0]) - 1
+    cost = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
+    load = np.zeros(n + 1)
+    begins = []
+    for more, heavy in zip(costs, loads, strict=True):
+        sums = cost[:, None] + more
+        highest = np.where(sums == sums.min(axis=0), np.maximum(load[:, None], heavy), np.inf)
+        begin = highest.argmin(axis=0)
+        ends = np.arange(n + 1)
+        cost, load = sums[begin, ends], highest[begin, ends]
+        begins.append(begin)
+    if not np.isfinite(cost[n]):
+        return None
+    bounds = [n]
+    for begin in reversed(begins):
+        bounds.append(int(begin[bounds[-1]]))
+    return tuple(reversed(bounds))
+
+
+def bounds_of(shares: Sequence[float], n: int) -> tuple[int, ...]:
+    """The bounds that llama.cpp makes of a `tensor_split` for n layers, the output counted as one.
+
+    Whole numbers of layers come out as they are.
+    """
+    given = np.asarray(shares, np.float32)
+    given = given if given.any() else np.ones_like(given)
+    edges = np.cumsum(given, dtype=np.float32)
+    edges /= edges[-1]
+    where = np.searchsorted(edges, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
+    return (*(int(np.searchsorted(where, device)) for device in range(len(given))), n)

@@ -13,7 +13,7 @@ from ..constants import KV_TYPES
 from ..errors import ConfigError
 from ..native import measure as native
 from ..native.devices import finds
-from . import inventory
+from . import memory
 from .sizes import Device, DeviceBytes, LayerSizes, Measure, ModelSizes
 
 QUANTISED = KV_TYPES["q8_0"]
@@ -58,7 +58,7 @@ class Sketch:
 
     def devices(self) -> tuple[Device, ...]:
         """Those of the model, in its order, and the host."""
-        return inventory.of_model(self.address)
+        return memory.of_model(self.address)
 
     def sizes(self, params: Any, *, overrides: Overrides = ()) -> ModelSizes:
         """Sizes of layers, output and embedding. overrides: the user's own, with which the model was loaded."""

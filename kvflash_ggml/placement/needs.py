@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..constants import CHUNK, POOL_STEP, round_up
-from . import budget
+from . import memory
 from .sizes import Device, LayerSizes, ModelSizes, Needs, Request
 
 MASK = 2
@@ -124,7 +124,7 @@ class Bill:
             self._compute.get(device.name, 0)
             + self._sizes.fixed.get(device.name, 0)
             + self._request.extra.get(device.name, 0)
-            + budget.margin(device, self._request.fit)
+            + memory.margin(device, self._request.fit)
             + self.stages(device, self.parts)
             + self.masses(device, self.parts)
         )
@@ -149,7 +149,7 @@ class Bill:
             masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
             extra=extra,
-            margin=budget.margin(device, self._request.fit) if here or fixed or extra else 0,
+            margin=memory.margin(device, self._request.fit) if here or fixed or extra else 0,
         )
 
     def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
@@ -176,5 +176,5 @@ class Bill:
             masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),
             extra=self._request.extra.get(device.name, 0),
-            margin=budget.margin(device, self._request.fit),
+            margin=memory.margin(device, self._request.fit),
         )

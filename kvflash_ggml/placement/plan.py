@@ -1,16 +1,24 @@
-"""From what there is and what is asked to a placement, or to an error that says what would fit. Pure."""
+"""From what there is and what is asked to a placement, or to an error that says what would fit. Pure.
+
+Arithmetic proposes a placement, and a measure of exactly that decides (`fit`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from . import overrides
+from ..errors import DoesNotFit, Remedy
+from . import memory
 from .compute import Compute
-from .gate import is_redundant
-from .remedies import does_not_fit
+from .devices import experts as experts_on
+from .remedies import does_not_fit, itemised, with_margin
 from .search import Found, Search
-from .sizes import Device, ModelSizes, Placement, Request
+from .sizes import Device, DeviceBytes, Measure, ModelSizes, Needs, Placement, Request
+
+ROUNDS = 3
+"""Placements that are measured at most."""
 
 
 def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compute: Compute) -> Placement:
@@ -19,7 +27,7 @@ def plan(sizes: ModelSizes, devices: tuple[Device, ...], request: Request, compu
     found = search.run()
     if found is None:
         raise does_not_fit(search)
-    redundant = is_redundant(search, found)
+    redundant = _is_redundant(search, found)
     if redundant and request.pool == "auto" and request.fit.prefer == "exact":
         return plan(sizes, devices, replace(request, pool=None), compute)
     return _placement(search, found, redundant=redundant)
@@ -31,7 +39,7 @@ def _placement(search: Search, found: Found, *, redundant: bool) -> Placement:
     split = request.tensor_split
     if split is None and len(layouts.devices) > 1 and found.level != 4:
         split = tuple(end - begin for begin, end in pairwise(layout.bounds))
-    ours = overrides.experts(host.experts, host.device)
+    ours = experts_on(host.experts, host.device)
     used = [
         device for device, need in zip(layouts.devices, layout.needs, strict=False) if need.layers[0] < need.layers[1]
     ]
@@ -92,3 +100,68 @@ def _why(search: Search, found: Found) -> str:
             where = "all layers on the host"
     pool = "a full cache" if shape.pool >= search.layouts.full else f"a pool of {shape.pool:,}"
     return f"{where}; {pool} of {shape.type_k}, steps of {shape.n_ubatch:,}"
+
+
+def _is_redundant(search: Search, found: Found) -> bool:
+    """A full cache would fit too, with everything on the devices and every margin kept.
+
+    Only the full cache decides, and only after everything that can move an expert to the host has been counted: a pool
+    that is what keeps the experts on the device is never redundant.
+    """
+    layouts, shape = search.layouts, found.layout.shape
+    if found.level != 1 or shape.pool >= layouts.full or search.sizes.fixed.get(layouts.host.name):
+        return False
+    full = replace(shape, pool=layouts.full, n_ubatch=search.ubatches[-1])
+    return layouts.find(full, 0, "device") is not None
+
+
+# --- proposed by arithmetic, decided by a measure
+
+
+def fit(
+    sizes: ModelSizes,
+    devices: tuple[Device, ...],
+    request: Request,
+    measures: Sequence[Measure],
+    measure: Callable[[Placement], Measure],
+) -> Placement:
+    """The best placement that a measure of it confirms, with the bytes that were measured.
+
+    measures: for `Compute`. measure: of one placement, with its exact parameters. What a placement takes beyond what it
+    was thought to is kept free in the next. DoesNotFit if nothing fits.
+    """
+    compute = Compute(measures)
+    for _ in range(ROUNDS):
+        placement = plan(sizes, devices, request, compute)
+        found = {device.device: device for device in measure(placement).devices}
+        measured = replace(placement, needs=tuple(_corrected(need, found[need.device]) for need in placement.needs))
+        if all(need.left >= 0 for need in measured.needs):
+            return measured
+        compute = compute.beyond(
+            {
+                after.device: max(0, after.total - before.total)
+                for before, after in zip(placement.needs, measured.needs, strict=True)
+            }
+        )
+    raise _unsettled(Search(sizes, devices, request, compute), min(measured.needs, key=lambda need: need.left))
+
+
+def _unsettled(search: Search, tight: Needs) -> DoesNotFit:
+    """Every placement took more than was thought: to keep that much free may help, if what is known now allows any."""
+    if search.run() is None:
+        remedies = does_not_fit(search).remedies
+    else:
+        other, option = with_margin(search, tight.device, more=memory.MIB - tight.left)
+        changes = {"fit": other.request.fit}
+        cost = "less is placed there"
+        remedies = (Remedy(option=option, frees=-tight.left, cost=cost, enough=False, changes=changes),)
+    why = f"Of {ROUNDS} placements each took more than was thought."
+    return DoesNotFit(
+        tight.device, needed=tight.total, free=tight.free, needs=itemised(tight), remedies=remedies, why=why
+    )
+
+
+def _corrected(need: Needs, found: DeviceBytes) -> Needs:
+    """With what was measured. Caches are measured as one: what is not recurrent state or windows is K and V."""
+    state = min(need.state, found.context)
+    return replace(need, weights=found.model, kv=found.context - state, state=state, compute=found.compute)

@@ -12,9 +12,9 @@ from typing import Any
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
 from ..native.devices import ModelArrays
-from . import budget, measure
-from .fit import fit
+from . import measure, memory
 from .measure import Overrides, Sketch, copied
+from .plan import fit
 from .search import pool_range
 from .sizes import Device, Fit, Measure, ModelSizes, Placement, Request
 
@@ -44,7 +44,7 @@ def predict(
         sizes, devices = found.sizes(context_params, overrides=overrides), found.devices()
         request = asked(sizes, devices)
         _check_names(request.fit, devices)
-        first = next((x for x in devices if budget.usable(x)), devices[-1])
+        first = next((x for x in devices if memory.usable(x)), devices[-1])
         request = replace(request, extra={first.name: reserved})
         params = copied(context_params, n_ctx=request.n_ctx)
         measures = [_measure(found, params, request, *shape) for shape in _shapes(request)]

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import DoesNotFit, Remedy
-from . import budget
+from . import memory
 from .layout import Layout
 from .search import SMALL, UBATCHES, Found, Search, pool_range
 from .sizes import Needs
 
-MIN_MARGIN = 256 * budget.MIB
+MIN_MARGIN = 256 * memory.MIB
 """With less left free a backend that grows its own buffers ends the process."""
 
 Change = tuple[str, dict[str, Any], str]
@@ -155,7 +155,7 @@ def _margin(search: Search, tight: Needs) -> Iterator[Change]:
 def with_margin(search: Search, name: str, *, more: int) -> tuple[Search, str]:
     """A search that keeps so many more bytes of a device free, or fewer; and the option that says so."""
     layouts, fit = search.layouts, search.request.fit
-    margins = {device.name: budget.margin(device, fit) for device in (*layouts.devices, layouts.host)}
-    mebibytes = (margins[name] + more) // budget.MIB
-    fit = replace(fit, margin={**margins, name: mebibytes * budget.MIB})
+    margins = {device.name: memory.margin(device, fit) for device in (*layouts.devices, layouts.host)}
+    mebibytes = (margins[name] + more) // memory.MIB
+    fit = replace(fit, margin={**margins, name: mebibytes * memory.MIB})
     return _with(search, {"fit": fit}), f"-fitt {name}={mebibytes}"

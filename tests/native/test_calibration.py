@@ -21,7 +21,7 @@ from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.calibration.subject import Subject, of_llama
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
-from kvflash_ggml.placement import inventory
+from kvflash_ggml.placement import memory
 from kvflash_ggml.placement.sizes import Device
 from kvflash_ggml.session import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
@@ -192,8 +192,8 @@ def full_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """Of two, the second."""
     sizes = {"CUDA0": 8 << 30, "CUDA1": 100 << 20}
     devices = [Device(name=name, kind="gpu", free=free, total=8 << 30) for name, free in sizes.items()]
-    host = inventory.host()
-    monkeypatch.setattr(run.inventory, "of_model", lambda address: (*devices, host))
+    host = memory.host()
+    monkeypatch.setattr(run.memory, "of_model", lambda address: (*devices, host))
     monkeypatch.setattr(sidecar.Sidecar, "slot_shares", lambda model, settings: (1, 1, 0))
     return "MiB of CUDA1, and 100 MiB of it are free"
 

@@ -124,9 +124,9 @@ def test_a_split_that_gives_more_slots_is_named(
 ) -> None:
     """Where the one that was asked for has all the slots on one device, which has room for some of them."""
     from kvflash_ggml.native import measure
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
 
-    of_model, loaded = inventory.of_model, []
+    of_model, loaded = memory.of_model, []
 
     def with_little(model: int) -> Any:
         """Less what is loaded: the first who asks is the model, who has its weights, and then a sketch of it."""
@@ -138,7 +138,7 @@ def test_a_split_that_gives_more_slots_is_named(
 
     keywords = {"rpc": servers, "kvflash": KVFlashConfig(reading="pool"), "n_ctx": 65_536, "n_gpu_layers": -1}
     with monkeypatch.context() as patched:
-        patched.setattr(inventory, "of_model", with_little)
+        patched.setattr(memory, "of_model", with_little)
         tight = make(mixture, **keywords, tensor_split=[8, 1])
     found = re.search(r"MiB on RPC\d+ beside .*; tensor_split \(-ts\) (\d+),(\d+) gives (\d+)", tight.kvflash.banner())
     assert found is not None
@@ -146,7 +146,7 @@ def test_a_split_that_gives_more_slots_is_named(
     assert tight.kvflash.pool < slots
     tight.close()
     loaded.clear()
-    monkeypatch.setattr(inventory, "of_model", with_little)
+    monkeypatch.setattr(memory, "of_model", with_little)
     other = make(mixture, **keywords, tensor_split=split)
     assert other.kvflash.pool >= slots
     other.close()
@@ -174,9 +174,9 @@ def test_a_size_without_room_is_told_as_one_that_was_found(
     """Where llama.cpp cannot make it; what is not for want of memory stays upstream's error."""
     from llama_cpp import llama_cpp
 
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
 
-    of_model = inventory.of_model
+    of_model = memory.of_model
     monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
     asked = {"rpc": servers[:1], "kvflash": 16_384, "n_ctx": 16_384, "n_gpu_layers": -1}
     with pytest.raises(ValueError, match="Failed to create llama_context"):
@@ -186,7 +186,7 @@ def test_a_size_without_room_is_told_as_one_that_was_found(
         device, host = of_model(model)
         return replace(device, free=520 * MIB), host
 
-    monkeypatch.setattr(inventory, "of_model", with_little)
+    monkeypatch.setattr(memory, "of_model", with_little)
     with pytest.raises(DoesNotFit, match=r"RPC\d+ has 520 MiB free.*Enough by itself: .*--kvflash 4096") as failed:
         make(mixture, **asked)
     assert isinstance(failed.value.__cause__, ValueError)

@@ -181,7 +181,7 @@ def test_a_model_without_a_pool_is_refused(model: Callable[[str], Path], loaded:
 def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: None) -> None:
     import llama_cpp
 
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
     from kvflash_ggml.placement.measure import copied, sketch
 
     params = copied(llama_cpp.llama_context_default_params(), n_ctx=4096, swa_full=False, flash_attn_type=1)
@@ -198,7 +198,7 @@ def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: Non
     assert sizes.n_ctx_train > 0
     assert moved.fixed == {"CPU": sum(layer.experts for layer in sizes.layers)}
     assert [device.name for device in devices] == [device.device for device in measured.devices]
-    assert devices[-1].total == inventory.host().total
+    assert devices[-1].total == memory.host().total
     assert 0 < devices[-1].free <= devices[-1].total
 
 
@@ -210,7 +210,7 @@ def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatc
     from dataclasses import replace
 
     from kvflash_ggml.native import measure
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
 
     wide = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
     assert wide.kvflash.pool == 16_384
@@ -223,11 +223,11 @@ def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatc
     def room(cells: int) -> int:
         return need(cells).context + need(cells).compute + need(cells).queries
 
-    host, pools = inventory.host(), []
+    host, pools = memory.host(), []
     for spare in (0, (room(16_384) - room(512)) // 2, room(16_384) - room(512) - 1):
         # the margin, the file's pages, and page images need as much
         free = (2 << 30) + need(512).model + 2 * (room(512) + spare)
-        monkeypatch.setattr(inventory, "host", lambda free=free: replace(host, free=free))
+        monkeypatch.setattr(memory, "host", lambda free=free: replace(host, free=free))
         narrow = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
         pools.append(narrow.kvflash.pool)
         assert "on CPU beside a margin of 2,048" in narrow.kvflash.banner()
@@ -268,29 +268,29 @@ def test_auto_takes_half_where_no_context_can_be_made(
 
 
 def test_a_container_s_limit_is_the_host_s_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
 
     stat = "anon 1\ninactive_file 268435456\n"
     for name, text in {"max": "1073741824", "current": "805306368", "stat": stat}.items():
         (tmp_path / f"memory.{name}").write_text(text)
     (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
-    monkeypatch.setattr(inventory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     for folder, free, total in ((tmp_path / "none", 4 << 30, 8 << 30), (tmp_path, 512 << 20, 1 << 30)):
-        monkeypatch.setattr(inventory, "_CGROUP", folder)
-        assert (inventory.host().free, inventory.host().total) == (free, total)
+        monkeypatch.setattr(memory, "_CGROUP", folder)
+        assert (memory.host().free, memory.host().total) == (free, total)
     (tmp_path / "memory.max").write_text("max")
-    assert inventory.host().total == 8 << 30
+    assert memory.host().total == 8 << 30
 
 
 def test_images_of_the_context_and_the_host_s_memory(
     llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a spill folder they get what is left beside the weights, without one there is a warning."""
-    from kvflash_ggml.placement import inventory
+    from kvflash_ggml.placement import memory
     from kvflash_ggml.placement.sizes import Device
 
     total = 3 << 30
-    monkeypatch.setattr(inventory, "host", lambda: Device(name="CPU", kind="host", free=total, total=total))
+    monkeypatch.setattr(memory, "host", lambda: Device(name="CPU", kind="host", free=total, total=total))
     llm = llama("small", n_ctx=4096, kvflash=512)
     heap = inside(llm).session.paging.heap
     assert heap.limit is None

@@ -12,8 +12,8 @@ from support.fake_llama import Stage, staged
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
-from kvflash_ggml.llama import devices
-from kvflash_ggml.llama.devices import Placement
+from kvflash_ggml.placement import devices
+from kvflash_ggml.placement.devices import DeviceChoice
 
 
 @dataclass
@@ -34,7 +34,7 @@ def known(*found: Device) -> Any:
 
 def test_nothing_asked_for_is_llama_cpps_choice() -> None:
     upstream: dict[str, Any] = {"n_ctx": 512}
-    assert devices.read(upstream, None) == Placement()
+    assert devices.read(upstream, None) == DeviceChoice()
     assert upstream == {"n_ctx": 512}
 
 
@@ -66,7 +66,7 @@ def test_what_cannot_be(asked: dict[str, Any], error: type, why: str) -> None:
 
 
 def test_a_full_cache_may_be_split_by_tensors() -> None:
-    assert devices.read({"split_mode": 3}, None) == Placement()
+    assert devices.read({"split_mode": 3}, None) == DeviceChoice()
 
 
 def test_only_what_can_hold_layers_is_taken() -> None:

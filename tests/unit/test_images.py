@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.llama.images import ceiling, warn_if_too_long
 from kvflash_ggml.placement.sizes import Device
+from kvflash_ggml.placement.sizing import image_ceiling, warn_if_too_long
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -31,7 +31,7 @@ def host(free: float, total: float = 64 * GIB) -> Device:
 )
 def test_a_spill_folder_takes_what_passes_what_is_available(free: int, mapped: int, want: int, tmp_path: Path) -> None:
     def found(**config: Any) -> int | None:
-        return ceiling(KVFlashConfig(**config), host(free), mapped=mapped, least=256 * MIB)
+        return image_ceiling(KVFlashConfig(**config), host(free), mapped=mapped, least=256 * MIB)
 
     assert found(spill=tmp_path) == found(spill=tmp_path, host_limit="auto") == want
     assert found() is None

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.errors import ConfigError, DoesNotFit
-from kvflash_ggml.placement import overrides, table
-from kvflash_ggml.placement.fit import fit
-from kvflash_ggml.placement.plan import plan
+from kvflash_ggml.placement import devices as device_options
+from kvflash_ggml.placement import table
+from kvflash_ggml.placement.layout import bounds_of, partition
+from kvflash_ggml.placement.plan import fit, plan
 from kvflash_ggml.placement.sizes import (
     HOST,
     Device,
@@ -28,7 +29,6 @@ from kvflash_ggml.placement.sizes import (
     Placement,
     Request,
 )
-from kvflash_ggml.placement.split import bounds_of, partition
 from tests.support.placements import GIB, MIB, compute, gpus, host, moe
 from tests.support.reserve import reserve
 
@@ -322,7 +322,7 @@ def test_shares_are_divided_as_llama_cpp_does() -> None:
 
 @given(st.sets(st.integers(0, 130)))
 def test_a_pattern_finds_the_experts_of_its_layers_only(layers: set[int]) -> None:
-    patterns = overrides.experts(layers, HOST)
+    patterns = device_options.experts(layers, HOST)
     assert len(patterns) == bool(layers)
     for pattern, device in patterns:
         assert device == HOST

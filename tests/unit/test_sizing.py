@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK, POOL_STEP
-from kvflash_ggml.llama import sizing
+from kvflash_ggml.placement import sizing
 
 GIB = 1 << 30
 KIB = 1 << 10

@@ -1,4 +1,4 @@
-"""How large a pool a model gets."""
+"""How large a pool a model gets, and how much of the host's memory its page images may take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, SPEED_CAP, round_up
-from ..errors import DoesNotFit
-from ..placement.sizes import HOST
+from ..errors import DoesNotFit, mebibytes
+from . import memory
+from .needs import STAGED_PAGES
+from .sizes import HOST, Device, Fit
 
 if TYPE_CHECKING:
     from ..native.info import DeviceInfo
@@ -122,12 +124,9 @@ def _survey(
     before: Mapping[str, int],
 ) -> _Survey:
     from ..native import measure  # here, as below: the arithmetic needs no library
-    from ..placement import budget, inventory
-    from ..placement.needs import STAGED_PAGES
-    from ..placement.sizes import Fit
 
     small, large = (measure.measure(model, params, cells=pool, query_rows=query_rows) for pool in pools)
-    devices = inventory.of_model(model)
+    devices = memory.of_model(model)
     res = _Survey()
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
         ours = least.model if device.kind != "host" or not mapped else 0
@@ -136,9 +135,9 @@ def _survey(
         if gone > NOTABLE:
             res.lost[device.name] = gone
         pages = most.context - least.context
-        margin, free = budget.margin(device, Fit()), device.free - (reserved if i == 0 else 0)
+        margin, free = memory.margin(device, Fit()), device.free - (reserved if i == 0 else 0)
         if not pages:
-            res.spare += max(0, free - margin - most.compute) if budget.usable(device) else 0
+            res.spare += max(0, free - margin - most.compute) if memory.usable(device) else 0
             continue
         if device.kind == "host":
             free = (free - (least.model if mapped else 0) - margin) // HALF
@@ -217,11 +216,10 @@ def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size
     model: a llama_cpp LlamaModel. context: address of the llama_context that is there. devices: of its engine.
     """
     from ..native import measure
-    from ..placement import inventory
 
     shares = {device.name: device.share_bytes // CHUNK for device in devices}
     found = []
-    for device, taken in zip(inventory.of_model(address(model)), measure.taken(context, address(model)), strict=True):
+    for device, taken in zip(memory.of_model(address(model)), measure.taken(context, address(model)), strict=True):
         caches = taken.context + (size.slots - slots) * shares.get(device.name, 0)
         needs = {"caches of a second pool": caches, "compute": taken.compute, "queries": taken.queries}
         found.append((device, needs))
@@ -245,3 +243,53 @@ def warn_if_tight(devices: Sequence[DeviceInfo], n_ubatch: int) -> None:
 
 def address(model: Any) -> int:
     return ctypes.cast(model.model, ctypes.c_void_p).value or 0
+
+
+# --- page images
+
+
+def image_limit(config: KVFlashConfig, model: int, size: PoolSize, page_bytes: int, *, mapped: bool) -> int | None:
+    """Bytes for the page images of a pool, None for no ceiling. Says so where a text could pass the host's memory then.
+
+    model: address of the llama_model. mapped: its weights on the host are pages of their file.
+    """
+    from ..native.devices import model_devices
+    from ..native.measure import weights
+
+    host, number = memory.host(), len(model_devices(model))
+    there = sum(weight.size for weight in weights(model) if weight.device == number)
+    found = image_ceiling(config, host, mapped=there if mapped else 0, least=size.slots // CHUNK * page_bytes)
+    if found is None and size.slots < size.n_ctx:
+        warn_if_too_long(size.n_ctx, page_bytes, there, host)
+    return found
+
+
+def image_ceiling(config: KVFlashConfig, host: Device, *, mapped: int, least: int) -> int | None:
+    """Bytes for page images, None for no ceiling.
+
+    "auto", with a folder for what passes it: what is available beyond a margin, and beyond weights that are pages of
+    their file, which count as available. The system would let go of these first, and read them again for each token.
+    mapped: bytes of them. least: what it is at least.
+    """
+    if config.host_limit != "auto":
+        return config.host_limit
+    if config.spill is None:
+        return None
+    return max(least, host.free - mapped - memory.margin(host, Fit()))
+
+
+def warn_if_too_long(n_ctx: int, page_bytes: int, weights: int, host: Device) -> None:
+    """A text that fills the context, and for whose images nobody has named a ceiling, may pass the host's memory.
+
+    weights: bytes of those that the host has.
+    """
+    images = -(-n_ctx // CHUNK) * page_bytes
+    if images + weights <= host.total:
+        return
+    fitting = max(0, host.total - weights) // page_bytes * CHUNK
+    shorter = f", or a context of at most {fitting} (n_ctx, -c)" if fitting else ""
+    logger.warning(
+        "page images of %d tokens take %s MiB and weights on the host %s MiB, it has %s: name a folder for what does "
+        "not fit (kvflash_spill, --kvflash-spill)%s",
+        n_ctx, mebibytes(images), mebibytes(weights), mebibytes(host.total), shorter,
+    )  # fmt: skip

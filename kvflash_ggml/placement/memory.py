@@ -1,14 +1,20 @@
-"""The devices that there are, and how much of their memory is free."""
+"""The devices that there are, how much of their memory is free, and how much of that can be used."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..native import devices as native
-from ..native.info import DeviceInfo
-from .sizes import HOST, Device
+from .sizes import HOST, Device, Fit
+
+if TYPE_CHECKING:
+    from ..native.info import DeviceInfo
+
+MIB = 1 << 20
+GIB = 1 << 30
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -17,11 +23,15 @@ _REMOTE = "RPC"
 
 def devices() -> tuple[Device, ...]:
     """All that can hold layers, in ggml's order, and the host."""
+    from ..native import devices as native  # here, as below: the arithmetic needs no library
+
     return (*(_device(x) for x in native.devices() if x.kind in ("gpu", "integrated")), host())
 
 
 def of_model(address: int) -> tuple[Device, ...]:
     """Those of the llama_model at this address, in its order, and the host."""
+    from ..native import devices as native
+
     return (*map(_device, native.model_devices(address)), host())
 
 
@@ -67,3 +77,39 @@ def _limit() -> tuple[int, int] | None:
         return None
     files = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
     return (int(limit), max(0, int(limit) - used + files)) if limit.isdigit() else None
+
+
+# --- how much of it can be used
+
+
+def counted(devices: tuple[Device, ...], fit: Fit) -> tuple[Device, ...]:
+    """The devices, with as much free memory as is to be counted on."""
+    return tuple(replace(device, free=fit.free.get(device.name, device.free)) for device in devices)
+
+
+def margin(device: Device, fit: Fit) -> int:
+    """Bytes that stay free: what a backend takes by itself, and what others may ask for meanwhile.
+
+    One number of a user's is for every device but the host, as upstream's --fit-target is.
+    """
+    asked = fit.margin
+    if isinstance(asked, Mapping):
+        asked = asked.get(device.name)
+    elif device.kind == "host":
+        asked = None
+    if asked is not None:
+        return asked
+    match device.kind:
+        case "gpu":
+            return max(512 * MIB, device.total // 50)
+        case "integrated":
+            return 2 * GIB
+        case "remote":
+            return 512 * MIB
+        case "host":
+            return max(2 * GIB, device.free // 10)
+
+
+def usable(device: Device) -> bool:
+    """Layers can go there. Some devices tell nothing of their memory: nothing is put there unasked."""
+    return device.kind != "host" and device.total > 0

@@ -1,9 +1,9 @@
-"""Where a model goes: which devices hold its layers, and which tensors are elsewhere."""
+"""What a user says of where a model goes: which devices hold its layers, and which tensors are elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 from ..config import KVFlashConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..gguf import reader
-from ..placement.overrides import EXPERTS, Override, experts
-from ..placement.sizes import HOST
-from ..placement.split import bounds_of
+from .layout import bounds_of
+from .sizes import HOST
 
 if TYPE_CHECKING:
     from ..native.devices import ModelArrays
     from ..native.info import DeviceInfo
     from ..remote import Endpoint
+
+Override = tuple[str, str]
+"""(regular expression, device): the first that is found in a tensor's name counts."""
+
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""What upstream's --cpu-moe finds the tensors of experts by."""
 
 NONE, LAYER, TENSOR = 0, 1, 3
 """llama.cpp's values of `split_mode`."""
@@ -32,7 +37,7 @@ MAX_LAYERS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class DeviceChoice:
     """device: names, in the order of the layers; empty for none, None for llama.cpp's choice. override_tensor: (regular
     expression, device), the first that is found in a tensor's name counts. n_cpu_moe: so many layers have their experts
     in host memory: those that are there as a whole, then the first of each device, in turn.
@@ -47,7 +52,7 @@ class Placement:
         return {"device": self.device, "override_tensor": self.override_tensor, "n_cpu_moe": self.n_cpu_moe}
 
 
-def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> Placement:
+def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> DeviceChoice:
     """Take what is asked for out of the keywords. ConfigError, or UnsupportedModelError for what a pool cannot do."""
     if config is not None and upstream.get("split_mode") == TENSOR:
         raise UnsupportedModelError(
@@ -63,7 +68,7 @@ def read(upstream: dict[str, Any], config: KVFlashConfig | None) -> Placement:
     layers = upstream.pop("n_cpu_moe", None) or 0
     if layers < 0:
         raise ConfigError(f"n_cpu_moe={layers}: a number of layers, 0 or more")
-    return Placement(
+    return DeviceChoice(
         device=None if device is None else tuple(device),
         override_tensor=tuple((str(pattern), str(where)) for pattern, where in overrides),
         n_cpu_moe=layers,
@@ -82,7 +87,7 @@ def parse_overrides(text: str) -> tuple[Override, ...]:
 
 
 def place(
-    path: str, asked: Placement, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
+    path: str, asked: DeviceChoice, settings: dict[str, Any], endpoints: Sequence[Endpoint] = ()
 ) -> ModelArrays | None:
     """The arrays that say so to llama.cpp, or None where all is left to it. ConfigError for what is not there.
 
@@ -93,7 +98,7 @@ def place(
     """
     from ..native.devices import ModelArrays
 
-    if asked == Placement() and not endpoints:
+    if asked == DeviceChoice() and not endpoints:
         return None
     known, use = _known(endpoints), holders(asked, endpoints)
     overrides = list(asked.override_tensor)
@@ -109,12 +114,12 @@ def place(
     return ModelArrays(use, overrides)
 
 
-def holders(asked: Placement, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
+def holders(asked: DeviceChoice, endpoints: Sequence[Endpoint]) -> tuple[str, ...] | None:
     """The names of the devices that hold layers, None for llama.cpp's choice, which knows of no server.
 
     ConfigError if anything is to go where it cannot.
     """
-    if asked == Placement() and not endpoints:
+    if asked == DeviceChoice() and not endpoints:
         return None
     known, use = _known(endpoints), asked.device
     if use is None and endpoints:
@@ -204,3 +209,25 @@ def _share_experts(
     on_host = range(min(count, parts[0].start))  # as a whole
     offloaded = [range(part.start, min(part.stop, n_layers)) for part in parts]
     return [*on_host, *in_turn(offloaded, count - len(on_host))]
+
+
+# --- patterns of tensors' names that keep experts on another device than their layer
+
+
+def experts(layers: Iterable[int], device: str) -> tuple[Override, ...]:
+    """The override that puts the experts of these layers on a device; none for no layers."""
+    numbers = "|".join(_ranges(sorted(set(layers))))
+    return ((rf"^blk\.({numbers}){EXPERTS}", device),) if numbers else ()
+
+
+def _ranges(layers: list[int]) -> Iterator[str]:
+    """Alternatives that match these numbers. Whole tens are one each: 8, 9, 1[0-9], 2[0-3]."""
+    tens: dict[int, list[int]] = {}
+    for layer in layers:
+        tens.setdefault(layer // 10, []).append(layer % 10)
+    for ten, digits in tens.items():
+        prefix = str(ten) if ten else ""
+        if digits == list(range(digits[0], digits[-1] + 1)) and len(digits) > 1:
+            yield f"{prefix}[{digits[0]}-{digits[-1]}]"
+        else:
+            yield from (f"{prefix}{digit}" for digit in digits)
