@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from .conversing import agent, conversations
-from .relevance import loss, reading, recall, scores
-from .servers import overload, server, soak
-from .speed import depth, paging, random_model, restore, scoring, streaming
-from .verifying import acceptance, drafters, spec
+from . import plans, plans_texts
+from .verb import verb
+
+VERBS = (
+    verb("depth", plans.Depth, "depth"),
+    verb("paging", plans.Paging, "paging"),
+    verb("scoring", plans.Scoring, "scoring", where=False),
+    verb("restore", plans.Restore, "restore"),
+    verb("streaming", plans.Streaming, "streaming"),
+    verb("spec", plans.Spec, "spec"),
+    verb("drafters", plans.Drafters, "drafting"),
+    verb("acceptance", plans.Acceptance, "accepting"),
+    verb("recall", plans_texts.Recall, "recall"),
+    verb("scores", plans_texts.Scores, "study"),
+    verb("reading", plans_texts.Reading, "reading"),
+    verb("loss", plans_texts.Loss, "loss"),
+    verb("conversations", plans_texts.Conversations, "conversing"),
+    verb("agent", plans_texts.Agent, "agent"),
+    verb("server", plans_texts.Server, "servers", "speed"),
+    verb("soak", plans_texts.Soak, "servers", "soak"),
+    verb("overload", plans_texts.Overload, "servers", "overload"),
+)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, commands=VERBS)
 def main() -> None:
     """Measure the paged engine. Ratios within one run are what counts; absolute figures belong to one machine."""
 
 
-_SPEED = (depth, paging, scoring, random_model, restore, streaming, spec, drafters, acceptance)
-_RELEVANCE = (recall, scores, reading, loss)
-for verb in (*_SPEED, *_RELEVANCE, conversations, agent, server, soak, overload):
-    main.add_command(verb)
+@main.command(name="random-model")
+@click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--shape", default="27b", show_default=True, help="27b, 27b-attention, 35b-a3b, tiny or tiny-moe.")
+@click.option("--words", is_flag=True, help="With a made-up vocabulary: text goes in and out, as a server needs it.")
+def random_model(path: Path, shape: str, words: bool) -> None:
+    """Write a random-weight GGUF with the shape of a real hybrid model, for speed measurements.
+
+    Such a model finds nothing, so a file beside it names as many retrieval heads as a real one has.
+    """
+    from .shapes import SHAPES, write, write_heads
+
+    if shape not in SHAPES:
+        raise click.BadParameter(f"{shape!r} is none of {', '.join(SHAPES)}", param_hint="--shape")
+    write(path, SHAPES[shape], words=words)
+    heads = path.with_suffix(".heads.json")
+    write_heads(heads, path, SHAPES[shape])
+    click.echo(f"{path}: {path.stat().st_size / 2**30:.2f} GiB; heads for --heads in {heads}", err=True)

@@ -10,13 +10,15 @@ pool that holds all of the text, which computes the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from kvflash_ggml.arrays import common_prefix
-from kvflash_ggml.config import SPEC_DEFAULT_WINDOW, SpecConfig
+from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.constants import POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.session.selection import TAU
@@ -24,13 +26,15 @@ from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.tally import Tally
 from kvflash_ggml.spec.tree import rows as arranged
 
+from . import report
+from .greedy import generate
 from .inside import device_of, drafted, likeliest, paged, speculator_of, verify_and_drop
 from .opening import opened
 from .outcomes import Arm, arms
 from .outcomes import Plan as Asked
 from .places import Pair, Walk, summary
+from .plans import Acceptance as Plan
 from .recall import TAIL_ROOM, cases, prompt_tokens, tail_tokens
-from .spec import generate
 from .tasks import SPREAD, compose
 
 if TYPE_CHECKING:
@@ -38,32 +42,6 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 """The task of plain text; the others are those of `recall`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """types: drafters as `SpecConfig.read` takes one. drafts: tokens of a draft. window: those that a drafting model
-    sees. tasks: TEXT, and those of `recall`.
-
-    tokens: forced after each text, places at which is drafted. crossed: also verify each arm's drafts by the other.
-    depths, trials, seed: of tasks; a trial of TEXT is one document.
-    """
-
-    types: tuple[str, ...]
-    tasks: tuple[str, ...]
-    contexts: tuple[int, ...]
-    drafts: int
-    tokens: int
-    trials: int
-    depths: tuple[float, ...]
-    seed: int = 0
-    crossed: bool = False
-    window: int = SPEC_DEFAULT_WINDOW
-
-    @property
-    def room(self) -> int:
-        """Tokens of context beside a document."""
-        return TAIL_ROOM + self.tokens + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +53,26 @@ class Forced:
     goes_on: list[int]
 
 
-def run(
-    model: str, plan: Plan, pools: dict[str, Any], text: str, options: dict[str, Any],
-    seen: Callable[[dict[str, Any]], None],
-) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
-    """A row for each drafter, context, pool and task, and the device. pools: of `arms`. seen: called with each row."""
+RESIDENCY = (50.0, 25.0, 12.5)
+"""Pools unless others are named, in % of the context."""
+
+COLUMNS = {
+    "drafter": "drafter", "task": "task", "context": "context", "policy": "policy", "pool": "pool", "texts": "texts",
+    "places": "places", "agree": "agree", "full": "full", "share": "in pool", "points": "points", "error": "error",
+    "target": "by target", "drafts": "by drafts", "full_won": "full won", "won": "won",
+    "read_page_ins": "page-ins reading", "page_ins": "page-ins", "note": "note",
+}  # fmt: skip
+
+
+def run(model: str, plan: Plan, options: dict[str, Any]) -> None:
+    rows, device = measure(model, plan, plan.filler(), options)
+    report.columns(COLUMNS, rows)
+    report.told("acceptance", model, options | asdict(plan), device, rows=rows)
+
+
+def measure(model: str, plan: Plan, text: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """A row for each drafter, context, pool and task, and the device."""
+    residencies = plan.residency if plan.residency is not None else () if plan.pools else RESIDENCY
     rows, device = [], ""
     for name in plan.types:
         _spec(name, plan)  # before anything takes long
@@ -90,11 +83,17 @@ def run(
                 full = stack.enter_context(_opened(model, plan, context, name, options))
                 device = device_of(full)
                 known = [_walk(full, one, plan) for one in texts]
-                for arm in arms([context], full=False, **pools):
+                for arm in arms([context], residencies, plan.policies, pools=plan.pools, full=False):
                     for row in _arm(model, plan, arm, name, options, texts, full, known):
                         rows.append(row)
-                        seen(row)
+                        told = f"{row['drafter']} {row['task']} pool {row['pool']}: {row['points']} points"
+                        click.echo(told, err=True)
     return rows, device
+
+
+def _room(plan: Plan) -> int:
+    """Tokens of context beside a document."""
+    return TAIL_ROOM + plan.tokens + plan.drafts
 
 
 def _arm(
@@ -120,7 +119,7 @@ def _opened(model: str, plan: Plan, context: int, name: str, options: dict[str, 
 
     What is resident does not depend on the clock, so that a run can be repeated.
     """
-    n_ctx = context + plan.room
+    n_ctx = context + _room(plan)
     fields = {"spec": _spec(name, plan), "tau": TAU}
     pool, policy = (round_up(n_ctx, POOL_STEP), "lru") if arm is None else (arm.pool, arm.policy)
     return opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, fields=fields)
@@ -135,7 +134,7 @@ def _spec(name: str, plan: Plan) -> SpecConfig:
 
 
 def _texts(model: str, plan: Plan, context: int, text: str, options: dict[str, Any]) -> Iterator[Forced]:
-    with opened(model, n_ctx=context + plan.room, options=options) as llm:
+    with opened(model, n_ctx=context + _room(plan), options=options) as llm:
 
         def tokenize(words: str) -> list[int]:
             return list(llm.tokenize(words.encode(), add_bos=False, special=False))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 
-from kvflash_ggml.llama.llama import Llama
-
+from . import report
 from .inside import device_of, paged, session_of, wait
 from .opening import EXACT, opened
+from .plans import Depth
+
+if TYPE_CHECKING:
+    from kvflash_ggml.llama.llama import Llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +39,30 @@ class Point:
     device_mib: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """window: prefill speed is measured over so many tokens before a depth. decode: tokens timed at a depth."""
-
-    depths: tuple[int, ...]
-    window: int
-    decode: int
-    seed: int = 0
+COLUMNS = {
+    "arm": "arm", "policy": "policy", "depth": "depth", "decode_tps": "decode t/s", "decode_vs_full": "/full",
+    "decode_vs_first": "/first", "decode_vs_lru": "/lru", "prefill_tps": "prefill t/s", "prefill_vs_full": "/full",
+    "prefill_vs_first": "/first", "prefill_vs_lru": "/lru", "python_us": "python us", "looks": "looks",
+    "look_ms": "look ms", "page_ins": "page-ins",
+}  # fmt: skip
 
 
-def run_arm(model: str, pool: int | None, policy: str, plan: Plan, options: dict[str, Any]) -> tuple[list[Point], str]:
+def run(model: str, plan: Depth, options: dict[str, Any]) -> None:
+    points, device = [], ""
+    arms: list[tuple[int | None, str]] = [(None, "-")] if plan.full else []
+    for pool, policy in arms + [(pool, policy) for pool in plan.pools for policy in plan.policies]:
+        arm, where = run_arm(model, pool, policy, plan, options)
+        points += arm
+        device = where or device
+        for p in arm:
+            speeds = f"{p.decode_tps:.1f} tok/s, prefill {p.prefill_tps:.0f}"
+            click.echo(f"{p.arm} {p.policy} at {p.depth}: {speeds}", err=True)
+    rows = ratios(points)
+    report.columns(COLUMNS, rows)
+    report.told("depth", model, options | asdict(plan), device, points=rows)
+
+
+def run_arm(model: str, pool: int | None, policy: str, plan: Depth, options: dict[str, Any]) -> tuple[list[Point], str]:
     """Walk one cache through the depths. Returns its points and the device it ran on."""
     n_ctx = max(plan.depths) + 2 * plan.decode + 256
     with opened(model, n_ctx=n_ctx, options=options, pool=pool, policy=policy, swa_full=False) as llm:
@@ -56,7 +73,7 @@ def run_arm(model: str, pool: int | None, policy: str, plan: Plan, options: dict
     return points, device
 
 
-def _point(llm: Llama, text: np.ndarray, depth: int, plan: Plan) -> Point:
+def _point(llm: Llama, text: np.ndarray, depth: int, plan: Depth) -> Point:
     start = max(llm.n_tokens, depth - plan.window)
     llm.eval(text[llm.n_tokens : start].tolist())
     _finish(llm)

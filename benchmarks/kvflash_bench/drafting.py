@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +17,11 @@ from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError
 
+from . import report
+from .greedy import generate, random_prompt
 from .inside import device_of
 from .opening import opened
-from .spec import generate, random_prompt
+from .plans import Drafters
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -27,20 +29,6 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 WRONG = "wrong"
 """A drafter that is never right."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """types: drafters as `SpecConfig.read` takes one, or WRONG. passage: the prompt repeats so many tokens of the text,
-    0 to go on with it instead. depth: tokens of the prompt. tokens: of each answer. repeats: answers of each arm after
-    a first one that is not counted, in turns."""
-
-    pool: int
-    depth: int
-    tokens: int
-    types: tuple[str, ...]
-    passage: int = 0
-    repeats: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +59,20 @@ class _Arm:
     same: float = 1.0
 
 
-def run(model: str, plan: Plan, text: str, options: dict[str, Any]) -> tuple[list[Outcome], str]:
+COLUMNS = {
+    "drafter": "drafter", "tps": "tok/s", "first_tps": "first", "of_plain": "/plain", "drafted": "drafted",
+    "accepted": "accepted", "won": "won", "same_text": "same text", "idle": "idle",
+}  # fmt: skip
+
+
+def run(model: str, plan: Drafters, options: dict[str, Any]) -> None:
+    outcomes, device = measure(model, plan, plan.filler(), options)
+    rows = [asdict(outcome) for outcome in outcomes]
+    report.columns(COLUMNS, rows)
+    report.told("drafters", model, options | asdict(plan), device, outcomes=rows)
+
+
+def measure(model: str, plan: Drafters, text: str, options: dict[str, Any]) -> tuple[list[Outcome], str]:
     """What came of each arm, and the device."""
     with ExitStack() as stack:
         arms = [_Arm(name, stack.enter_context(_opened(model, plan, name, options))) for name in (PLAIN, *plan.types)]
@@ -81,7 +82,7 @@ def run(model: str, plan: Plan, text: str, options: dict[str, Any]) -> tuple[lis
         return [_outcome(arm, arms[0]) for arm in arms], device_of(arms[0].llm)
 
 
-def _opened(model: str, plan: Plan, name: str, options: dict[str, Any]) -> Any:
+def _opened(model: str, plan: Drafters, name: str, options: dict[str, Any]) -> Any:
     fields = {"spec": None if name in (PLAIN, WRONG) else SpecConfig.read(name)}
     # what drafts is given later; to be given something is what makes room
     keywords = {"draft_model": _nothing} if name == WRONG else {}
@@ -93,7 +94,7 @@ def _nothing(text: Int32s) -> Int32s:
     return text[:0]
 
 
-def _prompt(llm: Llama, text: str, plan: Plan) -> list[int]:
+def _prompt(llm: Llama, text: str, plan: Drafters) -> list[int]:
     try:
         ids = llm.tokenize(text.encode(), special=False)
     except ConfigError:  # a model of random weights has no vocabulary
@@ -102,7 +103,7 @@ def _prompt(llm: Llama, text: str, plan: Plan) -> list[int]:
     return (piece * -(-plan.depth // len(piece)))[: plan.depth]
 
 
-def _turn(arms: Sequence[_Arm], prompt: list[int], plan: Plan) -> None:
+def _turn(arms: Sequence[_Arm], prompt: list[int], plan: Drafters) -> None:
     plain: Int32s | None = None
     for arm in arms:
         if arm.name == WRONG and plain is not None and not arm.tps:

@@ -7,28 +7,22 @@ prompt is, so through the pool where there is one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 
+from . import report
 from .opening import opened
-from .outcomes import Arm
+from .outcomes import Arm, arms
+from .plans_texts import Loss
 from .reading import losses_at
 from .tasks import SPREAD, compose
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """documents: how many. tokens: counted after each. seed: of the first document."""
-
-    documents: int
-    tokens: int
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,20 @@ class Forced:
     page_ins: int
 
 
-def run_arm(model: str, arm: Arm, plan: Plan, text: str, options: dict[str, Any]) -> Iterator[Forced]:
+def run(model: str, plan: Loss, options: dict[str, Any]) -> None:
+    rows: list[dict[str, Any]] = []
+    filler = plan.filler()
+    for arm in arms(plan.contexts, (), plan.policies, pools=plan.pools):
+        forced = list(run_arm(model, arm, plan, filler, options))
+        if arm.policy == "full":
+            full = forced
+        rows.append(summary(arm, forced, full))
+        click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {rows[-1]['nats']:.3f} nats", err=True)
+    report.rows(rows)
+    report.told("loss", model, options | asdict(plan), "", rows=rows)
+
+
+def run_arm(model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any]) -> Iterator[Forced]:
     """Every document on one arm."""
     # a document may get a bos token
     n_ctx = arm.context + plan.tokens + 1

@@ -1,22 +1,15 @@
-"""Command-line values that several benchmarks share."""
+"""How the values of options are written."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from kvflash_ggml import notation
-from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.errors import KVFlashError
-
-from .forms import SETS
-
-POLICIES = "With ':exact' prompts are read with the whole text in view, else with what the pool holds."
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -88,56 +81,30 @@ class Names(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return value if isinstance(value, tuple) else tuple(x.strip() for x in value.split(",") if x.strip())
 
 
-model_argument = click.argument("model", type=click.Path(exists=True, dir_okay=False))
+class Number(Numbers):
+    """A whole number with an optional K suffix."""
 
-text_option = click.option(
-    "--text",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    help="Text to make documents of. Default: the texts of the checkout's tests.",
-)
+    name = "number"
 
-set_option = click.option(
-    "--set",
-    "fact_set",
-    type=click.Choice(list(SETS)),
-    default="choose",
-    show_default=True,
-    help="Facts and documents of forms: choose settings on one set, confirm them on the other.",
-)
+    def __init__(self, what: str = "one") -> None:
+        self._what = what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # type: ignore[override]
+        if isinstance(value, int):
+            return value
+        numbers = super().convert(value, param, ctx)
+        if len(numbers) != 1:
+            self.fail(f"{value!r}: {self._what} at a time", param, ctx)
+        return numbers[0]
 
 
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options about where and how the model runs, handed on as one dict `options` (see opening)."""
+class Fractions(Shares):
+    """Per cents, separated by commas, which are handed on as numbers from 0 to 1."""
 
-    @click.option("-ub", "--ubatch-size", default=512, show_default=True)
-    @click.option("-ngl", "--n-gpu-layers", default=0, show_default=True)
-    @click.option("-t", "--threads", default=None, type=int)
-    @click.option("-ctk", "--cache-type-k", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
-    @click.option("-ctv", "--cache-type-v", type=click.Choice(list(KV_TYPES)), default="f16", show_default=True)
-    @click.option(
-        "--heads",
-        type=click.Path(exists=True, dir_okay=False),
-        help="Retrieval heads of the policy qk, from 'kvflash-run calibrate' or 'random-model'. Else they are found.",
-    )
-    @functools.wraps(command)
-    def run(
-        *args: Any, ubatch_size: int, n_gpu_layers: int, threads: int | None, cache_type_k: str, cache_type_v: str,
-        heads: str | None, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        options = {
-            "n_batch": ubatch_size,
-            "n_ubatch": ubatch_size,
-            "n_gpu_layers": n_gpu_layers,
-            "n_threads": threads,
-            "n_threads_batch": threads,
-            "type_k": KV_TYPES[cache_type_k],
-            "type_v": KV_TYPES[cache_type_v],
-            "heads": heads,
-        }
-        command(*args, options=options, **kwargs)
-
-    return run
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(share / 100 for share in super().convert(value, param, ctx))
 
 
 @contextlib.contextmanager

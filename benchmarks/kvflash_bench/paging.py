@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.native.engine import Engine
+
+from . import report
+from .inside import paged
+from .opening import opened
+from .plans import Paging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,19 @@ class Lane:
     mode: str
     share: float
     plain_gib_s: float
+
+
+def run(model: str, plan: Paging, options: dict[str, Any]) -> None:
+    with opened(model, n_ctx=2 * plan.pool, options=options, pool=plan.pool, policy="lru") as llm:
+        engine = paged(llm).engine
+        rows = measure(engine, plan.chunks)
+        alone = measure_lanes(engine, plan.chunks) if plan.lanes else []
+        device, types = engine.info.device, [engine.info.type_k, engine.info.type_v]
+    report.table(["direction", "chunks", "GiB/s", "plain GiB/s", "ratio", "ms a chunk"], [astuple(row) for row in rows])
+    if alone:
+        report.table(["direction", "chunks", "device", "mode", "share", "plain GiB/s"], [astuple(row) for row in alone])
+    found = {"rows": [asdict(row) for row in rows], "lanes": [asdict(row) for row in alone]}
+    report.told("paging", model, options | asdict(plan), device, pool=plan.pool, types=types, **found)
 
 
 def measure_lanes(engine: Engine, counts: tuple[int, ...], *, repeats: int = 5) -> list[Lane]:

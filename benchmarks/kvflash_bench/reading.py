@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 
+from . import report
 from .asks import Setting
-from .opening import opened
-from .outcomes import Arm, Plan
+from .opening import opened, reads_exactly
+from .outcomes import Arm, Plan, arms
+from .plans_texts import Reading as Asked
 from .references import refer
 
 if TYPE_CHECKING:
@@ -48,6 +51,23 @@ class Document:
 
 Documents = dict[tuple[int, str, int], list[Document]]
 """Those of a model's tokenizer by context, kind and seed."""
+
+
+def run(model: str, plan: Asked, options: dict[str, Any]) -> None:
+    trials = Plan(tasks=plan.tasks, depths=(), trials=plan.trials, seed=plan.seed)
+    rows: list[dict[str, Any]] = []
+    documents: Documents = {}
+    filler = plan.filler()
+    for arm in arms(plan.contexts, plan.residency, plan.policies, full=plan.full):
+        once = arm.policy in ("full", "lru") or reads_exactly(arm.policy)
+        for reselect in (False,) if once else (True, False):
+            readings = list(run_arm(model, arm, trials, filler, options, documents, reselect=reselect))
+            made = summary(arm, readings, reselect=reselect)
+            nats = ", ".join(f"{row['task']} {row['label']} {row['nats']:.3f}" for row in made)
+            rows += made
+            click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}, reselect {reselect}: {nats}", err=True)
+    report.rows(rows)
+    report.told("reading", model, options | asdict(plan), "", rows=rows)
 
 
 def run_arm(

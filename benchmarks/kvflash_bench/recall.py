@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import llama_cpp
 import numpy as np
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.llama.llama import Llama
 
+from . import outcomes as results
+from . import plot, report
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
 from .inside import session_of, wait
 from .opening import EXACT, opened
 from .outcomes import Arm, Outcome, Plan, Read
+from .plans_texts import Recall
 from .tasks_kinds import FREE, make
 
 TAIL_ROOM = 512
@@ -28,6 +33,34 @@ TAIL_ROOM = 512
 
 MAX_NEW = 40
 """Tokens an answer may take."""
+
+
+RESIDENCY = (6.25, 3.0)
+"""Pools unless others are named, in % of the context."""
+
+
+def run(model: str, plan: Recall, options: dict[str, Any]) -> None:
+    trials = Plan(tasks=plan.tasks, depths=plan.depths, trials=plan.trials, seed=plan.seed, fact_set=plan.fact_set)
+    residency = plan.residency if plan.residency is not None else () if plan.pools else RESIDENCY
+    by_full: list[Outcome] = []
+    rows: list[dict[str, Any]] = []
+    replies: list[dict[str, Any]] = []
+    filler = plan.filler()
+    for arm in results.arms(plan.contexts, residency, plan.policies, pools=plan.pools, full=plan.full):
+        outcomes, reads = run_arm(model, arm, trials, filler, options, drafter=plan.drafter)
+        if arm.policy == "full":
+            by_full = outcomes
+        rows += results.summary(arm, outcomes, reads, by_full)
+        where = {"context": arm.context, "pool": arm.pool, "policy": arm.policy}
+        replies += [where | asdict(outcome) for outcome in outcomes]
+        hits = sum(outcome.correct for outcome in outcomes)
+        click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {hits} of {len(outcomes)} {arm.note}", err=True)
+    report.table(results.HEADER, [results.cells(row) for row in rows])
+    for line in results.verdicts(rows):
+        click.echo(line)
+    if plan.plot is not None:
+        plot.recall(rows, plan.plot, title=Path(model).stem)
+    report.told("recall", model, options | asdict(plan), "", rows=rows, outcomes=replies)
 
 
 def run_arm(

@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -49,8 +50,21 @@ def now_and_then(seconds: float = 10.0) -> Callable[[dict[str, float]], None]:
     return tell
 
 
-def document(data: dict[str, Any]) -> None:
-    click.echo(json.dumps(data))
+def columns(names: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of some values of rows, under names for a reader; what a row lacks is a dash."""
+    table(list(names.values()), [[row.get(key) for key in names] for row in rows])
+
+
+def rows(found: Sequence[Mapping[str, Any]]) -> None:
+    """A table of everything in rows of the same keys; nothing without rows."""
+    if found:
+        columns({key: key for key in found[0]}, found)
+
+
+def told(verb: str, model: str, settings: Mapping[str, Any], device: str, **found: Any) -> None:
+    """The last line: what was found, and under which conditions. settings: of the model, and the plan."""
+    said = {"bench": verb, "model": Path(model).name, "options": settings, "environment": environment(device)}
+    click.echo(json.dumps(said | found, default=str))
 
 
 def _cell(value: Any) -> str:

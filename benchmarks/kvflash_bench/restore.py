@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 
+from . import report
 from .inside import device_of, identify, paged, wait
+from .plans import Restore
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -69,6 +73,33 @@ class Warm:
     turn_s: float
     answer: list[int]
     logits: bytes
+
+
+COLUMNS = {
+    "context": "context", "pool": "pool", "read_tps": "read t/s", "save_blocking_s": "save blocks s",
+    "save_s": "save s", "file_mib": "MiB", "restore_s": "restore s", "question_s": "question s", "question_tps": "t/s",
+    "cold_turn_s": "cold turn s", "warm_turn_s": "warm turn s", "ratio": "cold/warm", "same_answer": "same answer",
+}  # fmt: skip
+
+
+def run(model: str, asked: Restore, options: dict[str, Any]) -> None:
+    rows, device = [], ""
+    with tempfile.TemporaryDirectory(dir=asked.folder) as place:
+        for context in asked.contexts:
+            plan = Plan(
+                context=context, pool=asked.pool, policy=asked.policy, question=asked.question, answer=asked.answer,
+                repeats=asked.repeats, compress=asked.compress, options=options,
+            )  # fmt: skip
+            row, device = measure(model, Path(place) / "session.kvs", plan, fresh_process=asked.fresh_process)
+            rows.append(row)
+            turns = f"read again {row['cold_turn_s']:.2f} s, restored {row['warm_turn_s']:.3f} s"
+            click.echo(f"{context} tokens: {turns}, {row['ratio']:.1f} times", err=True)
+    shown = [row | {"same_answer": "yes" if row["same_answer"] else "no"} for row in rows]
+    report.columns(COLUMNS, shown)
+    settings = options | asdict(asked)
+    report.told(
+        "restore", model, settings, device, fresh_process=asked.fresh_process, compress=asked.compress, rows=rows
+    )
 
 
 def measure(model: str, path: Path, plan: Plan, *, fresh_process: bool) -> tuple[dict[str, Any], str]:

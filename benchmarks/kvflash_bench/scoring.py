@@ -5,18 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import click
 import numpy as np
 
-from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.constants import CHUNK, KV_TYPES
 from kvflash_ggml.native.engine import Engine
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.policy.heads import as_heads, every_head
 from kvflash_ggml.policy.qk import QKScorer
 from kvflash_ggml.session.keys import HostKeys
+
+from . import report
+from .inside import paged
+from .opening import opened
+from .plans import Scoring
 
 T = TypeVar("T")
 
@@ -61,6 +67,22 @@ class MadeUp:
 
     def close(self) -> None:
         self._engine.free(self._slab)
+
+
+def run(model: str, plan: Scoring, options: dict[str, Any]) -> None:
+    kind = KV_TYPES[plan.cache_type_k]
+    with opened(model, n_ctx=4096, options={"type_k": kind, "type_v": kind}, pool=1024, policy="qk-all") as llm:
+        engine = paged(llm).engine
+        most = sum(layer.n_head for layer in engine.layers)
+        if max(plan.heads) > most:
+            raise click.BadParameter(f"{max(plan.heads)}, but this model has {most} query heads", param_hint="--heads")
+        points = measure(
+            engine, contexts=plan.contexts, rows=plan.rows, threads=plan.threads, heads=plan.heads
+        )  # fmt: skip
+    header = ["context", "rows", "threads", "heads", "index ms", "keys ms", "look ms", "index MiB"]
+    report.table(header, [astuple(point) for point in points])
+    rows = [asdict(point) for point in points]
+    report.told("scoring", model, asdict(plan), "CPU", type_k=plan.cache_type_k, points=rows)
 
 
 def measure(

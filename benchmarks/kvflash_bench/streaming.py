@@ -7,35 +7,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 
 from kvflash_ggml.policy.qk import QKScorer
 
+from . import report
 from .inside import device_of, paged, session_of, step
 from .opening import opened
+from .plans import Streaming
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
-
-ARMS = ("full", "exact", "pool")
 
 QUESTION = 64
 """Tokens of a turn."""
 
 COPIED = 1 << 28
 """Bytes of the plain copy that gives the speed of the bus."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """depths: tokens read from the beginning, one after the other. rows: tokens of the steps that are timed there."""
-
-    pool: int
-    depths: tuple[int, ...]
-    rows: tuple[int, ...]
-    repeats: int = 3
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +51,21 @@ class Point:
     turn_ms: dict[str, float]
 
 
+def run(model: str, plan: Streaming, options: dict[str, Any]) -> None:
+    points, logits, device = [], {}, ""
+    for arm in plan.arms:
+        for point, row, where in run_arm(model, arm, plan, options):
+            points.append(point)
+            logits[arm, point.depth] = row
+            device = where or device
+            click.echo(f"{arm} at {point.depth}: read in {point.prefill_s:.2f} s", err=True)
+    found = ratios(points, logits)
+    report.table(*table(found))
+    report.told("streaming", model, options | asdict(plan), device, points=found)
+
+
 def run_arm(
-    model: str, arm: str, plan: Plan, options: dict[str, Any]
+    model: str, arm: str, plan: Streaming, options: dict[str, Any]
 ) -> Iterator[tuple[Point, npt.NDArray[np.float32], str]]:
     """The points of an arm, the last logits of each text, and the device."""
     n_ctx = max(plan.depths) + 2048
@@ -81,7 +84,7 @@ def run_arm(
             yield _point(llm, arm, text, depth, seconds, plan), logits, device
 
 
-def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, seconds: float, plan: Plan) -> Point:
+def _point(llm: Llama, arm: str, text: npt.NDArray[np.int32], depth: int, seconds: float, plan: Streaming) -> Point:
     view, session = llm.kvflash, session_of(llm)
     streamed = view.streamed_bytes if view else 0
     decode = _decode(llm, text[depth : depth + 40])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import click
 import numpy as np
 
 from kvflash_ggml.arrays import Floats
@@ -22,10 +23,14 @@ from kvflash_ggml.policy.heads import Heads, every_head, newest
 from kvflash_ggml.policy.qk import QKScorer
 from kvflash_ggml.state.session import Row
 
-from . import policies  # noqa: F401 (registers)
+from . import (
+    policies,  # noqa: F401 (registers)
+    report,
+)
 from .asks import Ask, Case
 from .inside import session_of
-from .outcomes import Plan
+from .outcomes import Plan, arms
+from .plans_texts import Scores
 from .recall import TAIL_ROOM, cases, gold_chunks, prompt_tokens, shift_of, tail_tokens
 
 ROWS = 64
@@ -139,6 +144,22 @@ class Rank:
     rank: int
     last: int
     n_chunks: int
+
+
+def run(model: str, plan: Scores, options: dict[str, Any]) -> None:
+    trials = Plan(tasks=plan.tasks, depths=plan.depths, trials=plan.trials, seed=plan.seed, fact_set=plan.fact_set)
+    rows: list[dict[str, Any]] = []
+    filler = plan.filler()
+    for arm in arms(plan.contexts, (plan.residency,), ("lru",), full=False):
+        assert arm.pool is not None
+        ranks = []
+        for some in study(model, context=arm.context, pool=arm.pool, plan=trials, text=filler, options=options):
+            ranks += some
+            if some:
+                click.echo(f"{some[0].task} {some[0].label} of {arm.context}: seed {some[0].seed}", err=True)
+        rows += [{"context": arm.context} | row for row in summary(ranks)]
+    report.rows(rows)
+    report.told("scores", model, options | asdict(plan), "", residency=plan.residency, rows=rows)
 
 
 def study(

@@ -1,0 +1,194 @@
+"""The plans of what is found in texts, of conversations and of servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from . import plot as plots
+from .forms import SETS
+from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
+from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, OfText, file
+from .verb import option
+
+# --- relevance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(OfText):
+    """A plan that asks about facts in documents. depths: 0 to 1."""
+
+    contexts: tuple[int, ...] = option("8K", DOCUMENTS, type=Numbers())
+    fact_set: str = option(
+        "choose",
+        "Facts and documents of forms: choose settings on one set, confirm them on the other.",
+        names=("--set",),
+        type=click.Choice(list(SETS)),
+    )
+    depths: tuple[float, ...] = option("10,50,90", DEPTHS, type=Fractions())
+    seed: int = option(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Asked):
+    """Questions about a long text that are answered right: the full cache, and policies in pools."""
+
+    residency: tuple[float, ...] | None = option(
+        None, "Pools, in % of the context.  [default: 6.25,3 without --pools]", type=Shares()
+    )
+    pools: tuple[int, ...] = option((), "Pools, in tokens.", type=Numbers())
+    policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES, type=Names())
+    full: bool = option(True, FULL)
+    tasks: tuple[str, ...] = option(
+        "single,multikey4",
+        "Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat; for models that were not trained "
+        "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template) and "
+        "late (the same, after some eighty other tokens of the answer).",
+        type=Names(),
+    )
+    trials: int = option(16, "Of each task; a trial asks once at every depth.")
+    drafter: Path | None = option(None, "Small model for the policy of that name.", type=file(exists=True))
+    plot: Path | None = option(None, "Draw recall against residency (PNG).", type=file())
+
+    def check(self) -> None:
+        super().check()
+        if self.plot is not None:
+            plots.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Asked):
+    """How high each score ranks the chunk of the answer, all on the same queries and keys of texts read under lru."""
+
+    residency: float = option(6.25, "Pool, in % of the context.")
+    tasks: tuple[str, ...] = option("single,multikey4", type=Names())
+    trials: int = option(4, "Of each task; a trial asks once at every depth.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(OfText):
+    """Loss of what a document repeats while it is read: with reselection meanwhile, and at the prompt's end only."""
+
+    contexts: tuple[int, ...] = option("8K", DOCUMENTS, type=Numbers())
+    residency: tuple[float, ...] = option("6.25", "Pools, in % of the context.", type=Shares())
+    policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES, type=Names())
+    full: bool = option(True, FULL)
+    tasks: tuple[str, ...] = option("copy,table,scattered", type=Names())
+    trials: int = option(8, "Of each task.")
+    seed: int = option(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(OfText):
+    """Loss of the tokens that follow a real text, and how often the likeliest one is that of the full cache."""
+
+    contexts: tuple[int, ...] = option("4K", DOCUMENTS, type=Numbers())
+    pools: tuple[int, ...] = option("512", "Pools, in tokens.", type=Numbers())
+    policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES, type=Names())
+    documents: int = option(4, type=COUNT)
+    tokens: int = option(200, "Counted after a document.", type=COUNT)
+    seed: int = option(0, "Of the first document.")
+
+
+# --- conversations and servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePool(OfText):
+    """A plan of texts that share one pool."""
+
+    pool: int = option("1K", "Slots of the pool.", type=Number())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talking(OnePool):
+    """A plan of conversations without the network."""
+
+    tau: int = option(16, "Fixed, so that nothing depends on the clock.")
+    reading: str = option(
+        "auto",
+        "What tokens of a prompt see: all of the text, or what the pool holds.",
+        type=click.Choice(("auto", "exact", "pool")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations(Talking):
+    """Many conversations take turns at random on one pool; is each answer that of a lone run?"""
+
+    count: int = option(32, "Conversations.")
+    length: int = option("8K", "Tokens of each one's first prompt.", type=Number())
+    turns: int = option(3)
+    question: int = option(64, "Tokens of each later prompt that are new.")
+    answer: int = option(16, "Tokens of each answer.")
+    compared: int | None = option(
+        None, "How many are compared with a lone run.  [default: all]", names=("--check",), type=int
+    )
+    beside: int = option(
+        0, "Processes that make lone runs meanwhile; 0: one makes them afterwards, and disturbs no times."
+    )
+    seconds: float | None = option(None, "What has been done by then is reported.  [default: all is done]", type=float)
+    park_memory: int = option("1G", "Beyond, they go to a folder.", type=Bytes())
+    host_limit: int | None = option(None, "Of page images in memory; beyond, they go to a spill file.", type=Bytes())
+    seed: int = option(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent(Talking):
+    """An agent's transcript, turn by turn: time to the first token, beside reading all of it again."""
+
+    system: int = option("8K", "Tokens of the system prompt.", type=Number())
+    turns: int = option(40)
+    result: int = option(400, "Tokens of a tool's result.")
+    answer: int = option(32, "Tokens of an answer.")
+    side_every: int = option(5, "A short request of its own after so many turns; 0: none.")
+    reread_every: int = option(8, "Turns whose whole prompt a stock cache reads; 0: none.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(OnePool):
+    """How fast is an answer through the server, beside the bare Llama?"""
+
+    context: int = option("1K", "Tokens of the prompt.", type=Number())
+    answer: int = option(256, "Tokens of the answer.")
+    repeats: int = option(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderLoad(OnePool):
+    """A plan of many clients of one server."""
+
+    clients: int = option(8, "That ask at once.")
+    seed: int = option(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak(UnderLoad):
+    """Does a server grow? Many short requests over many conversations, some of whose clients leave."""
+
+    requests: int = option(10_000)
+    conversations: int = option(200)
+    length: int = option("1K", "Tokens at which one begins again.", type=Number())
+    park_memory: str = option("64M", "Of the server; beyond, they go to a folder.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overload(UnderLoad):
+    """Is anybody lost where as much is asked as can be answered, or more? And do clients, log and metrics agree?
+
+    Requests come at random; refused clients come again when they are told to, and one of ten leaves at some moment.
+    """
+
+    times: tuple[float, ...] = option("3", "As many as it answers; several, one after the other.", type=Factors())
+    seconds: float = option(60.0, "For each of them.")
+    lengths: tuple[int, ...] = option("200,4K", "Of prompts: least and most.", type=Numbers())
+    max_queue: int = option(16, "Of the server.")
+    deadline: float = option(3600.0, "Seconds that the server has for a request.")
+    patience: float = option(300.0, "Seconds after which a refused client gives up.")
+
+    def check(self) -> None:
+        super().check()
+        if len(self.lengths) != 2:
+            raise click.BadParameter("give the least and the most", param_hint="--lengths")
