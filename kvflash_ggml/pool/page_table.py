@@ -341,15 +341,3 @@ class PageTable:
                 f"append fewer tokens at once, pin less, or use a larger pool"
             )
         return able[:count]
-
-    # --- for tests
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
-        taken = [chunk.block for chunk in self.chunks if chunk.block != ABSENT]
-        assert len(taken) == len(set(taken)), "two chunks share a block"
-        assert all(0 <= block < self.blocks.count for block in taken), "there is no such block"
-        assert self.held == set(taken), "the table says something else than the allocator is told"
-        assert len(self.chunks) == -(-self.length // CHUNK), "a committed chunk has no entry"
-        for c, chunk in enumerate(self.chunks):
-            assert chunk.block != ABSENT or c in self.images, f"chunk {c} is neither resident nor on the host"

@@ -10,6 +10,7 @@ import pytest
 from support.harness import CHUNK, check, logits_along, same_bits
 from support.harness import pages as all_pages
 from support.inside import inside
+from support.integrity import check_table
 
 from kvflash_ggml.errors import ConfigError, DecodeError, HostMemoryError, PoolExhausted
 
@@ -199,7 +200,7 @@ def test_any_failure_in_a_prompt(kind: str, what: str, call: int, llama: Any, to
     done = llm.n_tokens
     assert done < 800
     assert done % 64 == 0
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
     llm.eval(tokens[done:800].tolist())
     check(llm)
     fresh.eval(tokens[:800].tolist())

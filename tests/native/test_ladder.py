@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.harness import CHUNK, KV_TYPES, agreement, logits_along, read_block, row, same_bits
 from support.inside import inside
+from support.integrity import check_table
 
 from kvflash_ggml.pool.plan import Moves
 
@@ -197,7 +198,7 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
     sealed: dict[int, bytes] = {}
     for start in range(0, 1536, 64):
         session.extend(tokens[start : start + 64])
-        session.table.check_integrity()
+        check_table(session.table)
         chunk = start // CHUNK
         sealed[chunk] = read_block(session, session.table.chunks[chunk].block)
     assert session.page_ins == 0
@@ -303,7 +304,7 @@ def test_a_small_pool_sees_what_it_says(n_ubatch: int, llama: Any, stock: Any, t
     for piece in pieces:
         evicted.clear()
         ours.eval(piece.tolist())
-        inside(ours).session.table.check_integrity()
+        check_table(inside(ours).session.table)
         for chunk in evicted:
             assert theirs._ctx.kv_cache_seq_rm(0, chunk * CHUNK, (chunk + 1) * CHUNK)
         moments += bool(evicted)
@@ -398,4 +399,4 @@ def page_around(session: Any, *, same_blocks: bool) -> None:
     for c, block in zip(sealed, targets, strict=True):
         pager.chunks[c] = replace(pager.chunks[c], block=block)
     session.paging.apply(Moves(recall=list(zip(sealed, targets, strict=True))), session.length)
-    pager.check_integrity()
+    check_table(pager)

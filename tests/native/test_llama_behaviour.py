@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.harness import CHUNK, agreement, check, logits_along, pages, row, same_bits
 from support.inside import inside
+from support.integrity import check_table
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.config import SpecConfig
@@ -104,7 +105,7 @@ def test_a_draft_model_changes_nothing(kind: str, pool: int | None, llama: Any, 
     tokens_out = take(drafted.generate(prompt, **GREEDY), 40)
     assert tokens_out[: first_tie(scored, prompt, plain)] == plain[: first_tie(scored, prompt, plain)]
     if pool is not None:
-        inside(drafted).session.table.check_integrity()
+        check_table(inside(drafted).session.table)
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -626,7 +627,7 @@ def test_state_continues_bit_for_bit(kind: str, pool: int, llama: Any, tokens: A
     other.eval(tokens[5000:5300].tolist())
     for target in (llm, other):
         target.load_state(state)
-        inside(target).session.table.check_integrity()
+        check_table(inside(target).session.table)
         assert target.n_tokens == 750
         assert same_bits(logits_along(target, tokens[750:751], tokens[751:900]), expected)
 
@@ -846,7 +847,7 @@ def test_cut_back_to_text_on_the_host(llama: Any, tokens: Any) -> None:
     llm.n_tokens = 9 * CHUNK + 30
     page_ins = llm.kvflash.page_ins
     cut = logits_along(llm, tokens[606:607], tokens[607:640])
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
     assert llm.kvflash.page_ins > page_ins
     assert {0, 5, 6, 7, 8, 9} <= set(llm.kvflash.resident_chunks)
 
@@ -984,7 +985,7 @@ def test_a_failed_step_leaves_the_model_usable(kind: str, llama: Any, tokens: An
     done = llm.n_tokens
     assert 0 < done < 900
     assert inside(llm).session.length == done
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
     llm.eval(tokens[done:700].tolist())
     fail_at(llm, 1)
     with pytest.raises(DecodeError):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.harness import assert_alike, drawn
 from support.inside import inside
+from support.integrity import check_table
 from support.replay import let_replay, noted
 
 from kvflash_ggml.config import SpecConfig
@@ -78,7 +79,7 @@ def test_an_answer_that_is_closed_goes_on(llama: Any, tokens: Any) -> None:
         assert inside(llm).session.tokens.tolist() == [*prompt, *full[: stop - 1]]
         going_on = drawn(llm, [*prompt, *full[:stop]], 16, temp=0.0)
         assert_alike((full[stop : stop + 16], logits[stop : stop + 16]), going_on)
-        inside(llm).session.table.check_integrity()
+        check_table(inside(llm).session.table)
 
 
 def test_it_needs_exact_reading(llama: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from support.harness import CHUNK
 from support.inside import inside
+from support.integrity import check_table
 
 LENGTH = 32_768
 
@@ -29,7 +30,7 @@ def test_a_long_text_in_a_small_pool(llama: Any, tokens: Any) -> None:
     before, host_before = resident_bytes(), view.host_bytes
     llm.eval(tokens[4096:LENGTH].tolist())
     grown = resident_bytes() - before
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
 
     assert view.device_bytes == device
     assert view.resident <= 1024 // CHUNK

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.harness import MODELS, reach
 from support.inside import inside
+from support.integrity import check_table
 from support.interrupter import Interrupter
 from support.replay import let_replay, noted
 
@@ -98,7 +99,7 @@ def test_every_bit_is_that_of_a_full_cache_with_the_same_steps(
         assert on_pool.accepted > 0
         assert on_pool.steps + on_pool.plain_steps < verified.drafted, "a step of the pool has won several tokens"
     assert full(kind, drafts, prompt, temp=temp) == answer
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
 
 
 @pytest.mark.parametrize(("kind", "source"), [("dense", "ngram"), ("headed", "draft-mtp")])
@@ -179,7 +180,7 @@ def test_what_fails_costs_drafts_and_nothing_else(
     assert full(kind, drafts, prompt, temp=0.0) == answer
     assert (llm.kvflash.spec.on_pool.off is None) == goes_on
     assert told(llm, prompt, 4, temp=0.0)[0] == answer[0][:4]
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
 
 
 def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int]) -> None:
@@ -209,7 +210,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
         assert inside(llm).session.ahead == 0
         assert inside(llm).session.tokens.tolist() == [*begins, *first[1:]][:length] or length > len(begins) + 1
         assert all(one.known <= length for one in inside(llm).speculator.asked)
-        inside(llm).session.table.check_integrity()
+        check_table(inside(llm).session.table)
     assert points > 3
     assert told(llm, prompt, 2, temp=0.0)[0] == first
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.inside import inside
+from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig, SpecConfig
 from kvflash_ggml.errors import ConfigError, KVFlashError
@@ -163,7 +164,7 @@ def test_several_threads(pair: Any, tokens: Any) -> None:
     wanted = [complete(plain, prompt, max_tokens=20) for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda prompt: complete(llm, prompt, max_tokens=20), prompts)) == wanted
-    inside(llm).session.table.check_integrity()
+    check_table(inside(llm).session.table)
 
 
 def test_a_stream_whose_text_is_gone_says_so_amid_drafts(pair: Any) -> None:

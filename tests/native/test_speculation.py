@@ -14,6 +14,7 @@ import pytest
 from support.drafting import Bush, let_draft, oracle, told
 from support.harness import KV_TYPES, check
 from support.inside import inside
+from support.integrity import check_table
 
 from kvflash_ggml.config import SpecConfig
 
@@ -168,7 +169,7 @@ def test_trees_change_nothing_either(seed: int, policy: str, llama: Any, tokens:
     inside(llm).session.settle()
     session, length = inside(llm).session, inside(llm).session.length
     assert session.tokens.tolist() == [*prompt, *out][:length]
-    session.table.check_integrity()
+    check_table(session.table)
     chunks = session.table.chunks
     for c in range(length // 64):
         held = session.engine.cells(chunks[c].block * 64, 64)

@@ -25,6 +25,8 @@ from kvflash_ggml.convert.describe import describe
 from support.harness import read_block
 from support.inside import inside
 
+from .integrity import check_table
+
 REPO = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("arch_models.cpp")
 
@@ -335,7 +337,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     llm.eval(run.tokens[before:PROMPT])
     for token in run.tokens[PROMPT:]:
         llm.eval([token])
-    session.table.check_integrity()
+    check_table(session.table)
 
     logits = llm.scores[: len(run.tokens)]
     _same(logits[:before], stock[:before], "small pool, before anything is evicted")
@@ -356,13 +358,13 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     back = gone[0]
     llm.kvflash.pin(back * CHUNK, back * CHUNK + CHUNK)
     llm.eval([run.tokens[0]])
-    session.table.check_integrity()
+    check_table(session.table)
     assert back in llm.kvflash.resident_chunks, f"chunk {back} was not recalled"
     session.engine.synchronize()
     assert read_block(session, session.table.chunks[back].block) == pages[back], f"chunk {back} came back different"
 
     assert np.isfinite(run.after_cut()).all(), "cut: a logit is not finite"
-    session.table.check_integrity()
+    check_table(session.table)
 
 
 def _check_calibration(run: _Run) -> None:

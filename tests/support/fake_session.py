@@ -26,6 +26,8 @@ from kvflash_ggml.state.session import SessionState
 from support.fake_engine import PAGE_BYTES, FakeEngine, make_session
 from support.saving import settle_scores
 
+from .integrity import check_table
+
 
 class FaultyFile(io.FileIO):
     """A spill file on a disk that can be full, break, or lose its end."""
@@ -102,7 +104,7 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = 
     engine, pager = session.engine, session.table
     assert isinstance(engine, FakeEngine)
     settle_scores(session)
-    pager.check_integrity()
+    check_table(pager)
     assert session.length == pager.length == len(tokens) == len(engine.truth)
     assert session.tokens.tolist() == tokens == engine.tokens
     assert len(pager.chunks) == -(-len(tokens) // CHUNK)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from kvflash_bench.shapes import SHAPES, write
 from support.inside import inside
 
+from .integrity import check_table
+
 TESTS = Path(__file__).resolve().parent.parent
 MODELS = TESTS / "models"
 TEXT = TESTS / "text" / "stdlib-docs.txt"
@@ -89,7 +91,7 @@ def reach(llm: Any) -> None:
 def check(llm: Any) -> None:
     """The page table, the cells and the mask agree."""
     session = inside(llm).session
-    session.table.check_integrity()
+    check_table(session.table)
     assert set(session.store) <= set(range(len(session.table.chunks)))
     held = session.engine.cells(0, session.engine.info.n_slots)
     for c, chunk in enumerate(session.table.chunks):

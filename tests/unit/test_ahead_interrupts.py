@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, make_session
 from support.fake_session import accept, reach
+from support.integrity import check_table
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
@@ -57,4 +58,4 @@ def check(one: Session, text: list[Any], k: int) -> None:
     engine: Any = one.engine
     assert one.tokens.tolist() == text, f"line {k}"
     assert engine.tokens[: len(text)] == text, f"line {k}: the device has read something else"
-    one.table.check_integrity()
+    check_table(one.table)

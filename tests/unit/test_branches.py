@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from support.integrity import check_table
 from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
@@ -76,7 +77,7 @@ class Text:
     def accept(self, labels: list[str]) -> None:
         self.tokens += labels
         self.table.commit(self.table.accept(len(self.tokens)))
-        self.table.check_integrity()
+        check_table(self.table)
         save(self.table)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import plain_reader
 from support.fake_engine import FakeEngine, make_session
+from support.integrity import check_table
 from support.saving import Digest, decode, dump, load, making, settle_scores, text
 
 from kvflash_ggml.config import KVFlashConfig
@@ -34,7 +35,7 @@ def world() -> Iterator[Callable[..., Session]]:
 
 def places(session: Session) -> list[int]:
     settle_scores(session)
-    session.table.check_integrity()
+    check_table(session.table)
     return [chunk.block for chunk in session.table.chunks]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.integrity import check_table
 from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
@@ -40,7 +41,7 @@ def append(pager: PageTable, count: int) -> None:
         step = min(count, CHUNK - pager.length % CHUNK)
         reserve(pager, step)
         save(pager)
-        pager.check_integrity()
+        check_table(pager)
         count -= step
 
 
@@ -180,7 +181,7 @@ class TestAppend:
             pager.reserve(pager.length, room + 1)
         assert state(pager) == before
         reserve(pager, room)
-        pager.check_integrity()
+        check_table(pager)
 
     def test_a_plan_changes_nothing(self) -> None:
         pager = make(6)
@@ -195,7 +196,7 @@ class TestAppend:
         assert state(pager) == before
         pager.commit(plan)
         assert state(pager) != before
-        pager.check_integrity()
+        check_table(pager)
 
     def test_room_counts_only_pins_that_exist(self) -> None:
         pager = make()
@@ -211,7 +212,7 @@ class TestAppend:
         assert pager.room(pager.length, spare=True) == (able - left) * CHUNK - 5
         reserve(pager, pager.room(pager.length, spare=True), -np.arange(2 * blocks, dtype=np.float32))
         assert set(range(1 + left)) <= set(pager.resident_chunks)
-        pager.check_integrity()
+        check_table(pager)
 
     def test_room_is_never_less_than_a_block(self) -> None:
         pager = make()
@@ -251,7 +252,7 @@ class TestRecall:
         append(pager, 12 * CHUNK)
         epoch, block = pager.epoch, pager.chunks[11].block
         pager.strand(11)
-        pager.check_integrity()
+        check_table(pager)
         assert pager.chunks[11].block == ABSENT
         assert 11 in pager.images
         assert pager.epoch > epoch
@@ -265,7 +266,7 @@ class TestTruncate:
         moves = cut(pager, 5 * CHUNK)
         assert sorted(moves.drop) == list(range(5, 12))
         assert {c for c, _ in moves.evict} == {7, 8, 9, 10, 11}
-        pager.check_integrity()
+        check_table(pager)
 
     def test_a_reopened_chunk_has_no_image(self) -> None:
         pager = make()
@@ -300,7 +301,7 @@ class TestAdopt:
         pager = make()
         pager.images.update([0, 1])
         pager.load(2 * CHUNK + 1, frozen([ABSENT, 5, 2]))
-        pager.check_integrity()
+        check_table(pager)
         assert pager.layout.slot_of(CHUNK + 3) == 5 * CHUNK + 3
         assert pager.layout.slot_of(3) == ABSENT
         moves = reserve(pager, 1)
@@ -318,7 +319,7 @@ class TestAdopt:
         pager.images.update(range(count))
         scores = np.array([0.0, 5, 1, 9, 2, 8, 3, 7], np.float32)
         pager.load(count * CHUNK, frozen(range(count), scores=scores))
-        pager.check_integrity()
+        check_table(pager)
         kept = pager.protected(count - 1, count - 1)
         inside = set(pager.resident_chunks)
         assert len(inside) == blocks
@@ -361,7 +362,7 @@ def test_integrity_is_checked() -> None:
         append(pager, 3 * CHUNK)
         harm(pager)
         with pytest.raises(AssertionError):
-            pager.check_integrity()
+            check_table(pager)
 
 
 class TestAhead:
@@ -384,7 +385,7 @@ class TestAhead:
         assert pager.length == 3 * CHUNK + 30
         assert not pager.unsaved, "nothing that is not accepted is sealed"
         moves = self.accept(pager, pager.length + accepted)
-        pager.check_integrity()
+        check_table(pager)
         if accepted:
             reserve(plain, accepted)
         assert [c.block for c in pager.chunks] == [c.block for c in plain.chunks]
@@ -403,7 +404,7 @@ class TestAhead:
         append(pager, CHUNK + 60)
         self.ahead(pager, 10)
         cut(pager, CHUNK + 60)
-        pager.check_integrity()
+        check_table(pager)
         assert len(pager.chunks) == 2
 
     def test_the_tail_is_whole_again_when_a_chunk_of_them_is_dropped(self) -> None:

@@ -8,6 +8,7 @@ import copy
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.integrity import check_table
 from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
@@ -131,7 +132,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.table.check_integrity()
+        check_table(self.table)
         assert self.table.length == self.length
         assert [None if c.block == ABSENT else c.block for c in self.table.chunks] == self.where
         assert self.table.images == self.host
@@ -153,7 +154,7 @@ class PagerMachine(RuleBasedStateMachine):
         assert room > CHUNK
         more = copy.deepcopy(trial)
         trial.commit(trial.reserve(self.length, room))
-        trial.check_integrity()
+        check_table(trial)
         with pytest.raises(PoolExhausted):
             more.reserve(self.length, room + 1)
 

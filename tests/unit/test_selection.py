@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.fake_engine import FakeEngine, Faults, make_session
 from support.fake_session import accept
+from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
@@ -218,5 +219,5 @@ def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -
     assert one.length < PROMPT
     one.extend(np.arange(one.length, PROMPT + 3, dtype=np.int32))
     assert one.length == PROMPT + 3
-    one.table.check_integrity()
+    check_table(one.table)
     one.close()

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import plain_reader
 from support.fake_engine import PAGE_BYTES, ROW_BYTES, FakeLayer
+from support.integrity import check_table
 from support.saving import N_VOCAB, Digest, decode, dump, load, make, making, save, seen, snapshot_store, text
 from support.snapshot_files import EXTREMES, NONSENSE
 
@@ -94,7 +95,7 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
     assert other == one
     again.engine.adopt(session.engine.truth, session.engine.tokens)
     again.extend(text(100))
-    again.table.check_integrity()
+    check_table(again.table)
 
 
 @pytest.mark.parametrize("gone_on", [False, True])
@@ -233,7 +234,7 @@ def test_a_state_that_was_cut_is_saved_as_a_shorter_text(world: Any) -> None:
     again.engine.adopt(session.engine.truth[:450], session.engine.tokens[:450])
     again.extend(text(100))
     assert again.tokens.tolist() == [*text(LENGTH)[:450].tolist(), *text(100).tolist()]
-    again.table.check_integrity()
+    check_table(again.table)
 
 
 @pytest.mark.parametrize("info", [{"recurrent": True}, {"n_swa": 80}])
@@ -260,7 +261,7 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
     scores = session.ranking
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
-    other.table.check_integrity()
+    check_table(other.table)
     inside, before = set(other.table.resident_chunks), set(session.table.resident_chunks)
     if n_slots == 384:
         assert inside < before
@@ -274,7 +275,7 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
     else:
         assert inside == set(range(len(other.table.chunks)))
     other.extend(text(200, 3))
-    other.table.check_integrity()
+    check_table(other.table)
     assert [other.store.bytes_of(c) if c in other.store else b"" for c in range(3)] == [
         b"".join(session.engine.truth[c * CHUNK : (c + 1) * CHUNK]) if c in other.store else b"" for c in range(3)
     ]
@@ -720,7 +721,7 @@ def test_a_file_that_is_cut_after_a_restore_fails_the_step_only(world: Any, tmp_
     with pytest.raises(SnapshotError, match="cut short"):
         again.extend(text(70))
     assert again.length == LENGTH
-    again.table.check_integrity()
+    check_table(again.table)
     again.table.unpin_all()
     again.extend(text(70))
     assert again.length == LENGTH + 70

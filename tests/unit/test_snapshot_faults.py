@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from support import plain_reader
 from support.fake_engine import PAGE_BYTES, ROW_BYTES
+from support.integrity import check_table
 from support.saving import decode, dump, load, make, save, seen, snapshot_store, text
 from support.snapshot_files import EXTREMES, NONSENSE
 
@@ -191,7 +192,7 @@ class Victim:
         except REFUSALS:
             assert seen(session) == self.before
             return False
-        session.table.check_integrity()
+        check_table(session.table)
         cells, slots = session.engine.cell_pos, session.mask.slot_pos
         assert np.array_equal(cells.reshape(-1, CHUNK).max(1) >= 0, slots.reshape(-1, CHUNK).max(1) >= 0)
         if not forged:
@@ -224,7 +225,7 @@ class Victim:
         with contextlib.suppress(KVFlashError):
             session.extend(text(70, 8))
             decode(session, 20)
-        session.table.check_integrity()
+        check_table(session.table)
 
     def close(self) -> None:
         self.session.close()

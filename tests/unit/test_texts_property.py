@@ -7,6 +7,7 @@ import contextlib
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.integrity import check_table
 from support.on_host import OnHost
 from support.on_host import save as save_all
 
@@ -78,7 +79,7 @@ class TextsMachine(RuleBasedStateMachine):
     def nobody_has_what_another_has(self) -> None:
         for table, read in zip(self.texts, self.read, strict=True):
             assert table.length == read
-            table.check_integrity()
+            check_table(table)
         held = [block for table in self.texts for block in table.held]
         assert len(held) == len(set(held))
         for table in self.texts:
