@@ -77,6 +77,12 @@ def test_the_readme_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120
 
 
+def test_the_readme_has_the_memory_that_the_package_computes() -> None:
+    rows = re.findall(r"^\| (?:Llama|Qwen|Gemma).*$", text_of("README.md"), re.MULTILINE)
+    assert len(rows) == 3
+    assert [row for row in rows if row not in text_of("docs/memory.md").splitlines()] == []
+
+
 def test_the_index_names_every_page() -> None:
     index = text_of("docs/README.md")
     assert [page.name for page in (REPO / "docs").glob("*.md") if f"({page.name})" not in index] == ["README.md"]
