@@ -1,15 +1,18 @@
-"""How the package's log looks on a terminal."""
+"""How the package tells what it does: its log on a terminal, and progress."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from logging.handlers import MemoryHandler
 
 NAME = "kvflash_ggml"
+
+Progress = Callable[[int, int], None]
+"""Called with what has been done, and all that is to be done."""
 
 
 class Formatter(logging.Formatter):

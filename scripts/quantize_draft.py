@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvflash_ggml.cli.convert_quantize import quantize
+from kvflash_ggml.cli.convert import quantize
 
 if __name__ == "__main__":
     quantize()

@@ -13,6 +13,7 @@ from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..llama.bias import with_bias
 from ..llama.manner import answers, manner, readings
+from ..logs import Progress
 from ..state.session import SessionState
 from .messages import Logprob, Request
 from .model import Parked, Paused, usable
@@ -99,7 +100,7 @@ class LlamaModel:
         request: Request,
         *,
         branch: int | None,
-        progress: Callable[[int, int], None],
+        progress: Progress,
         paused: Paused | None = None,
     ) -> Generator[int]:
         llm, sampling = self._llm, request.sampling

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..arrays import Int32s, common_prefix
+from ..logs import Progress
 from .messages import Logprob, Request
 from .residency import Residency
 
@@ -81,7 +82,7 @@ class Model(Protocol):
         request: Request,
         *,
         branch: int | None,
-        progress: Callable[[int, int], None],
+        progress: Progress,
         paused: Paused | None = None,
     ) -> Generator[int]:
         """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.

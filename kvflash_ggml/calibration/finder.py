@@ -11,13 +11,14 @@ from threading import Event, Thread, current_thread
 from typing import Any
 
 from ..errors import CalibrationError, ConfigError, SnapshotError
+from ..logs import Progress
 from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
 from .choice import Calibration, heads_file, load, save
 from .pace import Pace
-from .run import STEP, Progress, Stopped, calibrate
+from .run import STEP, Stopped, calibrate
 from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
+from ..logs import Progress
 from ..policy.combine import log_shares
 from .documents import Document, Tokenize, compose, question
 
@@ -95,7 +96,7 @@ def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
     return [compose(tokenize, n_tokens=n_tokens, seed=seed) for seed in range(DOCUMENTS)]
 
 
-def measure(reader: Reader, tokenize: Tokenize, *, progress: Callable[[int, int], None]) -> Measured:
+def measure(reader: Reader, tokenize: Tokenize, *, progress: Progress) -> Measured:
     """Read the documents and ask everything about them, verbatim and reworded. progress: tokens done, and in all.
 
     ValueError if the context is too short, or the model's attention is not finite.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Event
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..errors import CalibrationError, KVFlashError
+from ..logs import Progress
 from ..placement import memory
 from ..session.sidecar import Sidecar
 from .choice import Calibration, choose
@@ -20,8 +21,6 @@ from .measure import QUESTION_ROWS, TOKENS, measure
 from .subject import Subject, rope
 
 logger = logging.getLogger("kvflash_ggml")
-
-Progress = Callable[[int, int], None]
 
 STEP = 128
 """Tokens that are read at once: how soon it can be stopped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from ..calibration.choice import Calibration, heads_file
 from .device_options import DeviceOptions, device_options
 from .model import load_model, log_to_stderr, plain_errors
 from .options import LogOptions, WeightOptions, log_options, weight_options
+from .report import say
 from .sections import SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
 
 _result = option("Result")
+
+_FINDING = "finding the heads of this model that retrieve, once"
 
 PATIENCE = 60.0
 """Seconds that a command may wait at its end for a calibration that nobody asked for."""
@@ -57,12 +60,8 @@ def calibrate(
         found = _find(model, loading, devices, log)
         path = save or heads_file(found.model)
         choice.save(found, path)
-    if as_json:
-        click.echo(json.dumps(asdict(found)))
-        return
-    for line in table(found):
-        click.echo(line)
-    if not log.quiet:
+    say(table(found), asdict(found), as_json=as_json)
+    if not (as_json or log.quiet):
         note(f"written to {path}")
 
 
@@ -90,26 +89,17 @@ def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOp
     from ..calibration.run import calibrate as find
     from ..calibration.subject import of_llama
 
-    progress = Progress(shown=stderr_is_terminal() and not log.quiet, doing="asking the model")
-    with load_model(model, loading=loading, devices=devices, verbose=log.verbose) as llm:
-        try:
-            return find(
-                llm._model,
-                subject=of_llama(llm),
-                settings=llm.context_params,
-                progress=progress.update,
-            )
-        finally:
-            progress.erase()
+    shown = stderr_is_terminal() and not log.quiet
+    with (
+        Progress(shown=shown, doing="asking the model") as progress,
+        load_model(model, loading=loading, devices=devices, verbose=log.verbose) as llm,
+    ):
+        return find(llm._model, subject=of_llama(llm), settings=llm.context_params, progress=progress.update)
 
 
 def finish(llm: Any, *, shown: bool) -> None:
     """Wait for the calibration behind an answer. Ctrl-C leaves it, and the answer stays."""
-    progress = Progress(shown=shown, doing="finding the heads of this model that retrieve, once")
-    try:
-        if llm.kvflash is not None:
-            llm.kvflash.calibrated(progress.update, most=PATIENCE)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        progress.erase()
+    if llm.kvflash is None:
+        return
+    with suppress(KeyboardInterrupt), Progress(shown=shown, doing=_FINDING) as progress:
+        llm.kvflash.calibrated(progress.update, most=PATIENCE)

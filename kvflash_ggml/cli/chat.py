@@ -13,10 +13,9 @@ import click
 from .. import logs
 from ..errors import ContextFull
 from .answer import Answer, Message, ask
-from .model import first_seed
+from .model import first_seed, in_words
 from .options import OutputOptions, SamplingOptions
 from .prompt import as_typed, read_text
-from .remedy import in_words
 from .report import closing_line, residency
 from .terminal import (
     end_answer,

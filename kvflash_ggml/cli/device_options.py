@@ -14,7 +14,7 @@ from ..native import library
 from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
 from ..settings import in_section
-from .first_run import check_first_run
+from .child import check_first_run
 from .sections import collected, option
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,16 +1,56 @@
-"""`kvflash-run doctor [MODEL]`: what is installed, and does it work."""
+"""`kvflash-run doctor [MODEL]`: what is installed, and does it work. One function a line of the report."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import click
 
-from .checks import Check, a_step, examine
+from .. import env, pip_line
+from ..calibration.choice import heads_file, read
+from ..errors import ConfigError, KVFlashError, LibraryError, mebibytes
+from ..native import library, trial
+from ..snapshot.fingerprint import ModelFile
+from .child import PROBE, Child, rebuild, run_child, told
+from .report import computes_on, package_version, placement_lines, say
+from .terminal import size_text
+
+Status = Literal["ok", "warning", "error"]
+
+_ENVIRONMENT = ("KVFLASH_", "GGML_", "LLAMA_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+_OURS = "LLAMA_CPP_LIB_PATH"  # the package sets it for itself, which is no news
+_SECRET = re.compile(r"(KEY|SECRET|PASSWORD|HF_TOKEN)$")
+_POOL = 4096
+"""Tokens of the pool that a model is described with."""
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 _WIDTH = 18
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_TEST_MODEL = Path(__file__).parents[2] / "tests/models/recall-qwen3-q8_0.gguf"
+_ON_OURS = (
+    ", on the library of kvflash_ggml; it has none of its own\n"
+    "after pip uninstall kvflash-ggml: pip install --force-reinstall --no-cache-dir llama-cpp-python=="
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the report. `data` is what the JSON document says besides."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,25 +77,21 @@ def doctor(ctx: click.Context, *, model: str | None, measure: bool, as_json: boo
     if measure:
         checks.append(a_step(model, timeout=timeout))
     healthy = all(check.status != "error" for check in checks)
-    if as_json:
-        click.echo(json.dumps(_document(checks, healthy), ensure_ascii=False, indent=2))
-    else:
-        for check in checks:
-            _print(check)
-        click.echo()
-        click.echo("everything works" if healthy else "something is wrong: see ERROR above")
+    lines = [line for check in checks for line in _lines(check)]
+    closing = "everything works" if healthy else "something is wrong: see ERROR above"
+    say([*lines, "", closing], _document(checks, healthy), as_json=as_json, indent=2)
     ctx.exit(0 if healthy else 1)
 
 
-def _print(check: Check) -> None:
+def _lines(check: Check) -> Iterator[str]:
+    """One line of the report for people, with what goes below it."""
     mark, colour = _MARKS[check.status]
-    lines = check.detail.split("\n")
-    click.echo(f"{check.name:{_WIDTH}} {click.style(f'{mark:8}', fg=colour)}{lines[0]}")
-    for line in lines[1:]:
-        click.echo(" " * (_WIDTH + 9) + line)
-    if check.remedy:
-        for line in check.remedy.split("\n"):
-            click.echo(" " * (_WIDTH + 9) + click.style(f"-> {line}", bold=True))
+    first, *rest = check.detail.split("\n")
+    yield f"{check.name:{_WIDTH}} {click.style(f'{mark:8}', fg=colour)}{first}"
+    for line in rest:
+        yield " " * (_WIDTH + 9) + line
+    for line in check.remedy.split("\n") if check.remedy else ():
+        yield " " * (_WIDTH + 9) + click.style(f"-> {line}", bold=True)
 
 
 def _document(checks: list[Check], healthy: bool) -> dict[str, Any]:
@@ -71,3 +107,286 @@ def _document(checks: list[Check], healthy: bool) -> dict[str, Any]:
             for check in checks
         },
     }
+
+
+def examine(model: str | None, *, timeout: float) -> list[Check]:
+    """All checks, cheap ones first."""
+    asked = model
+    if model is None and _TEST_MODEL.is_file():
+        model = str(_TEST_MODEL)
+    child = run_child(model, timeout=timeout)
+    return [
+        _package(),
+        _bindings(),
+        _build(),
+        _library(child),
+        _devices(child),
+        *_environment(),
+        _weights(child),
+        _decode(child, model),
+        *_placement(child, asked),
+        *_heads(asked),
+    ]
+
+
+def a_step(model: str | None, *, timeout: float) -> Check:
+    """What devices lose to a whole step. A warning where that is beyond the margin."""
+    child = run_child(model, timeout=timeout, module=PROBE, entry="measure")
+    found = child.said.get("step")
+    if child.failure or found is None:
+        return Check(name="step", status="error", detail=child.failure or "the child said nothing")
+    devices = found["devices"]
+    if not devices:
+        nothing = "no device but the host, whose memory others use too: there is nothing to tell"
+        return Check(name="step", status="ok", detail=nothing, data={"step": []})
+    over = [device["name"] for device in devices if device["beyond"] > device["margin"]]
+    remedy = f"keep more free: -fitt, or a smaller step: -ub ({', '.join(over)})" if over else ""
+    detail = "\n".join(_taken(device, found["n_ubatch"]) for device in devices)
+    return Check(name="step", status="warning" if over else "ok", detail=detail, remedy=remedy, data={"step": devices})
+
+
+def _taken(device: Mapping[str, Any], n_ubatch: int) -> str:
+    taken, beyond, margin = (mebibytes(device[name]) for name in ("taken", "beyond", "margin"))
+    return (
+        f"{device['name']}: {taken} MiB with a step of {n_ubatch:,} tokens, {beyond} of them beyond what is counted; "
+        f"the margin is {margin}"
+    )
+
+
+def _failed(child: Child, stage: str) -> bool:
+    return bool(child.failure) and child.doing == stage
+
+
+# --- checks
+
+
+def _heads(model: str | None) -> list[Check]:
+    """Whether the retrieval heads of a model file are known. None for a file that cannot be read."""
+    if model is None:
+        return []
+    try:
+        path = heads_file(ModelFile(model).identity())
+    except (OSError, KVFlashError):
+        return []
+    try:
+        count = len(read(path).chosen)
+    except ConfigError:
+        detail = "not known yet: all heads are asked until a process has found those that retrieve behind its answers"
+        return [Check(name="heads", status="ok", detail=f"{detail}\nkvflash-run calibrate {model} finds them now")]
+    detail = f"retrieval heads asked: {count}" if count else "none retrieves, so all are asked"
+    return [Check(name="heads", status="ok", detail=detail, data={"heads": count})]
+
+
+def _package() -> Check:
+    where = Path(__file__).parents[1]
+    python = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return Check(
+        name="kvflash-ggml",
+        status="ok",
+        detail=f"{package_version()} in {where} ({python})",
+        data={"version": package_version()},
+    )
+
+
+def _bindings() -> Check:
+    name = "llama-cpp-python"
+    try:
+        pin = library.build_info().get("llama_cpp_python")
+    except LibraryError:
+        pin = None
+    try:
+        found = importlib.metadata.version("llama_cpp_python")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is not None and pin in (None, found):
+        own = _has_own_library()
+        return Check(
+            name=name, status="ok", detail=found if own else f"{found}{_ON_OURS}{found}",
+            data={"version": found, "own_library": own},
+        )  # fmt: skip
+    wanted = f"llama-cpp-python=={pin}" if pin else "llama-cpp-python"
+    return Check(
+        name=name,
+        status="error",
+        detail=f"{found or 'not installed'}; this build needs exactly {pin or '?'}",
+        remedy=f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir {wanted}',
+        data={"version": found},
+    )
+
+
+def _has_own_library() -> bool:
+    """Whether llama-cpp-python was built with a libllama of its own."""
+    spec = importlib.util.find_spec("llama_cpp")
+    return spec is not None and spec.origin is not None and Path(spec.origin).with_name("lib").is_dir()
+
+
+def _build() -> Check:
+    try:
+        info = library.build_info()
+    except LibraryError as error:
+        return Check(name="build", status="error", detail=str(error), remedy=pip_line.install())
+    patches = info.get("patches", [])
+    lines = [
+        f"llama.cpp {info.get('llama_cpp_commit')}, ggml {info.get('ggml')}, {computes_on(info)}, {_flavour(info)}",
+        f"sdist sha256 {info.get('sdist_sha256')}",
+        f"{len(patches)} patches, hash {info.get('patches_hash')}",
+    ]
+    defines = info.get("cmake_defines", {})
+    if defines:
+        lines.append(" ".join(f"{key}={value}" for key, value in defines.items()))
+    return Check(name="build", status="ok", detail="\n".join(lines), data={"build": info})
+
+
+def _library(child: Child) -> Check:
+    if child.doing in ("start", "library") and child.failure:
+        remedy = rebuild(child) if env.lib_path() is None else "unset KVFLASH_LIB_PATH"
+        return Check(name="library", status="error", detail=told(child), remedy=remedy)
+    return Check(
+        name="library",
+        status="ok",
+        detail=f"{child.said['library']}\n{child.said['cpu']}: {child.said['system']}",
+        data={"path": child.said["library"], "cpu": child.said["cpu"]},
+    )
+
+
+def _devices(child: Child) -> Check:
+    if _failed(child, "devices"):
+        return Check(name="devices", status="error", detail=child.failure, remedy="nvidia-smi")
+    found = child.said.get("devices")
+    if found is None:
+        return Check(name="devices", status="warning", detail="not looked at")
+    lines = [
+        f"{d['name']}: {d['description']}, {d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free" for d in found
+    ]
+    status: Status = "ok"
+    remedy = ""
+    if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
+        status = "warning"
+        lines.append(f"no GPU is used, though there is a driver: {_driver()}")
+        remedy = pip_line.reinstall(library.CUDA_FLAGS) if computes_on(_info()) == "CPU" else "nvidia-smi"
+    elif child.said["gpu"] and _NVIDIA_DRIVER.exists():
+        lines.append(_driver())
+    return Check(
+        name="devices",
+        status=status,
+        detail="\n".join(lines),
+        remedy=remedy,
+        data={"devices": found, "gpu": child.said["gpu"]},
+    )
+
+
+def _environment() -> list[Check]:
+    found = {
+        name: "(set)" if _SECRET.search(name) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_ENVIRONMENT) and not (name == _OURS and value == _folder())
+    }
+    wheels = sorted(
+        f"{name} {d.version}"
+        for d in importlib.metadata.distributions()
+        if (name := (d.metadata["Name"] or "").lower()).startswith("nvidia-")
+    )
+    detail = "\n".join(f"{k}={v}" for k, v in found.items()) or "nothing set"
+    checks = [Check(name="environment", status="ok", detail=detail, data={"variables": found})]
+    if wheels:
+        checks.append(Check(name="CUDA wheels", status="ok", detail="\n".join(wheels), data={"wheels": wheels}))
+    return checks
+
+
+def _weights(child: Child) -> Check:
+    """Weights as they are packed for this CPU: are their products those of plain ones?"""
+    name = "packed weights"
+    if _failed(child, "weights"):
+        buffer = child.said.get("buffer")
+        why, remedy = trial.explain_weights(buffer) if buffer else ("", "")
+        return Check(name=name, status="error", detail=f"{why}: {child.failure}".removeprefix(": "), remedy=remedy)
+    found = child.said.get("weights")
+    if found is None:
+        return Check(name=name, status="warning", detail="not looked at")
+    lines = [f"{buffer}: {types} types, as exact as plain ones" for buffer, types in found.items()]
+    return Check(name=name, status="ok", detail="\n".join(lines) or "none here", data={"buffers": found})
+
+
+def _decode(child: Child, model: str | None) -> Check:
+    name = model or "a tiny model of random weights"
+    if _failed(child, "decode"):
+        remedy = _decode_remedy(child, model or "MODEL.gguf")
+        return Check(name="decode", status="error", detail=f"{name}: {told(child)}", remedy=remedy)
+    result = child.said.get("decode")
+    if result is None:
+        return Check(name="decode", status="error", detail="not tried: see above")
+    lines = [name, *_about(child), f"{result['prompt']} + {len(result['tokens'])} tokens, {result['seconds']} s"]
+    status: Status = "ok"
+    remedy = ""
+    if result["refused"]:
+        status = "warning"
+        lines.append(f"works without a pool only: {result['refused']}")
+    elif result["paged"] and not (result["page_outs"] and result["page_ins"]):
+        status = "error"
+        remedy = f"kvflash-run {model or 'MODEL.gguf'} --kvflash off    (paging does not work here)"
+    if result["paged"]:
+        lines.append(f"pages: {result['page_outs']} out, {result['page_ins']} in")
+    detail = "\n".join(lines)
+    data = {"about": child.said.get("about"), "decode": result}
+    return Check(name="decode", status=status, detail=detail, remedy=remedy, data=data)
+
+
+def _about(child: Child) -> list[str]:
+    """What the child has found out, for people; nothing if it came to nothing."""
+    about = child.said.get("about")
+    if about is None:
+        return []
+    length, size = about["n_ctx_train"], about["token_bytes"]
+    template = "a chat template" if about["chat_template"] else "no chat template, so no chat"
+    found = [f"{about['architecture']}, trained for {length:,} tokens, {template}"]
+    if about["refused"] is None:
+        pool = min(_POOL, length)
+        found.append(
+            f"can be pooled: a full f16 cache takes {size_text(length * size)}, a pool of {pool:,} tokens "
+            f"{size_text(pool * size)} and up to {size_text(length * size)} on the host"
+        )
+    return found
+
+
+def _placement(child: Child, model: str | None) -> list[Check]:
+    """What would go where, of a model that was asked for."""
+    if model is None or child.doing != "placement":
+        return []
+    if child.failure:
+        return [Check(name="placement", status="error", detail=told(child), remedy=f"kvflash-run {model} --dry-run")]
+    found = child.said["placement"]
+    status: Status = "ok" if found["fits"] else "warning"
+    return [Check(name="placement", status=status, detail="\n".join(placement_lines(model, found)), data=found)]
+
+
+def _decode_remedy(child: Child, model: str) -> str:
+    if child.said.get("gpu"):
+        return f"kvflash-run {model} -v -ngl 0 -n 4 -p Hello    (does it work on the CPU?)"
+    return rebuild(child) if child.crashed else f"kvflash-run {model} -v -n 4 -p Hello    (says more)"
+
+
+def _flavour(info: dict[str, Any]) -> str:
+    if info.get("flavour") == "portable":
+        return f"for any CPU: {', '.join(info['cpu_variants'])}"
+    return "for CPUs like that of the build" if info.get("flavour") == "native" else "for CPUs with what its flags say"
+
+
+def _info() -> dict[str, Any]:
+    try:
+        return library.build_info()
+    except LibraryError:
+        return {}
+
+
+def _folder() -> str:
+    try:
+        return str(library.library_folder())
+    except LibraryError:
+        return ""
+
+
+def _driver() -> str:
+    try:
+        return _NVIDIA_DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return "version unknown"

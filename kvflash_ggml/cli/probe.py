@@ -1,6 +1,8 @@
-"""The child process of doctor: load the library, list the devices, decode a little, say what would go where.
+"""The child processes of doctor. `main`: load the library, list the devices, decode a little, say what would go where.
 
-Writes one JSON object a line; "doing" lines come first, so that a crash shows where it happened.
+Writes one JSON object a line; "doing" lines come first, so that a crash shows where it happened. `measure`: take a
+whole step. A backend grows buffers of its own at its first large product, which no measure before a load can tell:
+they are what margins are for.
 """
 
 from __future__ import annotations
@@ -9,15 +11,19 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..constants import CHUNK
 from ..errors import ConfigError, UnsupportedModelError
 from ..native import library, trial
-from . import about
-from .dry_run import predicted
+from .report import predicted
+
+if TYPE_CHECKING:
+    from ..native.measure import Need
+    from ..placement.sizes import Device
 
 DECODE_POOL = 512
 _CONTEXT = 1024
@@ -41,7 +47,7 @@ def main(model: str) -> None:
     _say(doing="weights")
     _say(weights=trial.check_weights(ctypes.CDLL(None), _say))
     _say(doing="decode")
-    _say(about=about.facts(model))
+    _say(about=facts(model))
     _say(decode=decode(model))
     _say(doing="placement")
     _say(placement=placement(model))
@@ -127,6 +133,83 @@ def placement(model: str) -> dict[str, Any]:
         return predicted(model, {**settings, "kvflash": "auto"})
     except UnsupportedModelError:
         return predicted(model, settings)
+
+
+def facts(path: str) -> dict[str, Any]:
+    """What a model file says of itself. Bytes are of an f16 cache."""
+    import llama_cpp
+    from llama_cpp import _internals as internals
+
+    from ..placement import sizing
+
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    with closing(internals.LlamaModel(path_model=path, params=params, verbose=False)) as model:
+        metadata = model.metadata()
+        refused, slot_bytes = None, 0
+        try:
+            slot_bytes = sizing.slot_size(model, llama_cpp.llama_context_default_params())
+        except UnsupportedModelError as error:
+            refused = str(error)
+        return {
+            "architecture": metadata.get("general.architecture", "unknown"),
+            "n_ctx_train": model.n_ctx_train(),
+            "chat_template": any(name.startswith("tokenizer.chat_template") for name in metadata),
+            "token_bytes": slot_bytes,
+            "refused": refused,
+        }
+
+
+def measure(model: str) -> None:
+    library.load()
+    settings: dict[str, Any] = {"n_ctx": 0, "verbose": False}
+    settings |= {"fit": True} if library.supports_gpu_offload() else {"n_gpu_layers": 0}
+    _say(step=take(model, settings))
+
+
+def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Load a model, take its largest step and one of a token. What each device has lost to it, in bytes."""
+    from kvflash_ggml import KVFlashConfig, Llama
+
+    from ..native import measure
+    from ..placement import memory
+
+    def address(pointer: Any) -> int:
+        return ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+    before = memory.devices()
+    try:
+        llm = Llama(model, kvflash=KVFlashConfig(reading="pool", calibrate=False), **settings)
+    except UnsupportedModelError:
+        llm = Llama(model, flash_attn=True, **settings)
+    with closing(llm):
+        n_ubatch = llm.context_params.n_ubatch
+        llm.eval([token % llm.n_vocab() for token in range(n_ubatch)])
+        llm.eval([0])
+        counted = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
+        staging = {} if llm._session is None else {x.name: x.staging_bytes for x in llm._session.engine.info.devices}
+        return {"n_ubatch": n_ubatch, "devices": lost(before, memory.devices(), counted, staging)}
+
+
+def lost(
+    before: Sequence[Device], after: Sequence[Device], counted: Sequence[Need], staging: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Of each device but the host that something of ours is on. staging: bytes by name, which no `Need` has."""
+    from ..placement import memory
+    from ..placement.sizes import Fit
+
+    left = {device.name: device.free for device in after}
+    ours = {x.device: x.model + x.context + x.compute + x.queries + staging.get(x.device, 0) for x in counted}
+    return [
+        {
+            "name": device.name,
+            "taken": device.free - left[device.name],
+            "beyond": device.free - left[device.name] - ours[device.name],
+            "margin": memory.margin(device, Fit()),
+        }
+        for device in before
+        if device.kind != "host" and ours.get(device.name)
+    ]
 
 
 def _say(**values: Any) -> None:

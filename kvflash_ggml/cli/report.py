@@ -1,43 +1,41 @@
-"""What is said about a run: the closing line, the JSON document, the version line."""
+"""What verbs say: the closing line of a run, lines for people, or one JSON document."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import LibraryError
+import click
+
+from ..errors import DoesNotFit, KVFlashError, LibraryError
 from ..native import library
-from ..native.library import build_info
 from ..trace.html import mass_warning
 from .answer import Answer
 
+DOES_NOT_FIT = 3
+"""The exit code of --dry-run then."""
+
+_WIDTH = 13
+
+Facts = TypeVar("Facts")
+"""A dataclass that describes a file."""
+
 _COUNTERS = (
-    "pool",
-    "n_ctx",
-    "resident",
-    "chunks",
-    "page_ins",
-    "page_outs",
-    "bytes_in",
-    "bytes_out",
-    "host_bytes",
-    "device_bytes",
-    "policy",
-    "epoch",
-    "type_k",
-    "type_v",
-    "pinned",
-    "evicted_mass",
-    "reading",
-    "stage",
-    "stage_bytes",
-    "streamed_steps",
-    "streamed_bytes",
-)
+    "pool", "n_ctx", "resident", "chunks", "page_ins", "page_outs", "bytes_in", "bytes_out", "host_bytes",
+    "device_bytes", "policy", "epoch", "type_k", "type_v", "pinned", "evicted_mass", "reading", "stage", "stage_bytes",
+    "streamed_steps", "streamed_bytes",
+)  # fmt: skip
+
+
+def say(lines: Iterable[str], document: object, *, as_json: bool, indent: int | None = None) -> None:
+    """Print an answer on stdout: lines for people, or one JSON document."""
+    click.echo(json.dumps(document, ensure_ascii=False, indent=indent) if as_json else "\n".join(lines))
 
 
 def package_version() -> str:
@@ -51,7 +49,7 @@ def version_line() -> str:
     """Package, llama.cpp, ggml, and what the build can compute on."""
     name = f"kvflash-run {package_version()}"
     try:
-        info = build_info()
+        info = library.build_info()
     except LibraryError:
         return f"{name} (the native library is not built: see kvflash-run doctor)"
     commit, ggml = info.get("llama_cpp_commit", "?"), info.get("ggml", "?")
@@ -201,3 +199,67 @@ def document(
 
 def _speed(what: str, tokens: int, per_second: float) -> str:
     return f"{what} {tokens} tokens" + (f", {per_second:.1f} t/s" if per_second > 0 else "")
+
+
+# --- what would go where
+
+
+def dry_run(path: str, settings: dict[str, Any], *, as_json: bool) -> int:
+    """Say what would go where with these keywords of `Llama`. The exit code: 0, or DOES_NOT_FIT. No weight is read."""
+    found = predicted(path, settings)
+    say(placement_lines(path, found), {"model": path, **found}, as_json=as_json)
+    return 0 if found["fits"] else DOES_NOT_FIT
+
+
+def predicted(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A placement as a document, its "table" and whether it "fits"; if not, "why"."""
+    from ..llama.fitting import without_loading
+    from ..placement.table import document, table
+
+    try:
+        placement, devices = without_loading(path, settings)
+    except DoesNotFit as error:
+        return {"fits": False, "device": error.device, "why": str(error)}
+    return {"fits": True, "table": table(placement, devices), **document(placement, devices)}
+
+
+def placement_lines(path: str, found: dict[str, Any]) -> list[str]:
+    """What `predicted` has found, for people."""
+    if not found["fits"]:
+        return [f"does not fit: {found['why']}"]
+    stock = f"llama.cpp, with a full cache: {shlex.join(['llama-cli', '-m', path, *found['options']])}"
+    return [*found["table"].split("\n"), stock]
+
+
+# --- files
+
+
+def tell(
+    files: Iterable[Path], describe: Callable[[Path], Facts], rows: Callable[[Facts], object], *, as_json: bool
+) -> bool:
+    """Describe each of the files on stdout. What is wrong with one goes to stderr; True if nothing was with any.
+
+    rows: tells of a file for people, below its name.
+    """
+    documents: list[dict[str, Any]] = []
+    sound = True
+    for path in files:
+        try:
+            facts = describe(path)
+        except (KVFlashError, OSError) as error:
+            sound = False
+            click.secho(f"Error: {error}", err=True, fg="red")
+            documents.append({"path": str(path), "error": str(error)})
+            continue
+        documents.append({**asdict(facts), "path": str(path)})  # type: ignore[call-overload]
+        if not as_json:
+            click.echo(click.format_filename(path))
+            rows(facts)
+    if as_json:
+        say((), documents, as_json=True, indent=2)
+    return sound
+
+
+def row(name: str, text: str) -> None:
+    """One of the rows below a file's name."""
+    click.echo(f"  {name:{_WIDTH}}{text}")

@@ -12,7 +12,7 @@ import click
 from .. import remote
 from ..native import library
 from ..native import remote as servers
-from .first_run import check_first_run
+from .child import check_first_run
 from .model import plain_errors
 from .terminal import note
 

@@ -15,7 +15,6 @@ from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
 from .device_options import DeviceOptions, device_options
-from .dry_run import dry_run as say_what_goes_where
 from .llama_flags import llama_flags
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import (
@@ -31,6 +30,7 @@ from .options import (
 from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
 from .prompt import as_typed, model_and_words, read_prompt
 from .report import closing_line, document, recorded
+from .report import dry_run as say_what_goes_where
 from .sections import SectionCommand, option
 from .session_file import SessionFile
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal

@@ -90,25 +90,33 @@ def busy(text: str, *, shown: bool) -> Iterator[None]:
 
 
 class Progress:
-    """Percent and speed of some work, redrawn in place and erased at the end."""
+    """Percent and speed of some work, redrawn in place, and erased at the end of a `with`.
 
-    def __init__(
-        self, *, shown: bool, doing: str = "reading the prompt", unit: str = "tokens", speed: str = "t/s"
-    ) -> None:
+    unit: of what is counted; bytes that are shown as "MiB".
+    """
+
+    def __init__(self, *, shown: bool, doing: str = "reading the prompt", unit: str = "tokens") -> None:
         self._shown = shown
         self._doing = doing
         self._unit = unit
-        self._speed = speed
         self._start = time.perf_counter()
         self._drawn_at = 0.0
         self._drawn = False
 
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.erase()
+
     def update(self, done: int, total: int) -> None:
+        if self._unit == "MiB":
+            done, total = done >> 20, total >> 20
         now = time.perf_counter()
         if not self._shown or total < 2 or (now - self._drawn_at < _REDRAW_S and self._drawn):
             return
-        speed = done / max(now - self._start, 1e-9)
-        text = f"{self._doing}: {100 * done // total:3d}% of {total} {self._unit}, {speed:.0f} {self._speed}"
+        speed = f"{done / max(now - self._start, 1e-9):.0f} {'t/s' if self._unit == 'tokens' else f'{self._unit}/s'}"
+        text = f"{self._doing}: {100 * done // total:3d}% of {total} {self._unit}, {speed}"
         click.secho(f"{_ERASE}{text}", err=True, dim=True, nl=False)
         self._drawn_at, self._drawn = now, True
 

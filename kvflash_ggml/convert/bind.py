@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..files import replacing
 from ..gguf import origin, reader, target, verify
-from ..gguf.reader import Progress
+from ..logs import Progress
 from . import writer
 from .writer import Planned
 

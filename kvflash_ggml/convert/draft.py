@@ -12,9 +12,10 @@ from ..errors import ConversionError
 from ..files import replacing
 from ..gguf import drafter, origin, reader, target, types
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS, Drafter
-from ..gguf.reader import Field, Progress
+from ..gguf.reader import Field
 from ..gguf.target import Target
 from ..gguf.types import Bytes, TensorType
+from ..logs import Progress
 from . import checkpoint, safetensors, writer
 from .safetensors import Source
 from .writer import Planned

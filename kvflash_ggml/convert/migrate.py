@@ -11,7 +11,8 @@ from ..files import replacing
 from ..gguf import origin, reader, target, types, verify
 from ..gguf.drafter import ARCHITECTURE, BLOCK_SIZE, MASK, TARGET_LAYERS
 from ..gguf.purpose import OLD_DFLASH
-from ..gguf.reader import GGUF, Field, Progress, Tensor
+from ..gguf.reader import GGUF, Field, Tensor
+from ..logs import Progress
 from . import writer
 from .quantize import recoded
 from .writer import Planned

@@ -13,8 +13,9 @@ from ..errors import ConversionError
 from ..files import replacing
 from ..gguf import heads, reader, types, verify
 from ..gguf.drafter import ARCHITECTURE
-from ..gguf.reader import GGUF, Field, Progress, Tensor
+from ..gguf.reader import GGUF, Field, Tensor
 from ..gguf.types import Bytes, Encoder, TensorType
+from ..logs import Progress
 from . import writer
 from .draft import FILE_TYPES, QUANTIZATION_VERSION
 from .writer import Planned

@@ -11,8 +11,9 @@ from typing import BinaryIO
 from ..errors import ConversionError
 from ..files import check_writable
 from ..gguf import types
-from ..gguf.reader import ALIGNMENT, Field, Progress
+from ..gguf.reader import ALIGNMENT, Field
 from ..gguf.types import Bytes, TensorType
+from ..logs import Progress
 
 VERSION = 3
 

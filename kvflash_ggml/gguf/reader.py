@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,6 @@ from . import modelfile, types
 from .types import Bytes, TensorType
 
 ALIGNMENT = 32
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
 
 PIECE = 16 << 20
 """Bytes of a tensor that are in memory at a time."""

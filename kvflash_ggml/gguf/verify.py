@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError
+from ..logs import Progress
 from . import drafter, heads, origin, reader, target, types
 from .drafter import ARCHITECTURE, MASK, Drafter
-from .reader import GGUF, Progress
+from .reader import GGUF
 from .target import Target
 
 EAGLE3 = "eagle3"

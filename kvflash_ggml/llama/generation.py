@@ -16,8 +16,8 @@ from ..arrays import Int32s, Int64s, common_prefix
 from ..calibration.finder import HeadFinder
 from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
+from ..logs import Progress
 from ..pool.branches import Branches
-from ..session.session import Progress
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
 from ..spec.tree import Rows

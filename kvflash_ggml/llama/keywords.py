@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 
     from ..config import KVFlashConfig, SpecConfig
+    from ..logs import Progress
     from ..placement.sizes import Fit
     from ..policy.base import Scorer
     from ..prefix_cache.cache import PrefixCache
-    from ..session.session import Progress
 
 
 class PoolKeywords(TypedDict, total=False):

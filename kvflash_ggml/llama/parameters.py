@@ -18,12 +18,11 @@ from ..config import KVFlashConfig, SpecConfig
 from ..constants import MAX_CONTEXT
 from ..errors import ConfigError
 from ..gguf import types
-from ..logs import warn_once
+from ..logs import Progress, warn_once
 from ..placement import devices
 from ..placement.devices import DeviceChoice
 from ..placement.sizes import Fit
 from ..prefix_cache.cache import PrefixCache
-from ..session.session import Progress
 from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")

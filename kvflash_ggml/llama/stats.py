@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from ..arrays import Floats
 from ..calibration.finder import HeadFinder
 from ..constants import CHUNK
+from ..logs import Progress
 from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
 from ..session.reading import Loss
-from ..session.session import Progress, Session
+from ..session.session import Session
 from ..spec.loop import Speculator
 from ..spec.stats import SpecStats
 from ..trace.events import Observer

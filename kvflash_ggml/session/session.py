@@ -10,6 +10,7 @@ from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import CLOSED, ContextFull, KVFlashError
+from ..logs import Progress
 from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
 from ..state.session import Limits, PolicyState, SessionState
@@ -25,8 +26,6 @@ from .step import EVERY, LAST, AfterStep, Output
 
 if TYPE_CHECKING:
     from ..policy.base import Scorer
-
-Progress = Callable[[int, int], None]
 
 
 class Session(AskedText):

@@ -15,11 +15,12 @@ from llama_cpp import _internals as internals
 from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import CHUNK, POOL_STEP, round_up
+from ..logs import Progress
 from ..native import engine as native
 from ..policy.base import ScoreRequest
 from .keys import HostKeys
 from .pool import Pool
-from .session import Progress, Session
+from .session import Session
 
 
 class Sidecar:

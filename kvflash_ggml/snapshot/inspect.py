@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import ConfigError, SnapshotError
 from ..files import PART
+from ..logs import Progress
 from . import codec
 from .container import MAGIC, TABLE, VERSION, Container
 from .format import KIND
@@ -27,8 +28,6 @@ PAGES = "pages"
 MAX_PAGE = 1 << 30
 MIN_AGE_SECONDS = 60.0
 """Seconds in which an unfinished file is left alone, whatever else is known of it."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

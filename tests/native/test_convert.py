@@ -22,7 +22,7 @@ from support.harness import MODELS, TEXT, write_iswa
 from vendoring.source import LLAMA, pristine_tree
 
 from kvflash_bench.tasks import needle_task
-from kvflash_ggml.cli import about
+from kvflash_ggml.cli import probe
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, kquants, quantize
 from kvflash_ggml.convert.describe import describe
@@ -255,6 +255,6 @@ def test_bytes_a_token_are_those_of_the_pool(loaded: None, tmp_path: Path) -> No
     write_iswa(TARGET, files[3])
     for path in files:
         found = describe(path)
-        assert found.token_bytes is None or found.token_bytes == about.facts(str(path))["token_bytes"], path.name
+        assert found.token_bytes is None or found.token_bytes == probe.facts(str(path))["token_bytes"], path.name
     assert describe(TARGET).token_bytes == 3072
     assert describe(files[1]).pooled == 2

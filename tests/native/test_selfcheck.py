@@ -99,7 +99,7 @@ def test_plain_weights_are_the_way_around(
     packed: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ["-c", "from kvflash_ggml.cli.first_run import check_first_run; check_first_run(repack=REPACK)"]
+    words = ["-c", "from kvflash_ggml.cli.child import check_first_run; check_first_run(repack=REPACK)"]
     for repack in True, False:
         done = run(tmp_path, CRASH, words[0], words[1].replace("REPACK", str(repack)))
         assert (done.returncode == 0) == (not repack), done.stderr

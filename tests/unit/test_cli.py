@@ -13,7 +13,7 @@ import pytest
 from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, staged, stats
 
 from kvflash_ggml import logs
-from kvflash_ggml.cli import chat, dry_run, model, prompt, run
+from kvflash_ggml.cli import chat, model, prompt, report, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
 from kvflash_ggml.placement.sizes import Fit
@@ -141,7 +141,7 @@ def test_a_dry_run_loads_nothing(cli: Stage, monkeypatch: pytest.MonkeyPatch) ->
         asked.append((path, settings))
         return found
 
-    monkeypatch.setattr(dry_run, "predicted", predicted)
+    monkeypatch.setattr(report, "predicted", predicted)
     result = cli("m.gguf", "--dry-run", "--kvflash", "4096", "-c", "8192", "-ot", "exps=CPU")
     assert result.exit_code == 0
     assert result.stdout == "device  free\nllama.cpp, with a full cache: llama-cli -m m.gguf -ot '(0|1)=CPU'\n"
@@ -629,7 +629,7 @@ def test_help(cli: Stage) -> None:
 
 def test_version(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     info = {"llama_cpp_commit": "0c1e57098bba", "ggml": "0.25.3", "backends": ["cpu", "cuda"]}
-    monkeypatch.setattr("kvflash_ggml.cli.report.build_info", lambda: info)
+    monkeypatch.setattr("kvflash_ggml.cli.report.library.build_info", lambda: info)
     result = cli("--version")
     assert result.exit_code == 0
     assert result.stdout.endswith("(llama.cpp 0c1e57098bba, ggml 0.25.3, CUDA)\n")
@@ -637,5 +637,5 @@ def test_version(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def unbuilt() -> None:
         raise LibraryError("not built")
 
-    monkeypatch.setattr("kvflash_ggml.cli.report.build_info", unbuilt)
+    monkeypatch.setattr("kvflash_ggml.cli.report.library.build_info", unbuilt)
     assert "doctor" in cli("--version").stdout

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from support.checkpoints import config, rewritten, small_checkpoint, small_eagle3, small_target
 
 from kvflash_ggml import pip_line
-from kvflash_ggml.cli import convert_measure, convert_options
+from kvflash_ggml.cli import convert as verbs
+from kvflash_ggml.cli import convert_measure
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, upstream
@@ -90,8 +91,8 @@ def test_inspect_for_people_and_programs(drafter: Path, target: Path, tmp_path: 
 def test_progress_is_for_a_terminal(
     terminal: bool, quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(convert_options, "stderr_is_terminal", lambda: terminal)
-    with convert_options.working("writing a.gguf", quiet=quiet) as progress:
+    monkeypatch.setattr(verbs, "stderr_is_terminal", lambda: terminal)
+    with verbs.working("writing a.gguf", quiet=quiet) as progress:
         progress(50 << 20, 100 << 20)
     shown = capsys.readouterr()
     assert ("writing a.gguf:  50% of 100 MiB" in shown.err) == (terminal and not quiet)

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from kvflash_ggml import pip_line
 from kvflash_ggml.calibration.choice import Calibration, HeadScore, heads_file, save
-from kvflash_ggml.cli import checks, child, main, step
+from kvflash_ggml.cli import child, main, probe
+from kvflash_ggml.cli import doctor as checks
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.native import trial
@@ -315,7 +316,7 @@ def test_what_nobody_has_counted() -> None:
         SimpleNamespace(device=name, model=size, context=20, compute=3, queries=0)
         for name, size in (("CUDA0", 400), ("CPU", 7))
     ]
-    (found,) = step.lost(before, after, counted, {"CUDA0": 50})
+    (found,) = probe.lost(before, after, counted, {"CUDA0": 50})
     assert (found["name"], found["taken"], found["beyond"]) == ("CUDA0", 900, 900 - 473)
     assert found["margin"] == (1 << 40) // 50
 
@@ -334,7 +335,7 @@ def test_a_step(
 ) -> None:
     said = {} if failure else {"step": {"n_ubatch": 2048, "devices": devices}}
     answer = Child(said=said, doing="start", failure=failure)
-    monkeypatch.setattr(step, "run_child", lambda *args, **keywords: answer)
+    monkeypatch.setattr(checks, "run_child", lambda *args, **keywords: answer)
     check = checks.a_step("m.gguf", timeout=9)
     assert check.status == status
     assert told in check.detail

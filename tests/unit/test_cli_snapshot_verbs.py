@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.snapshot_files import damage, write
 
-from kvflash_ggml.cli import main, snapshot_verify
+from kvflash_ggml.cli import main, snapshot
 
 
 def cli(*arguments: object) -> Result:
@@ -54,7 +54,7 @@ def test_verify(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"{path}: sound, ")
     assert cli("verify", path, "-q").output == ""
-    monkeypatch.setattr(snapshot_verify, "stderr_is_terminal", lambda: True)
+    monkeypatch.setattr(snapshot, "stderr_is_terminal", lambda: True)
     assert cli("verify", path).exit_code == 0
     damage(path, 100)
     result = cli("verify", path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflash_ggml.cli import first_run
+from kvflash_ggml.cli import child as first_run
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.native import trial
