@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -165,17 +164,11 @@ class LlamaPrompts:
         llama_cpp.llama_sampler_free(made)
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
-        from llama_cpp import llama_grammar
-
         if schema is None:
+            from llama_cpp import llama_grammar
+
             return str(llama_grammar.JSON_GBNF)
-        try:
-            grammar = str(llama_grammar.json_schema_to_gbnf(json.dumps(schemas.resolved(schema))))
-        except Exception as err:
-            raise ConfigError(
-                f"this JSON schema cannot be made a grammar: {type(err).__name__}: {str(err)[:300]}"
-            ) from err
-        return grammar.replace(_LOOSE, _STRICT)
+        return schemas.grammar(schema).replace(_LOOSE, _STRICT)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+from ..errors import ConfigError
 from .errors import ApiError
 
 MAX_BYTES = 256 << 10
@@ -14,6 +15,12 @@ MAX_DEPTH = 32
 MAX_NODES = 4096
 MAX_REPEAT = 2000
 """Of `maxItems`, `maxLength` and their like: each is written out in the grammar."""
+
+MAX_WRITTEN = 16 << 20
+"""Characters of a grammar, about, that a schema may ask for."""
+
+_RULE = 64
+"""Characters of a rule beside its name and repetitions, about."""
 
 _DEFINING = ("$defs", "definitions")
 _NAMING = ("properties", "patternProperties", *_DEFINING)
@@ -51,21 +58,41 @@ def check(schema: Any, where: str) -> None:
             stack += [(child, depth + 1, key in _NAMING) for key, child in node.items() if key not in _VALUES]
         elif isinstance(node, list):
             stack += [(child, depth + 1, False) for child in node]
+    sound: set[str] = set()
     for reference in references:
-        _follow(schema, reference, where)
+        sound |= _follow(schema, reference, where, sound)
+
+
+_PATTERN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{([^}]*)\}|([\]}])", re.DOTALL)
+"""Escapes and classes, whose braces are characters; a quantifier; and a bracket that closes nothing."""
 
 
 def _check_pattern(pattern: str, where: str) -> None:
     if len(pattern) > 512:
         raise _refused(where, "has a pattern of more than 512 characters")
-    if any(int(number) > MAX_REPEAT for number in re.findall(r"\d+(?=[,}])", pattern[:512]) if len(number) < 9):
+    for found in _PATTERN.finditer(pattern):
+        if found[2] is not None:  # upstream's converter waits there for ever
+            raise _refused(where, f"has a pattern with a {found[2]!r} that closes nothing: write \\{found[2]}")
+        if found[1] is not None and not re.fullmatch("[0-9]{1,4}|[0-9]{0,4},[0-9]{0,4}", found[1]):
+            raise _refused(
+                where,
+                f"has a pattern with {{{found[1][:40]}}}: write {{n}}, {{n,}} or {{m,n}} with numbers up to {MAX_REPEAT}",
+            )
+    if max(_quantifiers(pattern), default=0) > MAX_REPEAT:
         raise _refused(where, f"has a pattern that repeats something more than {MAX_REPEAT} times")
 
 
-def _follow(schema: Any, reference: str, where: str) -> None:
-    """A reference must lead somewhere in the schema, and not from reference to reference for ever."""
+def _quantifiers(pattern: str) -> list[int]:
+    return [int(count) for found in _PATTERN.finditer(pattern) for count in (found[1] or "").split(",") if count]
+
+
+def _follow(schema: Any, reference: str, where: str, sound: set[str]) -> set[str]:
+    """A reference must lead somewhere in the schema, and not from reference to reference for ever.
+
+    sound: references that do. Returns those that are found to do so as well.
+    """
     seen: set[str] = set()
-    while True:
+    while reference not in sound:
         if reference != "#" and not reference.startswith("#/"):
             raise _refused(
                 where, f"refers to {reference[:80]!r}: only references within it ('#', '#/...') are followed"
@@ -78,8 +105,9 @@ def _follow(schema: Any, reference: str, where: str) -> None:
         except LookupError:
             raise _refused(where, f"refers to {reference[:80]!r}, which it does not have") from None
         if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
-            return
+            break
         reference = node["$ref"]
+    return seen
 
 
 def _at(schema: Any, reference: str) -> Any:
@@ -103,7 +131,8 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
     reference, and knows no '#'.
     """
     prefix = "ref-" + hashlib.sha256(json.dumps(schema).encode()).hexdigest()[:16]
-    names: dict[str, str] = {}
+    targets: list[Any] = []
+    names: dict[int, str] = {}  # by the target: pointers are spelled in several ways
 
     def copy(node: Any, *, named: bool = False) -> Any:
         """named: the keys are somebody's names."""
@@ -112,8 +141,11 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(node, dict):
             return node
         if not named and isinstance(node.get("$ref"), str):
-            name = names.setdefault(node["$ref"], f"{prefix}-{len(names)}")
-            return {"$ref": f"#/$defs/{name}"}
+            target = _at(schema, node["$ref"])
+            if id(target) not in names:
+                names[id(target)] = f"{prefix}-{len(targets)}"
+                targets.append(target)
+            return {"$ref": f"#/$defs/{names[id(target)]}"}
         return {
             key: child if not named and key in _VALUES else copy(child, named=not named and key in _NAMING)
             for key, child in node.items()
@@ -121,12 +153,42 @@ def resolved(schema: dict[str, Any]) -> dict[str, Any]:
 
     whole = copy({key: child for key, child in schema.items() if key not in _DEFINING})
     definitions: dict[str, Any] = {}
-    while len(definitions) < len(names):
-        reference, name = list(names.items())[len(definitions)]
-        definitions[name] = copy(_at(schema, reference))
-    if not names:
+    for target in targets:  # which grows meanwhile
+        definitions[names[id(target)]] = copy(target)
+    if not targets:
         return schema
     return {**({"anyOf": [whole]} if "$ref" in whole else whole), "$defs": definitions}
+
+
+def grammar(schema: dict[str, Any]) -> str:
+    """A checked schema as GBNF. ConfigError for one that asks for too much of it, or cannot be written."""
+    from llama_cpp.llama_grammar import SchemaConverter
+
+    class Bounded(SchemaConverter):
+        """A small schema can ask for gigabytes: by names within names, repeated, and by many references to one part."""
+
+        written = 0
+
+        def visit(self, schema: dict[str, Any], name: str) -> Any:
+            pattern = schema.get("pattern")
+            repeats = [schema[count] for count in _COUNTS if isinstance(schema.get(count), int)]
+            repeats += _quantifiers(pattern) if isinstance(pattern, str) else []
+            self.written += (len(name) + _RULE) * (1 + sum(repeats))
+            if self.written > MAX_WRITTEN:
+                raise ConfigError(
+                    f"this JSON schema asks for a grammar of {self.written} characters or more, and {MAX_WRITTEN} is "
+                    f"the most: shorten names, and lower its maxItems, maxLength and repetitions"
+                )
+            return super().visit(schema, name)  # type: ignore[no-untyped-call]
+
+    converter: Any = Bounded(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)  # type: ignore[no-untyped-call]
+    try:
+        converter.visit(converter.resolve_refs(resolved(schema), "schema"), "")
+        return str(converter.format_grammar())
+    except ConfigError:
+        raise
+    except Exception as err:
+        raise ConfigError(f"this JSON schema cannot be made a grammar: {type(err).__name__}: {str(err)[:300]}") from err
 
 
 def _refused(where: str, why: str) -> ApiError:

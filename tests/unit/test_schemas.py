@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.server import schemas
 from kvflash_ggml.server.errors import ApiError
 
@@ -93,3 +94,52 @@ def test_what_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="the schema in here") as caught:
         schemas.check(schema, "here")
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^a{999999999}$", "^a{9_999_999}$", "^[ab]{0, 9999999 }$", "^a{2001}$", "^a{+99}$", "^]$", "^}a$", "^[]a]$"],
+)
+def test_patterns_that_would_never_be_written(pattern: str) -> None:
+    with pytest.raises(ApiError, match="has a pattern"):
+        schemas.check({"type": "string", "pattern": pattern}, "here")
+
+
+@pytest.mark.parametrize("pattern", [r"^\{a\}$", "^[{}]{2}$", r"^[\]}]{,3}\]$", "^(a|b{2,}){2000}$", "^a{0,2000}$"])
+def test_patterns_that_are_written(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    schemas.check(schema, "here")
+    assert "root ::=" in schemas.grammar(schema)
+
+
+MANY = {f"p{i}": {"type": "boolean"} for i in range(1000)}
+LISTS = {f"p{i}": {"minItems": 2000, "items": {"enum": ["a"]}} for i in range(100)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#/$defs/a"}] * 800, "$defs": {"a": {"properties": MANY}}},
+        {"properties": {"x" * 1000: {"properties": LISTS}}},
+        {"properties": {"x" * 200: {"pattern": "^" + "[ab]{2000}" * 50 + "$"}}},
+    ],
+    ids=["references", "names", "patterns"],
+)
+def test_a_small_schema_of_a_large_grammar(schema: dict[str, Any]) -> None:
+    schemas.check(schema, "here")
+    with pytest.raises(ConfigError, match="characters or more"):
+        schemas.grammar(schema)
+
+
+def test_pointers_in_several_spellings_are_one_definition() -> None:
+    places = {"anyOf": [{"type": "null"}]}
+    schema = {**places, "properties": {f"p{i}": {"$ref": "#/anyOf/" + "0" * i} for i in range(1, 7)}}
+    schemas.check(schema, "here")
+    assert len(schemas.resolved(schema)["$defs"]) == 1
+
+
+def test_a_long_chain_of_references() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1000)}
+    schemas.check({"$ref": "#/$defs/d0", "$defs": {**chain, "d1000": {"type": "null"}}}, "here")
+    with pytest.raises(ApiError, match="only refer to each other"):
+        schemas.check({"$ref": "#/$defs/d5", "$defs": {**chain, "d1000": {"$ref": "#/$defs/d999"}}}, "here")
