@@ -1,8 +1,12 @@
-"""A connection whose client has bounded time for what it sends. A body that is wanted is bounded where it is read."""
+"""A connection whose client has bounded time to send and to read. A body that is wanted is bounded where it is read."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -11,12 +15,13 @@ from .errors import ApiError
 
 
 class Connection(H11Protocol):
-    """stall_s: for the head of a request, and for the rest of a body whose request has been answered. Heads have 16 KiB
-    at most, which is h11's bound.
+    """stall_s: for the head of a request, for the rest of a body whose request has been answered, and for a client that
+    takes nothing of what is written for it. Heads have 16 KiB at most, which is h11's bound.
     """
 
     stall_s = 60.0
     _timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -25,6 +30,8 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         late = self._answered()
         super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete and not self.flow.write_paused:
+            self._stop_unread()  # more is written meanwhile
         idle, begun = self.conn.their_state is h11.IDLE, bool(self.conn.trailing_data[0])
         if late and idle:  # that body has come to its end: what follows has time of its own
             self._stop()
@@ -39,9 +46,43 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if self._answered():
             self._await_client()
+        self._await_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
+
+    def _await_reader(self) -> None:
+        """From when nothing more is written. A connection that is closed ends when all that is written is read."""
+        if self.transport.get_write_buffer_size() and self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(self.stall_s, self._look_at_reader, self._unread())
+
+    def _look_at_reader(self, before: int) -> None:
+        self._unread_timer = None
+        if self._unread() < before:
+            self._await_reader()
+        else:
+            self.transport.abort()
+
+    def _unread(self) -> int:
+        """Bytes that the client has not taken: here, and in the kernel, which asks for more only after a megabyte."""
+        unread, sock = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # a system that does not tell
+            unread += int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return unread
+
+    def _stop_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._stop_unread()
         super().connection_lost(exc)
 
     def _answered(self) -> bool:

@@ -44,6 +44,17 @@ class Client:
         self._writer.write(data)
         await self._writer.drain()
 
+    def pause(self) -> None:
+        """Read no more."""
+        self._task.cancel()
+
+    async def take(self, count: int) -> None:
+        """Read so much and no more."""
+        self._came += await self._reader.readexactly(count)
+
+    def resume(self) -> None:
+        self._task = asyncio.create_task(self._read())
+
     async def drip(self, data: bytes) -> None:
         """A byte at a time, each well in time, until something comes, or the connection ends."""
         for i in range(len(data)):
@@ -97,6 +108,7 @@ def run(work: Callable[[Callable[[], Any]], Awaitable[None]], *, keep_alive_s: f
             finally:
                 await client.close()
 
+        connect.open = state.connections  # type: ignore[attr-defined]
         await asyncio.wait_for(work(connect), 60)
         server.close()
         await server.wait_closed()
@@ -208,5 +220,41 @@ def test_a_head_behind_a_late_body() -> None:
             assert (await client.reply())[0] == 200
             await client.drip(HEALTH)
             assert (await client.reply())[0] == 408
+
+    run(work)
+
+
+LARGE = json.dumps({"content": "a" * (4 << 20)}).encode()
+ASK_MUCH = (
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(LARGE)
+) + LARGE
+
+
+def test_a_client_that_reads_nothing_of_an_answer() -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            client.pause()
+            await client.send(ASK_MUCH)
+            while not connect.open:
+                await asyncio.sleep(0.01)
+            while connect.open:
+                await asyncio.sleep(0.01)
+            client.resume()
+
+    run(work)
+
+
+def test_a_client_that_reads_an_answer_slowly() -> None:
+    async def work(connect: Any) -> None:
+        async with connect() as client:
+            client.pause()
+            await client.send(ASK_MUCH)
+            for _ in range(8):
+                await asyncio.sleep(STALL_S / 2)
+                await client.take(1 << 18)
+            client.resume()
+            status, body = await client.reply()
+            assert (status, len(body["tokens"])) == (200, 4 << 20)
 
     run(work)
