@@ -76,7 +76,7 @@ def _check_pattern(pattern: str, where: str) -> None:
         if found[1] is not None and not re.fullmatch("[0-9]{1,4}|[0-9]{0,4},[0-9]{0,4}", found[1]):
             raise _refused(
                 where,
-                f"has a pattern with {{{found[1][:40]}}}: write {{n}}, {{n,}} or {{m,n}} with numbers up to {MAX_REPEAT}",
+                f"has a pattern with {{{found[1][:40]}}}: write {{n}}, {{n,}} or {{m,n}}, {MAX_REPEAT} at most",
             )
     if max(_quantifiers(pattern), default=0) > MAX_REPEAT:
         raise _refused(where, f"has a pattern that repeats something more than {MAX_REPEAT} times")
