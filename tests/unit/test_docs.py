@@ -12,6 +12,7 @@ from typing import Any
 import click
 import numpy as np
 import pytest
+from support import golden_names
 from support.fake_engine import FakeEngine, make_session
 
 import kvflash_bench as bench
@@ -75,6 +76,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120
+
+
+def test_the_api_page_has_every_variable() -> None:
+    text = text_of("docs/api.md")
+    assert [name for name in golden_names.variables() if f"`{name}`" not in text] == []
 
 
 def test_the_readme_has_the_memory_that_the_package_computes() -> None:

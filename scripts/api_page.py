@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Writes docs/api.md: every public name with its docstring, and every environment variable. Needs the built library."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+PAGE = REPO / "docs" / "api.md"
+
+if str(REPO) not in sys.path:  # run by hand; tests may be run against another package than the checkout's
+    sys.path.insert(0, str(REPO))
+
+import click  # noqa: E402
+
+import kvflash_ggml  # noqa: E402
+from kvflash_ggml import cli, env  # noqa: E402
+
+HEAD = """\
+# API
+
+This page lists every public name of `kvflash_ggml` and every environment variable. `python scripts/api_page.py`
+writes it from the docstrings and the options. `Llama` has every method of `llama_cpp.Llama` too; the table below it
+has only those that this package adds or changes.
+"""
+
+NO_OPTIONS = {
+    "KVFLASH_LANE": "`stream` or `sync`: all devices move pages that way, for tests.",
+    "KVFLASH_PORTABLE": "1: build for every CPU of this architecture.",
+    "KVFLASH_RPC_TIMEOUT": "Seconds until a server of devices that does not answer counts as lost. 120 by default.",
+}
+"""Variables that C++ or the build reads. Those of Python are in env.py."""
+
+
+def render() -> str:
+    """Return the page."""
+    Llama = kvflash_ggml.Llama
+    hint = typing.get_type_hints(Llama.kvflash.fget)["return"]
+    (stats,) = (kind for kind in typing.get_args(hint) if kind is not NoneType)
+    parts = [HEAD]
+    for name in sorted(set(kvflash_ggml.__all__) - {"errors", "__version__"}):
+        value = getattr(kvflash_ggml, name)
+        parts.append(_section(f"{name}{_signature(value)}" if name != "Llama" else name, value))
+        if value is Llama:
+            parts += [_members(Llama), "### `llm.kvflash`\n\nThe state of the pool.\n\n" + _members(stats)]
+    found = inspect.getmembers(kvflash_ggml.errors, inspect.isclass)
+    errors = [(name, cls) for name, cls in found if issubclass(cls, kvflash_ggml.KVFlashError)]
+    rows = (
+        f"| `{name}` | {', '.join(base.__name__ for base in cls.__bases__)} | {_first(cls)} |" for name, cls in errors
+    )
+    parts.append(_table("## `errors`\n\nEvery error of this package is a `KVFlashError`.", ("error", "is a", ""), rows))
+    return "\n".join(parts) + "\n" + _variables()
+
+
+def _section(title: str, value: Any) -> str:
+    return f"## `{title}`\n\n```text\n{inspect.getdoc(value)}\n```\n"
+
+
+def _members(cls: type) -> str:
+    """A table of what this package defines: a name once, as the object has it."""
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("kvflash_ggml")]
+    names = sorted({name for base in ours for name in vars(base) if not name.startswith("_")})
+    rows = []
+    for name in names:
+        value = inspect.getattr_static(cls, name)
+        if callable(value) or isinstance(value, property):
+            rows.append(f"| `{name}{'' if isinstance(value, property) else _signature(value)}` | {_first(value)} |")
+    return _table("", ("member", ""), rows)
+
+
+def _table(head: str, columns: Iterable[str], rows: Iterable[str]) -> str:
+    columns = list(columns)
+    lines = [head, ""] if head else []
+    return "\n".join([*lines, f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *rows, ""])
+
+
+def _signature(value: Any) -> str:
+    if not callable(value):
+        return ""
+    try:
+        found = inspect.signature(value)
+    except ValueError:  # of a class in C
+        return ""
+    names = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values() if one.name != "self"]
+    return str(found.replace(parameters=names, return_annotation=inspect.Signature.empty))
+
+
+def _first(value: Any) -> str:
+    """The first paragraph of a docstring, as a cell."""
+    text = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def _variables() -> str:
+    own = dict(NO_OPTIONS)
+    for _, function in inspect.getmembers(env, inspect.isfunction):
+        if match := re.match(r"(KVFLASH_\w+)(=\w+)?[:,] ?(.*)", _first(function)):
+            own[match[1]] = f"{match[2][1:]}: {match[3]}" if match[2] else match[3][0].upper() + match[3][1:]
+    options: dict[str, tuple[str, set[str]]] = {}
+    for verb, variable, option in _options(cli.main, ""):
+        flag = next(name for name in option.opts if name.startswith("--"))
+        options.setdefault(variable, (flag, set()))[1].add(verb)
+    head = "## Environment variables\n\nThese have no option:"
+    text = _table(head, ("variable", ""), (f"| `{name}` | {own[name]} |" for name in sorted(own)))
+    rows = (f"| `{name}` | `{flag}` | {', '.join(sorted(verbs))} |" for name, (flag, verbs) in sorted(options.items()))
+    head = "These give an option of `kvflash-run`. The option's text in `--help-all` says what it means:"
+    return f"{text}\n{_table(head, ('variable', 'option', 'verbs'), rows)}"
+
+
+def _options(command: click.Command, verb: str) -> Iterator[tuple[str, str, click.Option]]:
+    prefix = command.context_settings.get("auto_envvar_prefix")
+    for param in command.params:
+        if isinstance(param, click.Option) and not param.hidden:
+            if isinstance(param.envvar, str):
+                yield verb, param.envvar, param
+            elif prefix and param.allow_from_autoenv:
+                yield verb, f"{prefix}_{param.name}".upper(), param
+    if isinstance(command, click.Group):
+        for name, below in sorted(command.commands.items()):
+            yield from _options(below, f"{verb} {name}".strip())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
+    print(PAGE.relative_to(REPO))
