@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvflash_ggml.config import SpecConfig
+
 from .harness import MODELS, TESTS, TEXT
 
 GOLDEN = TESTS / "golden"
@@ -51,12 +53,14 @@ class Golden:
 SNAPSHOTS = {
     # a text of more chunks than the pool has, so that page images lie on the host
     "small": Golden(model="scorer-qwen3-q8_0.gguf", before=700, after=1150, settings={}, compress=True),
-    # what a drafting model knew is in the file
+    # what a drafting model knew is in the file; with a fixed width no clock decides whether it drafts
     "dense": Golden(
         model="recall-qwen3-q8_0.gguf",
         before=0,
         after=100,
-        settings={"kvflash_spec": f"eagle3={MODELS / 'recall-eagle3-q8_0.gguf'}"},
+        settings={
+            "kvflash_spec": SpecConfig(types=("draft-eagle3",), draft=MODELS / "recall-eagle3-q8_0.gguf", width=4)
+        },
     ),
     # recurrent state beside the pages
     "hybrid": Golden(model="recall-qwen35-q8_0.gguf", before=0, after=300, settings={}),
