@@ -332,10 +332,12 @@ class Llama(ResizableLlama):
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
         with self._turns.lock:
-            self._turns.close()
-            super().close()
-            closed: Any = Closed()
-            self._ctx = self._model = self._tokenizer = closed
+            try:
+                self._turns.close()
+            finally:
+                super().close()
+                closed: Any = Closed()
+                self._ctx = self._model = self._tokenizer = closed
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]

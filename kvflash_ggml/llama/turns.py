@@ -32,6 +32,7 @@ class Turns:
     def close(self) -> None:
         """Refuse all calls from now on. The caller has the lock."""
         self._closed = True
+        self.take()
 
     def check_open(self) -> None:
         """KVFlashError for a model that was closed. The caller has the lock."""
@@ -39,8 +40,12 @@ class Turns:
             raise KVFlashError(CLOSED)
 
     def take(self) -> None:
-        """Give the text to the call that has the lock, unless the text's generator has made that call."""
+        """Give the text to the call that has the lock, unless the text's generator has made that call.
+
+        The generator ends here, while the text is still its own.
+        """
         if self._writer is not None and not self._writer.gi_running:
+            self._writer.close()
             self._writer = None
 
     def whole(self, stream: Generator[T, Any, Any]) -> Iterator[T]:
@@ -63,8 +68,7 @@ class Turns:
                         return
                 yield piece
         finally:
-            with self.lock:
-                stream.close()
+            stream.close()  # without the lock: what changes the text has its own turn to end
 
     def writing(self, stream: GeneratorType[T, Any, Any]) -> Generator[T, Any, None]:
         """The same for one that changes the text, and can be sent values. KVFlashError once somebody else has."""
@@ -74,20 +78,41 @@ class Turns:
             while True:
                 with self.lock:
                     self.check_open()
-                    if begun and self._writer is not stream:
+                    if not begun:
+                        self.take()
+                        self._writer, begun = stream, True
+                    if self._writer is stream:
+                        try:
+                            piece = stream.send(sent)
+                        except StopIteration:
+                            return
+                    if self._writer is not stream:  # somebody else, or a callback of its own that has just run
+                        stream.close()
                         raise KVFlashError(
                             "another call has used this model since, and its text is gone: read a stream to its end "
                             "before the next call, or make one Llama for each"
                         )
-                    self._writer, begun = stream, True
-                    try:
-                        piece = stream.send(sent)
-                    except StopIteration:
-                        return
                 sent = yield piece
         finally:
+            self._leave(stream)
+
+    def _leave(self, stream: GeneratorType[Any, Any, Any]) -> None:
+        """End a generator that nobody advances any more.
+
+        A garbage collector may call this on any thread and in the midst of any call. So nothing is done for a text that
+        is gone, and no thread waits but the main one: the lock's holder may wait for the thread. Who takes the text
+        next ends the generator then.
+        """
+        if self._writer is not stream or stream.gi_running:
+            return
+        if threading.current_thread() is threading.main_thread():  # no interrupt may come behind an `acquire`
             with self.lock:
                 stream.close()
+        elif self.lock.acquire(blocking=False):
+            try:
+                stream.close()
+            finally:
+                self.lock.release()
 
 
 def in_turn(method: F) -> F:

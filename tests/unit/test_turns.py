@@ -21,6 +21,7 @@ class Writer:
     def __init__(self) -> None:
         self._turns = Turns()
         self.text = ""
+        self.ended: list[str] = []  # the texts that streams ended with
 
     @in_turn
     def read(self) -> str:
@@ -38,8 +39,18 @@ class Writer:
     @writing
     def write(self, letter: str) -> Generator[str, str | None, None]:
         self.replace("")
+        try:
+            while True:
+                self.text += (yield self.text) or letter
+        finally:
+            self.ended.append(self.text)
+
+    @writing
+    def write_through(self, callback: Callable[[], object]) -> Generator[str, None, None]:
+        self.text = "m"
         while True:
-            self.text += (yield self.text) or letter
+            callback()
+            yield self.text
 
     def close(self) -> None:
         with self._turns.lock:
@@ -110,6 +121,55 @@ def test_a_stream_stops_once_its_text_was_replaced() -> None:
     writer.change_often()
     with pytest.raises(KVFlashError, match="another call has used this model"):
         next(second)
+
+
+def test_a_stream_that_is_left_ends_with_its_own_text() -> None:
+    """A garbage collector may drop it in the midst of any call, when another text is there."""
+    for change, text in ((lambda writer: writer.replace("y"), "y"), (lambda writer: next(writer.write("b")), "")):
+        writer = Writer()
+        left = writer.write("a")
+        assert [next(left), next(left)] == ["", "a"]
+        change(writer)
+        assert (writer.text, writer.ended[0]) == (text, "a")
+        before = list(writer.ended)
+        left.close()
+        assert writer.ended == before
+
+
+def test_a_stream_that_a_callback_drops() -> None:
+    writer = Writer()
+    left = writer.write("a")
+    next(left)
+    assert next(writer.write_through(left.close)) == "m"
+    assert writer.ended == [""]
+
+
+def test_a_piece_of_a_text_that_a_callback_has_replaced() -> None:
+    writer = Writer()
+    outer = writer.write_through(lambda: next(writer.write("i")))
+    with pytest.raises(KVFlashError, match="another call has used this model"):
+        next(outer)
+
+
+@pytest.mark.parametrize("through", ["writing", "pieces"])
+def test_dropping_a_stream_waits_for_no_lock(through: str) -> None:
+    """A garbage collector drops it on a thread for which the lock's holder waits, as `close` waits for its workers."""
+    writer = Writer()
+    left = writer.write("a") if through == "writing" else writer._turns.pieces(writer.write("a"))
+    next(left)
+    with writer._turns.lock:
+        elsewhere(left.close)  # type: ignore[attr-defined]
+        assert writer.ended == []
+    writer.close()
+    assert writer.ended == [""]
+
+
+def test_dropping_a_stream_on_another_thread_ends_it() -> None:
+    writer = Writer()
+    left = writer.write("a")
+    next(left)
+    elsewhere(left.close)
+    assert writer.ended == [""]
 
 
 @pytest.mark.slow
