@@ -16,8 +16,9 @@ if str(REPO) not in sys.path:  # run by hand; tests may be run against another p
 
 from kvflash_ggml.constants import SPEED_CAP  # noqa: E402
 from kvflash_ggml.gguf import types  # noqa: E402
+from kvflash_ggml.native.sizes import LayerSizes, Needs  # noqa: E402
 from kvflash_ggml.placement.needs import Bill, Shape  # noqa: E402
-from kvflash_ggml.placement.sizes import Device, LayerSizes, ModelSizes, Needs, Request  # noqa: E402
+from kvflash_ggml.placement.sizes import Device, ModelSizes, Request  # noqa: E402
 from kvflash_ggml.policy.qk import QKScorer  # noqa: E402
 
 GIB = 1 << 30

@@ -22,7 +22,7 @@ from ..native import library, trial
 from .report import predicted
 
 if TYPE_CHECKING:
-    from ..native.measure import Need
+    from ..native.sizes import Needs
     from ..placement.sizes import Device
 
 DECODE_POOL = 512
@@ -192,14 +192,14 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lost(
-    before: Sequence[Device], after: Sequence[Device], counted: Sequence[Need], staging: Mapping[str, int]
+    before: Sequence[Device], after: Sequence[Device], counted: Sequence[Needs], staging: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Of each device but the host that something of ours is on. staging: bytes by name, which no `Need` has."""
+    """Of each device but the host that something of ours is on. staging: bytes by name, which no measure has."""
     from ..placement import memory
     from ..placement.sizes import Fit
 
     left = {device.name: device.free for device in after}
-    ours = {x.device: x.model + x.context + x.compute + x.queries + staging.get(x.device, 0) for x in counted}
+    ours = {x.device: x.total + staging.get(x.device, 0) for x in counted}
     return [
         {
             "name": device.name,

@@ -17,7 +17,7 @@ from llama_cpp import _internals as internals
 from ..arrays import Floats, Int32s
 from ..errors import ConfigError, UnsupportedModelError
 from ..gguf import modelfile
-from ..placement.measure import sketch
+from ..native import measure
 from ..policy.combine import softmax_max
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
@@ -80,8 +80,8 @@ def check(path: Path) -> None:
     settings.n_ctx = settings.n_batch = settings.n_ubatch = STEP
     settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     try:
-        with sketch(path, llama_cpp.llama_model_default_params()) as found:
-            found.measure(settings, pool=STEP, query_rows=QUERY_ROWS)
+        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+            measure.measure(model, settings, cells=STEP, query_rows=QUERY_ROWS)
     except (ConfigError, UnsupportedModelError) as error:
         raise ConfigError(
             f"kvflash_drafter (--kvflash-drafter) {path} cannot serve: {error}. Give another small model."

@@ -26,7 +26,7 @@ from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
 from ..placement import devices, memory, sizing
-from ..placement.measure import copied
+from ..placement.predict import copied
 from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
 from ..session.pool import Pool

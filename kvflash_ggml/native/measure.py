@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import EngineError, NotMade
 from ._kvf import ffi, lib
+from .sizes import LayerSizes, Measure, Needs
 from .status import check, reason, value
 
 DENSE, EXPERTS, EMBEDDING, OUTPUT = range(4)
@@ -29,48 +30,6 @@ class Weight:
     layer: int
     kind: int
     device: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """What would lie on one device: weights, K and V with recurrent state, compute buffers, captured queries."""
-
-    device: str
-    model: int
-    context: int
-    compute: int
-    queries: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNeed:
-    """The memory of one layer. device: the index of the one that holds it.
-
-    k_values, v_values: of one token, over all heads; 0 without a cache of its own. cells: of a cache that is not
-    pooled, 0 if it is. state: recurrent, rollback planes with it. query: one captured query, 0 if not pooled.
-    heads, heads_kv: of its queries, and of the keys that they read; 0 if not pooled.
-    """
-
-    device: int
-    k_values: int
-    v_values: int
-    cells: int
-    state: int
-    query: int
-    heads: int
-    heads_kv: int
-
-    @property
-    def pooled(self) -> bool:
-        return self.k_values > 0 and self.cells == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a context would take. devices: in the model's order, the host last. layers: in theirs."""
-
-    devices: tuple[Need, ...]
-    layers: tuple[LayerNeed, ...]
 
 
 @contextmanager
@@ -99,7 +58,7 @@ def weights(model: int) -> tuple[Weight, ...]:
     return tuple(Weight(name=_text(x.name), size=x.size, layer=x.layer, kind=x.kind, device=x.device) for x in raw)
 
 
-def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int = 0) -> Needs:
+def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int = 0) -> Measure:
     """What a context of the llama_model at this address would take, with a pool of `cells` slots, 0 for stock.
 
     params: llama_context_params. The model may be loaded or a sketch, and nothing else may use it meanwhile. No request
@@ -114,14 +73,16 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
     if status == lib.KVF_STATUS_ARGUMENT:
         raise NotMade(f"no context can be made with these settings: {reason()}")
     check(status)
-    return Needs(
+    step = 0 if params.swa_full else params.n_ubatch  # llama.cpp adds it to a window
+    return Measure(
+        n_ubatch=params.n_ubatch,
+        pool=cells,
         devices=_read_needs(devices),
         layers=tuple(
-            LayerNeed(
-                device=x.device,
-                k_values=x.k_values,
-                v_values=x.v_values,
-                cells=x.cells,
+            LayerSizes(
+                k_row=x.k_values,
+                v_row=x.v_values,
+                window=x.cells and x.cells - step,
                 state=x.state,
                 query=x.query,
                 heads=x.n_head,
@@ -132,17 +93,16 @@ def measure(model: int, params: ctypes.Structure, *, cells: int, query_rows: int
     )
 
 
-def taken(context: int, model: int) -> tuple[Need, ...]:
+def taken(context: int, model: int) -> tuple[Needs, ...]:
     """What the llama_context at this address takes, with its model, whose address is the other one."""
     devices: Any = ffi.new("kvf_need[]", lib.kvf_model_n_devices(_address(model)))
     check(lib.kvf_context_needs(_address(context), devices, len(devices)))
     return _read_needs(devices)
 
 
-def _read_needs(raw: Any) -> tuple[Need, ...]:
+def _read_needs(raw: Any) -> tuple[Needs, ...]:
     return tuple(
-        Need(device=_text(x.device), model=x.model, context=x.context, compute=x.compute, queries=x.queries)
-        for x in raw
+        Needs(device=_text(x.device), weights=x.model, kv=x.context, compute=x.compute, queries=x.queries) for x in raw
     )
 
 

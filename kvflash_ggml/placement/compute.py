@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .sizes import HOST, Measure
+from ..native.sizes import Measure
+from .sizes import HOST
 
 
 class Compute:

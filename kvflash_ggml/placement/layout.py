@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..constants import POOL_STEP, round_up
+from ..native.sizes import Needs
 from . import memory
 from .compute import Compute
 from .needs import Bill, Shape
-from .sizes import Device, ModelSizes, Needs, Request
+from .sizes import Device, ModelSizes, Request
 
 Int64s = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..constants import CHUNK, POOL_STEP, round_up
+from ..native.sizes import LayerSizes, Needs
 from . import memory
-from .sizes import Device, LayerSizes, ModelSizes, Needs, Request
+from .sizes import Device, ModelSizes, Request
 
 MASK = 2
 """Bytes of a token and a row of a step."""

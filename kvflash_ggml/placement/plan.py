@@ -10,12 +10,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..errors import DoesNotFit, Remedy
+from ..native.sizes import Measure, Needs
 from . import memory
 from .compute import Compute
 from .devices import experts as experts_on
 from .remedies import does_not_fit, itemised, with_margin
 from .search import Found, Search
-from .sizes import Device, DeviceBytes, Measure, ModelSizes, Needs, Placement, Request
+from .sizes import Device, ModelSizes, Placement, Request
 
 ROUNDS = 3
 """Placements that are measured at most."""
@@ -161,7 +162,7 @@ def _unsettled(search: Search, tight: Needs) -> DoesNotFit:
     )
 
 
-def _corrected(need: Needs, found: DeviceBytes) -> Needs:
+def _corrected(need: Needs, found: Needs) -> Needs:
     """With what was measured. Caches are measured as one: what is not recurrent state or windows is K and V."""
-    state = min(need.state, found.context)
-    return replace(need, weights=found.model, kv=found.context - state, state=state, compute=found.compute)
+    state = min(need.state, found.kv)
+    return replace(need, weights=found.weights, kv=found.kv - state, state=state, compute=found.compute)

@@ -1,24 +1,33 @@
-"""What goes where if a file is loaded, from the file alone."""
+"""What goes where if a file is loaded, measured by a load without its data."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import llama_cpp
+
 from ..constants import KV_TYPES, POOL_STEP, round_up
 from ..errors import ConfigError
-from ..native.devices import ModelArrays
-from . import measure, memory
-from .measure import Overrides, Sketch, copied
+from ..native import measure as native
+from ..native.devices import ModelArrays, finds
+from ..native.sizes import Measure
+from . import memory
 from .plan import fit
 from .search import pool_range
-from .sizes import Device, Fit, Measure, ModelSizes, Placement, Request
+from .sizes import Device, Fit, ModelSizes, Placement, Request
 
 ALL_LAYERS = 0x7FFFFFFF
+
+QUANTISED = KV_TYPES["q8_0"]
+
+Overrides = Sequence[tuple[str, str]]
+"""(pattern, device): a weight whose name matches goes there, by the first pattern that does."""
 
 
 def predict(
@@ -40,14 +49,14 @@ def predict(
     UnsupportedModelError for a model that cannot have the pool that is asked for, DoesNotFit.
     """
     layers = ALL_LAYERS if model_params.n_gpu_layers else 0
-    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as found:
-        sizes, devices = found.sizes(context_params, overrides=overrides), found.devices()
+    with _sketch(path, model_params, layers, None, ModelArrays(device, overrides)) as model:
+        sizes, devices = sizes_of(model, context_params, overrides=overrides), memory.of_model(model)
         request = asked(sizes, devices)
         _check_names(request.fit, devices)
         first = next((x for x in devices if memory.usable(x)), devices[-1])
         request = replace(request, extra={first.name: reserved})
         params = copied(context_params, n_ctx=request.n_ctx)
-        measures = [_measure(found, params, request, *shape) for shape in _shapes(request)]
+        measures = [_measure(model, params, request, *shape) for shape in _shapes(request)]
 
     def exact(placement: Placement) -> Measure:
         types = {"type_k": KV_TYPES[placement.type_k], "type_v": KV_TYPES[placement.type_v]}
@@ -65,10 +74,11 @@ def _sketch(
     n_gpu_layers: int,
     split: Sequence[float] | None,
     arrays: ModelArrays,
-) -> Iterator[Sketch]:
-    """The arrays must outlive the load, and so does what is made of the split."""
-    import llama_cpp
+) -> Iterator[int]:
+    """The address of a model without its data, with weights where the arguments say.
 
+    The load reads `arrays` and the split by their addresses, so that this frame has to keep them until it ends.
+    """
     shares = (ctypes.c_float * llama_cpp.LLAMA_MAX_DEVICES)(*(split or ()))
     changed = copied(
         params,
@@ -77,8 +87,8 @@ def _sketch(
         tensor_buft_overrides=arrays.overrides or None,
         tensor_split=None if split is None else shares,
     )
-    with measure.sketch(path, changed) as found:
-        yield found
+    with native.sketch(path, changed) as model:
+        yield model
 
 
 def _check_names(asked: Fit, devices: Sequence[Device]) -> None:
@@ -96,10 +106,60 @@ def _shapes(request: Request) -> list[tuple[int, int]]:
     return [(n_ubatch, pool) for n_ubatch in ubatches for pool in sorted({least, most})]
 
 
-def _measure(found: Sketch, params: Any, request: Request, n_ubatch: int, pool: int) -> Measure:
+def _measure(model: int, params: Any, request: Request, n_ubatch: int, pool: int) -> Measure:
     """A full cache has no slots of a pool, but counts as one of as many."""
     whole = pool >= round_up(request.n_ctx, POOL_STEP)
     changed = copied(params, n_ubatch=n_ubatch, n_batch=max(n_ubatch, params.n_batch))
     cells = 0 if request.pool is None else pool
-    res = found.measure(changed, pool=cells, query_rows=0 if whole else request.query_rows)
-    return replace(res, pool=pool)
+    found = native.measure(model, changed, cells=cells, query_rows=0 if whole else request.query_rows)
+    host = len(found.devices) - 1
+    offloaded = all(x.device != host or x.kind == native.EMBEDDING for x in native.weights(model))
+    return replace(found, pool=pool, offloaded=offloaded)
+
+
+def sizes_of(model: int, params: Any, *, overrides: Overrides = ()) -> ModelSizes:
+    """Sizes of layers, output and embedding of the llama_model at this address, which may be without its data.
+
+    params: llama_context_params, of which n_ctx, n_batch, n_ubatch and types count. overrides: the user's own, with
+    which the model was loaded.
+    """
+    found = native.measure(model, params, cells=0)
+    host = len(found.devices) - 1
+    dense: defaultdict[int, int] = defaultdict(int)
+    experts: defaultdict[int, int] = defaultdict(int)
+    fixed: defaultdict[str, int] = defaultdict(int)
+    output = embedding = 0
+    for x in native.weights(model):
+        device = next((device for pattern, device in overrides if finds(pattern, x.name)), None)
+        if device is not None:
+            fixed[device] += x.size
+        elif x.layer >= 0:
+            (experts if x.kind == native.EXPERTS else dense)[x.layer] += x.size
+        elif x.kind == native.EMBEDDING or (x.kind != native.OUTPUT and x.device == host > 0):
+            embedding += x.size
+        else:
+            output += x.size
+    return ModelSizes(
+        layers=tuple(replace(x, dense=dense[i], experts=experts[i]) for i, x in enumerate(found.layers)),
+        output=output,
+        embedding=embedding,
+        fixed=dict(fixed),
+        quantizable=_quantizable(model, params),
+        n_ctx_train=llama_cpp.llama_model_n_ctx_train(model),
+    )
+
+
+def _quantizable(model: int, params: Any) -> bool:
+    try:
+        native.measure(model, copied(params, type_k=QUANTISED, type_v=QUANTISED), cells=0)
+    except ConfigError:
+        return False
+    return True
+
+
+def copied(params: Any, **changes: Any) -> Any:
+    """Parameters with some fields changed."""
+    res = type(params).from_buffer_copy(params)
+    for name, value in changes.items():
+        setattr(res, name, value)
+    return res

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import DoesNotFit, Remedy
+from ..native.sizes import Needs
 from . import memory
 from .layout import Layout
 from .search import SMALL, UBATCHES, Found, Search, pool_range
-from .sizes import Needs
 
 MIN_MARGIN = 256 * memory.MIB
 """With less left free a backend that grows its own buffers ends the process."""

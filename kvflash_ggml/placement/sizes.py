@@ -6,45 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..constants import KV_BLOCKS
 from ..errors import ConfigError
+from ..native.sizes import LayerSizes, Needs
 
 HOST = "CPU"
 """ggml's name of the device whose memory is the host's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSizes:
-    """One layer. dense: its weights without the experts. experts: those of its routed experts, 0 if it has none.
-
-    k_row, v_row: values that one token's key and value have over all heads, 0 without a cache of its own. window: the
-    tokens of a sliding window, whose cache is no part of the pool; 0 where all of the text counts. state: recurrent
-    state, rollback planes included. query: one captured query row, heads: of it, heads_kv: that they read; 0 if the
-    layer is not pooled.
-    """
-
-    dense: int
-    experts: int = 0
-    k_row: int = 0
-    v_row: int = 0
-    window: int = 0
-    state: int = 0
-    query: int = 0
-    heads: int = 0
-    heads_kv: int = 0
-
-    def rows(self, type_k: str, type_v: str) -> tuple[int, int]:
-        """One token's K, and its V, by the names of KV types (constants.KV_TYPES)."""
-        return _row(self.k_row, type_k), _row(self.v_row, type_v)
-
-    def slot(self, type_k: str, type_v: str) -> int:
-        """Both."""
-        return sum(self.rows(type_k, type_v))
-
-
-def _row(values: int, kind: str) -> int:
-    count, size = KV_BLOCKS[kind]
-    return -(-values // count) * size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +19,7 @@ class ModelSizes:
 
     output: the last norm and the output matrix, a tied one's copy included. embedding: the token embedding, which stays
     in host memory. fixed: weights that the user's own overrides put on a device, by its name; they are no part of the
-    others. quantizable: K and V can be of quantised types, whose blocks divide a head. n_ctx_train: tokens. n_expert,
-    n_expert_used: of each layer that has experts.
+    others. quantizable: K and V can be of quantised types, whose blocks divide a head. n_ctx_train: tokens.
     """
 
     layers: tuple[LayerSizes, ...]
@@ -62,10 +27,7 @@ class ModelSizes:
     embedding: int
     fixed: Mapping[str, int] = field(default_factory=dict)
     quantizable: bool = True
-    name: str = ""
     n_ctx_train: int = 0
-    n_expert: int = 0
-    n_expert_used: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,29 +44,6 @@ class Device:
     total: int
     description: str = ""
     overlaps: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBytes:
-    """What llama.cpp has on one device: weights, caches (K, V and recurrent state), compute buffers."""
-
-    device: str
-    model: int
-    context: int
-    compute: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """What a load without its data has told, for these parameters. devices: in the order of the Device list.
-
-    pool: slots. offloaded: every layer and the output was meant for the devices, without overrides.
-    """
-
-    n_ubatch: int
-    pool: int
-    devices: tuple[DeviceBytes, ...]
-    offloaded: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,43 +101,6 @@ class Request:
     masses: int = 0
     extra: Mapping[str, int] = field(default_factory=dict)
     fit: Fit = field(default_factory=Fit)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a placement takes of one device. free: what the device has, before anything of ours.
-
-    layers: half-open range of those that compute there. output: so does the output. experts: layers whose experts lie
-    there, where that is not their own device. state: recurrent, and windows. staging: for pages on their way. stages:
-    for exact reading. masses: for exact scores at its end. queries: captured. extra: something else's.
-    """
-
-    device: str
-    free: int
-    layers: tuple[int, int] = (0, 0)
-    output: bool = False
-    experts: tuple[int, ...] = ()
-    weights: int = 0
-    kv: int = 0
-    state: int = 0
-    compute: int = 0
-    staging: int = 0
-    stages: int = 0
-    masses: int = 0
-    queries: int = 0
-    extra: int = 0
-    margin: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it, the margin included."""
-        ours = self.weights + self.kv + self.state + self.compute + self.staging + self.queries
-        return ours + self.stages + self.masses + self.extra + self.margin
-
-    @property
-    def left(self) -> int:
-        """Free beyond all that. Negative where it does not fit."""
-        return self.free - self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

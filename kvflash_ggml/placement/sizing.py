@@ -129,21 +129,21 @@ def _survey(
     devices = memory.of_model(model)
     res = _Survey()
     for i, (device, least, most) in enumerate(zip(devices, small.devices, large.devices, strict=True)):
-        ours = least.model if device.kind != "host" or not mapped else 0
+        ours = least.weights if device.kind != "host" or not mapped else 0
         res.unloaded[device.name] = device.free + ours
-        gone = before.get(device.name, 0) - device.free - least.model
+        gone = before.get(device.name, 0) - device.free - least.weights
         if gone > NOTABLE:
             res.lost[device.name] = gone
-        pages = most.context - least.context
+        pages = most.kv - least.kv
         margin, free = memory.margin(device, Fit()), device.free - (reserved if i == 0 else 0)
         if not pages:
             res.spare += max(0, free - margin - most.compute) if memory.usable(device) else 0
             continue
         if device.kind == "host":
-            free = (free - (least.model if mapped else 0) - margin) // HALF
+            free = (free - (least.weights if mapped else 0) - margin) // HALF
         else:
             free -= margin + STAGED_PAGES * CHUNK * pages // (pools[1] - pools[0])
-        sizes = [need.context + need.compute + need.queries for need in (least, most)]
+        sizes = [need.kv + need.compute + need.queries for need in (least, most)]
         res.lanes.append(Lane(name=device.name, free=free, margin=margin, small=sizes[0], large=sizes[1]))
     return res
 
@@ -220,7 +220,7 @@ def no_room_beside(model: Any, context: int, devices: Sequence[DeviceInfo], size
     shares = {device.name: device.share_bytes // CHUNK for device in devices}
     found = []
     for device, taken in zip(memory.of_model(address(model)), measure.taken(context, address(model)), strict=True):
-        caches = taken.context + (size.slots - slots) * shares.get(device.name, 0)
+        caches = taken.kv + (size.slots - slots) * shares.get(device.name, 0)
         needs = {"caches of a second pool": caches, "compute": taken.compute, "queries": taken.queries}
         found.append((device, needs))
     device, needs = min(found, key=lambda pair: pair[0].free - sum(pair[1].values()))

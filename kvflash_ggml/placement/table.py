@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import mebibytes
+from ..native.sizes import Needs
 from .remedies import itemised
-from .sizes import Device, Needs, Placement
+from .sizes import Device, Placement
 
 COLUMNS = ("free", "weights", "KV", "state", "compute", "staging", "margin", "left")
 

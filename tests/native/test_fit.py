@@ -21,7 +21,8 @@ from support.servers import device_names, running
 from kvflash_bench.shapes import SHAPES, write
 from kvflash_ggml import Fit, KVFlashConfig
 from kvflash_ggml.errors import ConfigError, DoesNotFit
-from kvflash_ggml.placement.sizes import HOST, LayerSizes, ModelSizes, Placement
+from kvflash_ggml.native.sizes import LayerSizes
+from kvflash_ggml.placement.sizes import HOST, ModelSizes, Placement
 
 MIB = 1 << 20
 STEPS = {"n_batch": 64, "n_ubatch": 64, "n_threads": 1, "verbose": False}
@@ -64,10 +65,11 @@ def check_taken(llm: Any, placement: Placement) -> None:
     taken = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
     assert [x.device for x in taken] == [need.device for need in placement.needs]
     for x, need in zip(taken, placement.needs, strict=True):
-        assert x.context == need.kv + need.state
+        assert x.kv == need.kv + need.state
         assert x.queries == need.queries
         assert x.compute == need.compute or (placement.pipeline and x.compute < need.compute)
-        assert x.model == need.weights or (placement.use_mmap and need.device == HOST)  # pages of the file count twice
+        mapped = placement.use_mmap and need.device == HOST  # pages of the file count twice
+        assert x.weights == need.weights or mapped
 
 
 def on_server(servers: list[str], free_mib: float) -> Fit:

@@ -53,11 +53,11 @@ def test_what_is_measured_is_what_is_taken(
         sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows)
         weights = measure.weights(found)
     assert sketched.devices == taken
-    assert sum(x.size for x in weights) == sum(x.model for x in taken)
+    assert sum(x.size for x in weights) == sum(x.weights for x in taken)
     assert (sum(x.kind == measure.EXPERTS for x in weights) > 0) == (shape in ("mixture", "latent"))
     assert any(x.state for x in sketched.layers) == (shape == "hybrid")
-    assert any(x.cells for x in sketched.layers) == (shape == "window")
-    assert any(x.pooled and not x.v_values for x in sketched.layers) == (shape == "latent")
+    assert any(x.window for x in sketched.layers) == (shape == "window")
+    assert any(x.query and not x.v_row for x in sketched.layers) == (shape == "latent")
 
     # of the loaded model too, which computes on as it did
     assert measure.measure(address(llm._model.model), llm.context_params, cells=POOL, query_rows=rows) == sketched
@@ -81,7 +81,7 @@ def test_each_of_several_devices_is_measured(llama: Callable[..., Any], model: C
             sketched = measure.measure(found, llm.context_params, cells=POOL, query_rows=rows).devices
         llm.close()
     assert len(taken) == 3
-    assert all(min(x.model, x.context, x.compute, x.queries) > 0 for x in taken[:-1])
+    assert all(min(x.weights, x.kv, x.compute, x.queries) > 0 for x in taken[:-1])
     # where steps overlap, llama.cpp thinks that what crosses takes a little more of the device where it arrives
     assert taken[1].compute <= sketched[1].compute < 1.25 * taken[1].compute
     assert [replace(x, compute=0) for x in sketched] == [replace(x, compute=0) for x in taken]
@@ -95,20 +95,20 @@ def test_a_larger_pool_takes_its_slots(llama: Callable[..., Any]) -> None:
     small, large = (
         measure.measure(address(llm._model.model), llm.context_params, cells=cells) for cells in (512, 2048)
     )
-    slot = sum(2 * (x.k_values + x.v_values) for x in large.layers if x.pooled)
-    assert large.devices[-1].context - small.devices[-1].context == (2048 - 512) * slot
+    slot = sum(2 * (x.k_row + x.v_row) for x in large.layers if x.query)
+    assert large.devices[-1].kv - small.devices[-1].kv == (2048 - 512) * slot
     assert large.devices[-1].compute > small.devices[-1].compute
 
 
 def test_recurrent_state_is_measured_and_not_made(llama: Callable[..., Any]) -> None:
     from kvflash_ggml.native import measure
-    from kvflash_ggml.placement.measure import copied
+    from kvflash_ggml.placement.predict import copied
 
     llm = llama("hybrid")
     planes = 1 << 20  # more than any machine has room for
     params = copied(llm.context_params, n_rs_seq=planes)
     found = measure.measure(address(llm._model.model), params, cells=POOL)
-    assert found.devices[-1].context > sum(x.state for x in found.layers) > 1 << 38
+    assert found.devices[-1].kv > sum(x.state for x in found.layers) > 1 << 38
 
 
 def test_files_that_are_no_models(models: dict[str, Path], loaded: None, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_number_that_upstream_takes_on_trust(models: dict[str, Path], loaded: 
 
 def test_contexts_that_cannot_be(llama: Callable[..., Any]) -> None:
     from kvflash_ggml.native import measure
-    from kvflash_ggml.placement.measure import copied
+    from kvflash_ggml.placement.predict import copied
 
     llm = llama("small")
     model = address(llm._model.model)
@@ -181,20 +181,20 @@ def test_a_model_without_a_pool_is_refused(model: Callable[[str], Path], loaded:
 def test_sizes_add_up_to_what_is_there(model: Callable[[str], Path], loaded: None) -> None:
     import llama_cpp
 
+    from kvflash_ggml.native import measure
     from kvflash_ggml.placement import memory
-    from kvflash_ggml.placement.measure import copied, sketch
+    from kvflash_ggml.placement.predict import copied, sizes_of
 
     params = copied(llama_cpp.llama_context_default_params(), n_ctx=4096, swa_full=False, flash_attn_type=1)
-    with sketch(model("of olmoe"), llama_cpp.llama_model_default_params()) as found:
-        sizes = found.sizes(params)
-        measured = found.measure(params, pool=512)
-        devices = found.devices()
-        moved = found.sizes(params, overrides=[("exps", "CPU")])
+    with measure.sketch(model("of olmoe"), llama_cpp.llama_model_default_params()) as found:
+        sizes = sizes_of(found, params)
+        measured = measure.measure(found, params, cells=512)
+        devices = memory.of_model(found)
+        moved = sizes_of(found, params, overrides=[("exps", "CPU")])
     total = sum(layer.dense + layer.experts for layer in sizes.layers) + sizes.output + sizes.embedding
-    assert total == sum(device.model for device in measured.devices)
+    assert total == sum(device.weights for device in measured.devices)
     assert all(layer.experts and layer.dense for layer in sizes.layers)
-    assert sum(x.slot("f16", "f16") for x in sizes.layers) * 512 == sum(x.context for x in measured.devices)
-    assert sizes.n_expert >= sizes.n_expert_used > 0
+    assert sum(x.slot("f16", "f16") for x in sizes.layers) * 512 == sum(x.kv for x in measured.devices)
     assert sizes.n_ctx_train > 0
     assert moved.fixed == {"CPU": sum(layer.experts for layer in sizes.layers)}
     assert [device.name for device in devices] == [device.device for device in measured.devices]
@@ -216,17 +216,17 @@ def test_auto_takes_what_there_is_room_for(llama: Callable[..., Any], monkeypatc
     assert wide.kvflash.pool == 16_384
     rows = inside(wide).session.engine.info.query_rows
 
-    def need(cells: int) -> measure.Need:
+    def need(cells: int) -> Any:
         found = measure.measure(address(wide._model.model), wide.context_params, cells=cells, query_rows=rows)
         return found.devices[-1]
 
     def room(cells: int) -> int:
-        return need(cells).context + need(cells).compute + need(cells).queries
+        return need(cells).kv + need(cells).compute + need(cells).queries
 
     host, pools = memory.host(), []
     for spare in (0, (room(16_384) - room(512)) // 2, room(16_384) - room(512) - 1):
         # the margin, the file's pages, and page images need as much
-        free = (2 << 30) + need(512).model + 2 * (room(512) + spare)
+        free = (2 << 30) + need(512).weights + 2 * (room(512) + spare)
         monkeypatch.setattr(memory, "host", lambda free=free: replace(host, free=free))
         narrow = llama("small", n_ctx=32_768, kvflash="auto", kvflash_reading="pool")
         pools.append(narrow.kvflash.pool)

@@ -7,18 +7,9 @@ from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
+from kvflash_ggml.native.sizes import LayerSizes, Measure, Needs
 from kvflash_ggml.placement.compute import Compute
-from kvflash_ggml.placement.sizes import (
-    HOST,
-    Device,
-    DeviceBytes,
-    Fit,
-    LayerSizes,
-    Measure,
-    ModelSizes,
-    Placement,
-    Request,
-)
+from kvflash_ggml.placement.sizes import HOST, Device, Fit, ModelSizes, Placement, Request
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -38,10 +29,7 @@ def compute(devices: Sequence[Device], of: Buffers) -> Compute:
             Measure(
                 n_ubatch=n_ubatch,
                 pool=pool,
-                devices=tuple(
-                    DeviceBytes(device=device.name, model=0, context=0, compute=of(n_ubatch, pool))
-                    for device in devices
-                ),
+                devices=tuple(Needs(device=device.name, compute=of(n_ubatch, pool)) for device in devices),
             )
             for n_ubatch in (512, 2048)
             for pool in (4096, 16384)

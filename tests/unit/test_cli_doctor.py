@@ -19,6 +19,7 @@ from kvflash_ggml.cli import doctor as checks
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.errors import LibraryError
 from kvflash_ggml.native import trial
+from kvflash_ggml.native.sizes import Needs
 from kvflash_ggml.placement.sizes import Device
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
@@ -312,10 +313,7 @@ def a_device(name: str, free: int) -> Device:
 def test_what_nobody_has_counted() -> None:
     before = [a_device("CUDA0", 1000), a_device("CUDA1", 1000), a_device("CPU", 1000)]
     after = [a_device("CUDA0", 100), a_device("CUDA1", 990), a_device("CPU", 0)]
-    counted: Any = [
-        SimpleNamespace(device=name, model=size, context=20, compute=3, queries=0)
-        for name, size in (("CUDA0", 400), ("CPU", 7))
-    ]
+    counted = [Needs(device=name, weights=size, kv=20, compute=3) for name, size in (("CUDA0", 400), ("CPU", 7))]
     (found,) = probe.lost(before, after, counted, {"CUDA0": 50})
     assert (found["name"], found["taken"], found["beyond"]) == ("CUDA0", 900, 900 - 473)
     assert found["margin"] == (1 << 40) // 50

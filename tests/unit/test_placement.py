@@ -14,21 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.errors import ConfigError, DoesNotFit
+from kvflash_ggml.native.sizes import LayerSizes, Measure, Needs
 from kvflash_ggml.placement import devices as device_options
 from kvflash_ggml.placement import table
 from kvflash_ggml.placement.layout import bounds_of, partition
 from kvflash_ggml.placement.plan import fit, plan
-from kvflash_ggml.placement.sizes import (
-    HOST,
-    Device,
-    DeviceBytes,
-    Fit,
-    LayerSizes,
-    Measure,
-    ModelSizes,
-    Placement,
-    Request,
-)
+from kvflash_ggml.placement.sizes import HOST, Device, Fit, ModelSizes, Placement, Request
 from tests.support.placements import GIB, MIB, compute, gpus, host, moe
 from tests.support.reserve import reserve
 
@@ -396,10 +387,10 @@ def measured(placement: Placement, more: int) -> Measure:
         n_ubatch=placement.n_ubatch,
         pool=placement.pool,
         devices=tuple(
-            DeviceBytes(
+            Needs(
                 device=need.device,
-                model=need.weights,
-                context=need.kv + need.state,
+                weights=need.weights,
+                kv=need.kv + need.state,
                 compute=compute.get(need.device, need.compute),
             )
             for need in placement.needs
@@ -418,9 +409,7 @@ def rounds(more: list[int], request: Request) -> tuple[list[Placement], Placemen
         Measure(
             n_ubatch=n_ubatch,
             pool=pool,
-            devices=tuple(
-                DeviceBytes(device=x, model=0, context=0, compute=mask(n_ubatch, pool)) for x in ("CUDA0", HOST)
-            ),
+            devices=tuple(Needs(device=x, compute=mask(n_ubatch, pool)) for x in ("CUDA0", HOST)),
         )
         for n_ubatch in (512, 2048)
         for pool in (4096, 16_384)
