@@ -15,8 +15,8 @@ import click
 import numpy as np
 
 from kvflash_ggml.arrays import Floats
+from kvflash_ggml.calibration.choice import of_llama
 from kvflash_ggml.calibration.run import calibrate
-from kvflash_ggml.calibration.subject import of_llama
 from kvflash_ggml.llama.llama import Llama
 from kvflash_ggml.policy.base import REGISTRY, Keys, KeyShape, Scorer, ScoreRequest
 from kvflash_ggml.policy.heads import Heads, every_head, newest

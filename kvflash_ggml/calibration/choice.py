@@ -1,7 +1,9 @@
-"""From what was measured to the heads that count, and the file that keeps them."""
+"""Chooses the heads that count from what was measured, and keeps them in a file that says which model they are of."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +18,8 @@ from ..errors import ConfigError, brief
 from ..files import replacing
 from ..policy.base import KeyShape
 from ..policy.heads import Heads, as_heads, every_head
+from ..snapshot.fingerprint import ROPE, ModelFile
 from .measure import Measured
-from .subject import Subject
 
 KIND = "kvflash retrieval heads"
 VERSION = 1
@@ -36,6 +38,47 @@ MIN_SCORE = 0.1
 
 LISTED = 32
 """Heads that the file tells of, for a person to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as it is loaded. An adapter (LoRA) does not count: the heads are those of the model under it.
+
+    identity: of its file, and of the settings with which the same weights attend otherwise. title: what it is, in
+    words that are the same for every quantisation.
+    """
+
+    identity: str
+    title: str
+
+
+def of_llama(llm: Any) -> Subject:
+    """llm: a `llama_cpp.Llama`. OSError or SnapshotError if its file is gone or has been replaced."""
+    identity = ModelFile(llm.model_path).identity()
+    changed = _changed_settings(llm)
+    if changed:
+        identity += "-" + hashlib.sha256(repr(changed).encode()).hexdigest()[:8]
+    return Subject(identity, _title(llm.metadata, llm.n_vocab()))
+
+
+def rope(settings: Any) -> dict[str, Any]:
+    """How positions are encoded, as llama_context_params say it."""
+    return {name: getattr(settings, name) for name in ROPE}
+
+
+def _changed_settings(llm: Any) -> list[tuple[str, object]]:
+    """What is given beside the file: RoPE settings other than usual, and metadata that overrides the file's."""
+    usual = inspect.signature(type(llm).__init__).parameters
+    encoding = [(name, value) for name, value in rope(llm.context_params).items() if value != usual[name].default]
+    return [*encoding, *sorted((llm.kv_overrides or {}).items())]
+
+
+def _title(metadata: dict[str, str], n_vocab: int) -> str:
+    architecture = metadata.get("general.architecture", "unknown")
+    keys = ("block_count", "embedding_length", "attention.head_count")
+    layers, width, heads = (metadata.get(f"{architecture}.{key}", "?") for key in keys)
+    name = metadata.get("general.name", "without a name")
+    return f"{architecture} {name}, {layers} layers of {width} values and {heads} heads, {n_vocab} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

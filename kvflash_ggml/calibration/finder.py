@@ -16,10 +16,9 @@ from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
 from ..session.keys import key_shapes
 from ..session.session import Session
-from .choice import Calibration, heads_file, load, save
-from .pace import Pace
+from .choice import Calibration, heads_file, load, of_llama, save
+from .measure import Pace
 from .run import STEP, Stopped, calibrate
-from .subject import of_llama
 
 logger = logging.getLogger("kvflash_ggml")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -139,3 +140,23 @@ def _asks(document: Document, tokenize: Tokenize, shift: int) -> Iterator[tuple[
         others = sorted({c for j, some in enumerate(chunks) if j != i for c in some} - set(asked))
         for words in (fact.verbatim, fact.reworded):
             yield np.array(tokenize(question(words)), np.int32), asked, others
+
+
+class Pace:
+    """Estimates how long a measurement takes, from the steps that are done.
+
+    The first step does not count: it warms up what all others use. step: tokens of a step.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._began: tuple[float, int] | None = None
+
+    def seconds(self, done: int, total: int) -> float | None:
+        """Return how many seconds all of it takes, with `done` of `total` tokens done; None while nobody can tell."""
+        if self._began is None:
+            if done > 0:
+                self._began = time.monotonic(), done
+            return None
+        since, at = self._began
+        return (time.monotonic() - since) * total / (done - at) if done - at >= self._step else None

@@ -16,9 +16,8 @@ from ..errors import CalibrationError, KVFlashError
 from ..logs import Progress
 from ..placement import memory
 from ..session.sidecar import Sidecar
-from .choice import Calibration, choose
+from .choice import Calibration, Subject, choose, rope
 from .measure import QUESTION_ROWS, TOKENS, measure
-from .subject import Subject, rope
 
 logger = logging.getLogger("kvflash_ggml")
 

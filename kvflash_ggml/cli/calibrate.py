@@ -86,8 +86,8 @@ def table(found: Calibration) -> list[str]:
 
 
 def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOptions) -> Calibration:
+    from ..calibration.choice import of_llama
     from ..calibration.run import calibrate as find
-    from ..calibration.subject import of_llama
 
     shown = stderr_is_terminal() and not log.quiet
     with (

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from ..errors import ConfigError
-from . import drafter, lru, qk  # noqa: F401 (registers)
-from .base import REGISTRY, Exact, Scorer
+from . import drafter, qk  # noqa: F401 (registers)
+from .base import LRU, REGISTRY, Exact, Scorer
 
 __all__ = ["check", "names", "resolve"]
 
@@ -20,7 +20,7 @@ PLUGINS = "kvflash_ggml.policies"
 
 def names() -> list[str]:
     """Policies of this package, and those that have been registered since."""
-    return [lru.NAME, *REGISTRY]
+    return [LRU, *REGISTRY]
 
 
 def check(policy: str) -> None:
@@ -42,7 +42,7 @@ def resolve(policy: str | Scorer) -> Scorer | None:
         _check_whole(policy)
         return policy
     check(policy)
-    return None if policy == lru.NAME else REGISTRY[policy]()
+    return None if policy == LRU else REGISTRY[policy]()
 
 
 def _check_whole(policy: Scorer) -> None:

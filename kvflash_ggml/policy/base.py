@@ -12,6 +12,9 @@ import numpy.typing as npt
 from ..arrays import Floats
 from ..state.session import DrafterState, Layout, Row
 
+LRU = "lru"
+"""The policy without a scorer: chunks that were written or recalled last stay. The baseline."""
+
 Pairs = npt.NDArray[np.int32]
 Rows = Sequence[Row]
 

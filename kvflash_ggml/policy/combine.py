@@ -13,6 +13,9 @@ from ..arrays import Floats, Int64s
 BLOCK = 64
 """Columns that are worked on at once: at 256K tokens a megabyte, which stays in the cache."""
 
+MAX_COLUMNS = 1024
+"""A mean over more columns (heads x query rows) is not worth its time: a sample of them is taken."""
+
 
 def log_shares(columns: Floats) -> Floats:
     """Log of the share of attention that each chunk gets in each column; [columns, n]."""
@@ -51,3 +54,24 @@ def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> 
         best[better], which[better] = found[better], first + at[better]
         share[better] = np.take_along_axis(shares, at[None], axis=0)[0][better]
     return which, share
+
+
+def attention_shares(masses: Floats) -> Floats:
+    """The share of the attention that each of n chunks gets; [n], summing to 1. masses: their logs, [columns, n].
+
+    A column counts by the largest share one chunk has in it. Where nothing stands out, a head averages over the text,
+    and loses as little as it would by reading a sample; where the attention is on one chunk, its absence is felt.
+    """
+    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row comes up
+    total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
+    for first in range(0, len(masses), BLOCK):
+        part = masses[first : first + BLOCK]
+        shares = np.exp(part - part.max(axis=1, keepdims=True))
+        whole = shares.sum(axis=1, keepdims=True)
+        focus = 1 / whole  # the largest share, as the largest of `shares` is 1
+        # no matrix product: the threads of BLAS would spin for a while after it and take the cores from others
+        shares *= focus / whole
+        total += shares.sum(axis=0)
+        weight += focus.sum()
+    mean: Floats = total / weight
+    return mean

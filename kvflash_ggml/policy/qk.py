@@ -19,10 +19,9 @@ from ..constants import CHUNK
 from ..pool.residency import others
 from ..state.session import Layout, Row
 from .base import Keys, Masses, Rows, ScoreRequest, register
-from .combine import deciding, softmax_max
+from .combine import attention_shares, deciding, softmax_max
 from .edges import boost_successors
 from .heads import Heads, every_head, newest, units_of
-from .share import attention_shares
 
 LOOKS_KNOWN = 4
 """Looks whose shares are at hand: more than can be under way at once."""

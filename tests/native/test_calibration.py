@@ -17,9 +17,8 @@ from support.drafter_models import with_context, with_other_tokens
 from support.inside import inside
 
 from kvflash_ggml.calibration import finder, run
-from kvflash_ggml.calibration.choice import Calibration, heads_file, load, save
+from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
 from kvflash_ggml.calibration.run import Stopped, calibrate
-from kvflash_ggml.calibration.subject import Subject, of_llama
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
 from kvflash_ggml.placement import memory
 from kvflash_ggml.placement.sizes import Device

@@ -370,8 +370,8 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
 def _check_calibration(run: _Run) -> None:
     """Every question about one document instead of two is asked, and every head is measured."""
     from kvflash_ggml.calibration import choice, measure
+    from kvflash_ggml.calibration.choice import Subject
     from kvflash_ggml.calibration.run import calibrate
-    from kvflash_ggml.calibration.subject import Subject
 
     measure.DOCUMENTS = 1
     heads = {(layer.il, head) for layer in inside(run.llm).session.engine.layers for head in range(layer.n_head)}

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvflash_ggml.calibration import choice, measure, pace
-from kvflash_ggml.calibration.choice import Calibration, choose, load, save
+from kvflash_ggml.calibration import choice, measure
+from kvflash_ggml.calibration.choice import Calibration, Subject, choose, load, save
 from kvflash_ggml.calibration.documents import compose, question
 from kvflash_ggml.calibration.facts import FORMS, VALUES, make_facts
 from kvflash_ggml.calibration.measure import documents
-from kvflash_ggml.calibration.subject import Subject
 from kvflash_ggml.cli.calibrate import table
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError
@@ -166,8 +165,8 @@ def test_a_short_context_is_refused() -> None:
 
 def test_the_time_is_told_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
-    told = pace.Pace(128)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now)
+    told = measure.Pace(128)
     assert told.seconds(0, 1280) is None
     now += 30
     assert told.seconds(128, 1280) is None, "whatever has to be made ready first"
