@@ -16,6 +16,7 @@ import numpy as np
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from ..batching.access import Access
 from ..batching.messages import Request, Sampling
@@ -65,8 +66,7 @@ class Front:
     async def work(self, http: HttpRequest, function: Callable[..., T], *args: Any, **more: Any) -> T:
         """Run on a thread, for the client of a request. What a user can do wrong there is his error."""
         loop = asyncio.get_running_loop()
-        who = http.scope.get(KEY) or (http.client.host if http.client else "")
-        turns = self._turns.setdefault(who, asyncio.Semaphore(EACH))
+        turns = self._turns.setdefault(client_of(http.scope), asyncio.Semaphore(EACH))
         try:
             async with turns:
                 return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
@@ -278,6 +278,11 @@ class Front:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def client_of(scope: Scope) -> str:
+    """Whose request it is: the digest of its key, or else its address."""
+    return str(scope.get(KEY) or (scope.get("client") or ("",))[0])
 
 
 def several(request: Request, count: int) -> list[Request]:

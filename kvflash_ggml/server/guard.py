@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from collections import Counter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -12,13 +13,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import requestlog
 from .errors import ApiError
-from .front import KEY, TAKEN
+from .front import KEY, TAKEN, client_of
 from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
 """Answered without a key, and to pages of any origin."""
+
+
+MAX_BODIES = 4
+"""Times `max_body`: bodies of one client that are on their way, or whose requests have not ended."""
 
 
 class Guard:
@@ -28,6 +33,7 @@ class Guard:
         self._app = app
         self._settings = settings
         self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.keys]
+        self._held: Counter[str] = Counter()  # bytes of bodies, by client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,12 +67,38 @@ class Guard:
         except ApiError as err:
             await err.response()(scope, receive, answer)
             return
+        client, held = client_of(scope), 0
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            size = len(message.get("body", b""))
+            held += size
+            self._held[client] += size
+            self._check_bodies(self._held[client])
+            return message
+
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, counted, answer)
         except Exception:
             if not begun:
                 _log(scope, 500)
             raise
+        finally:
+            self._held[client] -= held
+            if not self._held[client]:
+                del self._held[client]
+
+    def _check_bodies(self, held: int) -> None:
+        most = MAX_BODIES * self._settings.max_body
+        if held > most:
+            raise ApiError(
+                429,
+                f"the unfinished requests of this client have {held} bytes of bodies, and {most} is the most: wait for "
+                f"answers, or start the server with a larger --max-body",
+                code="bodies",
+                retry_after_s=1,
+            )
 
     def _check_host(self, headers: Headers) -> None:
         """A page elsewhere whose name leads to this machine may not ask an open server."""

@@ -288,6 +288,28 @@ def test_viewers_of_one_key_do_not_lock_out_another() -> None:
     assert Server(keys=KEYS).run(work) == [200, 429]
 
 
+def test_unfinished_bodies_of_one_client_are_bounded_together() -> None:
+    """Also of requests that have been read and wait, which keep them."""
+
+    async def work(client: Client) -> list[int]:
+        asked = {"prompt": "x", "user": "u" * 900, "stream": True, "max_tokens": 1000}
+        calls = [client.call("POST", "/v1/completions", asked, x_api_key="one") for _ in range(5)]
+        for call in calls:
+            await call.until(lambda reply: reply.status != 0)
+        refused = [call.reply for call in calls if call.reply.status != 200]
+        assert [(reply.status, reply.json["error"]["code"]) for reply in refused] == [(429, "bodies")]
+        other = client.call("POST", "/v1/completions", asked, x_api_key="two")
+        await other.until(lambda reply: reply.status != 0)
+        for call in [*calls, other]:
+            call.leave()
+            await call.done()
+        again = await client.post("/v1/completions", {**asked, "max_tokens": 1}, x_api_key="one")
+        return [other.reply.status, again.status]
+
+    model = FakeModel(reply=lambda prompt: b"x" * 4000, on_step=lambda: time.sleep(0.001))
+    assert Server(model, keys=KEYS, max_body=1000).run(work) == [200, 200]
+
+
 # --- the log of what was refused
 
 
