@@ -124,6 +124,8 @@ def serve(
     settings = server.settings(path, sampling)
     if not (settings.loopback or settings.keys or server.insecure):
         raise click.UsageError(f"--host {settings.host} lets others in: give an --api-key, or say --insecure")
+    if settings.isolate_keys and not settings.keys:
+        raise click.UsageError("--isolate-keys without keys keeps nobody apart: give an --api-key for each client")
     log_to_stderr(log)
     if server.parallel is not None and server.parallel > 1 and not log.quiet:
         note(f"-np {server.parallel}: any number of conversations share the pool, and answers take turns")

@@ -171,6 +171,14 @@ def test_calibrate_has_no_options_of_answers(cli: Stage) -> None:
         assert name in text
 
 
+def test_keys_are_isolated_where_there_are_keys(serve: Serving) -> None:
+    result = serve("m.gguf", "--isolate-keys")
+    assert result.exit_code == 2
+    assert "--isolate-keys without keys keeps nobody apart: give an --api-key" in result.output
+    assert serve("m.gguf", "--isolate-keys", "--api-key", "one").exit_code == 0
+    assert [settings.isolate_keys for settings in serve.started] == [True]
+
+
 def test_an_address_that_is_taken_is_found_before_the_model_is_loaded(cli: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
