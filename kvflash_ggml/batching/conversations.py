@@ -77,6 +77,9 @@ class Conversations:
                 id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
             )
             parked.release()
+            older = self._shelf.get(known.id)
+            if older is not None:  # the earlier server was killed before it could delete this file
+                self._shelf.erase(older)
             self._shelf.add(known)
 
     def park(self, id: str, access: Access) -> bool:

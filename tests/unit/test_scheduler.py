@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -477,6 +478,26 @@ def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
     second.start()
     assert [answer(second, text(300, i)).usage.cached for i in range(3)] == [299, 299, 0]
     assert answer(second, text(300, 2), salt="ab").usage.cached == 299
+    second.close()
+
+
+def test_of_two_files_of_one_conversation_the_newer_counts(tmp_path: Path) -> None:
+    """A server that is killed between writing one and deleting the other leaves both."""
+    first = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    first.start()
+    answer(first, text(300))
+    first.close()
+    (newer,) = (tmp_path / "parked").iterdir()
+    older = newer.with_name(newer.name.replace("~300", "~299"))
+    older.write_bytes(newer.read_bytes())
+    os.utime(older, (1, 1))
+    second = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    second.start()
+    (known,) = second.call(lambda: second.conversations.describe(Access())).result(10)
+    assert known["prompt"] == 300
+    assert list((tmp_path / "parked").iterdir()) == [newer]
+    assert second.call(lambda: second.conversations.erase(known["id"], Access())).result(10)
+    assert answer(second, text(300)).usage.cached == 0
     second.close()
 
 
