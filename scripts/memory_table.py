@@ -137,9 +137,9 @@ def cache(need: Needs) -> int:
 HEAD = """\
 # How much memory a model takes
 
-This page says what a model and its context take of a device at 32K, 128K and 256K tokens: with the full cache, with
-the default pool, and with a small one. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` tells the same for a
-file and a machine of yours, measured, with compute buffers.
+This page says how much memory of a device (VRAM) a model and its context take at 32K, 128K and 256K tokens. It compares
+the full cache, the default pool and a small pool. `kvflash-run MODEL --dry-run --kvflash auto -c 131072` measures the
+same for a file and a machine of yours, with compute buffers.
 
 `python scripts/memory_table.py` writes this page. It computes the figures from the public shapes of the models, by the
 same arithmetic that places a model ([devices.md](devices.md#what-goes-where)).

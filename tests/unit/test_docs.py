@@ -38,6 +38,16 @@ FOLDERS = (
     "scripts/train_draft",
 )
 PAGES = [page for folder in FOLDERS for page in sorted((REPO / folder).glob("*.md"))]
+UNMEASURED = {
+    "ARCHITECTURE.md": "for those who change the code",
+    "CHANGELOG.md": "a list",
+    "docs/architectures.md": "written by scripts/arch_table.py",
+    "docs/snapshot-format.md": "a format byte by byte",
+}
+"""Pages whose sentences may be long, and why."""
+LONGEST, MEAN = 30, 16
+"""Words of a sentence. Code and a link count as one word each."""
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -76,6 +86,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    "word", ["prefill", "prompt processing", "swap", "slot", "speculative decoding", "VRAM", "YaRN"]
+)
+def test_a_word_that_people_search_for_is_there(word: str) -> None:
+    pages = [text_of("README.md"), *(page.read_text(encoding="utf-8") for page in (REPO / "docs").glob("*.md"))]
+    assert sum(word in page for page in pages) >= 2
 
 
 def test_the_api_page_has_every_variable() -> None:
@@ -140,6 +158,42 @@ def test_the_hooks_fetch_nothing() -> None:
     entries = re.findall(r"entry: (\S+)", hooks)
     assert len(entries) == 4
     assert [entry for entry in entries if not entry.startswith(".venv/bin/")] == []
+
+
+# --- sentences
+
+
+def sentences(text: str) -> list[list[str]]:
+    """The words of each sentence of a page, without its headings, tables and blocks of code."""
+    text = re.sub(r"^ {4}\S.*$", "", BLOCK.sub("\n", text), flags=re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text)).replace("**", "")
+    paragraphs = [""]
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(("|", "#")):
+            paragraphs.append("")
+        elif match := re.match(r"\s*(?:[-*]|\d+\.) (.*)", line):
+            paragraphs.append(match[1])
+        else:
+            paragraphs[-1] += f" {line}"
+    found = [words.split() for paragraph in paragraphs for words in re.split(r"(?<=[.!?])[\"')]*\s+", paragraph)]
+    return [words for words in found if words]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent in (REPO, REPO / "docs")], ids=name_of)
+def test_sentences_are_short(page: Path) -> None:
+    found = sentences(page.read_text(encoding="utf-8"))
+    if name_of(page) not in UNMEASURED:
+        assert [" ".join(words) for words in found if len(words) > LONGEST] == []
+        assert sum(map(len, found)) / len(found) <= MEAN
+
+
+def test_a_sentence_ends_at_its_full_stop_and_a_table_is_none() -> None:
+    text = "# A head\n\nOne `a b c` [two words](x.md#y).\nThen\nthree.\n\n| a | b |\n\n- A point of four\n"
+    assert [len(words) for words in sentences(text)] == [4, 2, 4]
+
+
+def test_pages_of_which_no_length_is_asked_are_there() -> None:
+    assert [name for name in UNMEASURED if not (REPO / name).exists()] == []
 
 
 # --- commands
