@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -22,6 +23,8 @@ def check_writable(path: Path) -> None:
     """Raise ConfigError if a file could not be made at `path`. Leaves nothing behind."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name a file to write")
+    if _is_special(path):
+        raise ConfigError(f"{path} is a pipe or a device: name a file to write")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -38,8 +41,10 @@ def replacing(
     """A file to write beside `path`, moved there once it is complete and on the disk. guard: entered for the move.
 
     sync: without it nobody waits for the disk, and a loss of power may damage the file. Raises OSError, and what was
-    there stays as it was, however this process ends.
+    there stays as it was, however this process ends. A pipe or a device is refused: the move would take its place.
     """
+    if _is_special(path):
+        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
     part = path.parent / f".{path.name}.{secrets.token_hex(4)}{PART}"
     with part.open("xb") as file:
         with contextlib.suppress(OSError):  # tells whoever tidies up that it is not abandoned
@@ -63,6 +68,10 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a text file beside its place and move it there. Raises OSError, and leaves what was there."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -125,7 +125,7 @@ def examine(model: str | None, *, timeout: float) -> list[Check]:
         _weights(child),
         _decode(child, model),
         *_placement(child, asked),
-        *_heads(asked),
+        *([] if child.failure else _heads(asked)),
     ]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.interrupter import elsewhere
 
 from kvflash_ggml import pip_line
 from kvflash_ggml.calibration.choice import Calibration, HeadScore, heads_file, save
@@ -99,6 +101,15 @@ def test_whether_the_heads_of_a_model_are_known_is_said(
     save(Calibration(model=identity, questions=48, tokens=5000, heads=(head,)), heads_file(identity))
     assert "retrieval heads asked: 1" in doctor(model).stdout
     assert "calibrate" not in doctor("missing.gguf").stdout
+
+
+def test_nothing_is_said_of_the_heads_of_a_model_that_does_not_load(
+    healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its file is not opened either: one that is a pipe would be waited for."""
+    os.mkfifo(tmp_path / "pipe.gguf")
+    say(monkeypatch, Child(said=SAID, doing="decode", failure="it is a pipe"))
+    assert "calibrate" not in elsewhere(lambda: doctor(str(tmp_path / "pipe.gguf"))).stdout
 
 
 def test_what_would_go_where_is_said_of_a_model_that_is_asked_for(

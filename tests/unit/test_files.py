@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvflash_ggml.files import replacing, write_atomically
+from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.files import check_writable, replacing, write_atomically
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
@@ -44,6 +45,20 @@ def test_nobody_waits_for_the_disk_who_need_not(sync: bool, tmp_path: Path, monk
         file.write(b"new")
     assert bool(waited) == sync
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """Nor is a device: the administrator's /dev/full would be a file then."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(ConfigError, match=f"{name} is a pipe or a device: name a file to write"):
+            check_writable(tmp_path / name)
+        with pytest.raises(OSError, match="it is a pipe or a device"), replacing(tmp_path / name):
+            pass
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_two_can_write_the_same_file(tmp_path: Path) -> None:
