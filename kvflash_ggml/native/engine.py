@@ -131,6 +131,8 @@ class Engine(HostScoring, Captures):
         """
         if count > len(self.token):
             raise EngineError(f"a step of {count} tokens, the engine was made for {len(self.token)}")
+        if streamed is not None and len(streamed.images) == 0:  # to C++ a step without images reads the pool
+            raise EngineError("a streamed step over 0 page images, at least 1 is needed: let it read the pool")
         self._plan.n_tokens = count
         self._plan.wait = wait
         if streamed is None:

@@ -16,6 +16,7 @@ from support.harness import KV_TYPES, assert_same, evaluate, pages, put_pages, r
 from support.inside import inside
 
 from kvflash_ggml import logs
+from kvflash_ggml.errors import EngineError
 from kvflash_ggml.session.sight import Sight
 
 POOL = 512
@@ -371,6 +372,19 @@ def test_an_impossible_plan_is_refused(changed: Any, why: str, bare: Callable[..
     assert ffi.string(lib.kvf_last_error()).decode().startswith(why)
     plan.n_streamed, plan.mask, plan.mask_stride = 0, engine._mask, engine.info.n_slots
     session.extend(tokens[64:100])
+    assert session.length == 100
+
+
+def test_a_streamed_step_without_images_is_refused(bare: Callable[..., Any], tokens: Any) -> None:
+    """C++ would take it for a step that reads the pool, under the mask of a stage."""
+    from kvflash_ggml.native.streamed import Streamed
+
+    session = bare(pool=POOL, stages=N_CTX, n_ctx=N_CTX, n_ubatch=128).session
+    codes: list[int] = []
+    with pytest.raises(EngineError, match="over 0 page images, at least 1 is needed"):
+        session.engine.step(3, 0, codes, Streamed([], 0, 0, np.zeros((3, 256), np.float16), 0))
+    assert codes == []
+    session.extend(tokens[:100])
     assert session.length == 100
 
 
