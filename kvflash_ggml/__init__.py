@@ -21,7 +21,7 @@ from .placement.sizes import Fit
 if TYPE_CHECKING:
     from .llama.install import install
     from .llama.llama import Llama
-    from .prefix_cache.cache import PrefixCache
+    from .store.prefixes import PrefixCache
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ library.announce()
 
 def __getattr__(name: str) -> Any:
     if name == "PrefixCache":
-        return import_module(".prefix_cache.cache", __name__).PrefixCache
+        return import_module(".store.prefixes", __name__).PrefixCache
     rooms = {"Llama": ".llama.llama", "install": ".llama.install"}
     if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

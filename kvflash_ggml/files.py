@@ -64,6 +64,19 @@ def replacing(
         _sync_folder(path.parent)
 
 
+def being_written(part: Path) -> bool:
+    """Is a process writing this unfinished file? `replacing` holds a lock on it meanwhile."""
+    try:
+        handle = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # perhaps a link or a pipe
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(handle)
+    except OSError:
+        return True
+    return False
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file beside its place and move it there. Raises OSError, and leaves what was there."""
     with replacing(path) as file:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import KVFlashError
+from kvflash_ggml.store.sessions import SessionFolder
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -36,7 +36,7 @@ OVERHEAD = 1024
 @contextmanager
 def served(llm: Llama, *, park_bytes: int, folder: Path | None) -> Iterator[Scheduler]:
     """A scheduler on a model, which it closes."""
-    kept = None if folder is None else Folder(folder)
+    kept = None if folder is None else SessionFolder(folder)
     scheduler = Scheduler(LlamaModel(llm), limits=Limits(park_bytes=park_bytes), folder=kept)
     scheduler.start()
     try:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import KVFlashError
+from ..store.sessions import SessionFolder
+from ..store.shelf import Conversation, Shelf
 from .access import Access
-from .folder import Folder
 from .model import Model
 from .seat import Seat
-from .shelf import Conversation, Shelf
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -25,7 +25,7 @@ class Conversations:
     conversations have no files.
     """
 
-    def __init__(self, model: Model, seat: Seat, shelf: Shelf, folder: Folder | None) -> None:
+    def __init__(self, model: Model, seat: Seat, shelf: Shelf, folder: SessionFolder | None) -> None:
         self._model = model
         self._seat = seat
         self._shelf = shelf
@@ -66,6 +66,7 @@ class Conversations:
 
     def adopt(self) -> None:
         """Take over the conversations that an earlier server left in the folder."""
+        adopted: dict[str, Conversation] = {}
         for stored in self._folder.stored() if self._folder is not None else ():
             try:
                 parked = self._model.read(stored.path)
@@ -77,9 +78,9 @@ class Conversations:
                 id=stored.id, salt=stored.salt, tokens=parked.tokens.copy(), prompt=stored.prompt, stored=stored
             )
             parked.release()
-            older = self._shelf.get(known.id)
-            if older is not None:  # the earlier server was killed before it could delete this file
-                self._shelf.erase(older)
+            if known.id in adopted:  # the earlier server was killed before it could delete this file
+                self._shelf.erase(adopted[known.id])
+            adopted[known.id] = known
             self._shelf.add(known)
 
     def park(self, id: str, access: Access) -> bool:
@@ -119,8 +120,8 @@ class Conversations:
         if count is None:
             return 0
         self._seat.clear()
-        if mine is not None and mine.stored is not None:
-            mine.stored.delete()
+        if mine is not None:
+            self._shelf.delete_file(mine)
         return count
 
     def save_seated(self, name: str, access: Access) -> tuple[int, int] | None:
@@ -146,7 +147,7 @@ class Conversations:
         ConfigError for a name that is none.
         """
         assert self._folder is not None
-        found = self._folder.find(name, access)
+        found = self._folder.find(name, access.may)
         if found is None:
             return None
         path, salt = found
@@ -162,5 +163,4 @@ class Conversations:
         return seated is not None and seated.id == id and access.may(seated.salt)
 
     def _shelved(self, id: str, access: Access) -> Conversation | None:
-        found = self._shelf.get(id)
-        return found if found is not None and access.may(found.salt) else None
+        return next((one for one in self._shelf if one.id == id and access.may(one.salt)), None)

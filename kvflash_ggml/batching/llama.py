@@ -15,8 +15,9 @@ from ..llama.bias import with_bias
 from ..llama.manner import answers, manner, readings
 from ..logs import Progress
 from ..state.session import SessionState
+from ..store.shelf import Parked, usable
 from .messages import Logprob, Request
-from .model import Parked, Paused, usable
+from .model import Paused
 from .residency import Residency, ResidencyObserver
 
 if TYPE_CHECKING:
@@ -40,13 +41,7 @@ class ParkedSession:
         return tuple(sorted(self.saved.checkpoints)) if self._stateful else None
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        yield id(self), self.saved.own_size - self.tokens.nbytes
-        for page in self.saved.pages:
-            yield id(page), self.saved.heap.page_bytes
-        for blob in self.saved.blobs:
-            yield id(blob), blob.size
-        for row in self.saved.rows:
-            yield id(row), row.nbytes
+        return self.saved.parts()
 
     def release(self) -> None:
         self.saved.release()

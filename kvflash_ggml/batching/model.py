@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..arrays import Int32s, common_prefix
+from ..arrays import Int32s
 from ..logs import Progress
+from ..store.shelf import Parked
 from .messages import Logprob, Request
 from .residency import Residency
-
-
-class Parked(Protocol):
-    """A text that was put aside. It goes on bit for bit, and is released when nobody wants it any more."""
-
-    @property
-    def tokens(self) -> Int32s: ...
-
-    @property
-    def places(self) -> Sequence[int] | None:
-        """Where, before its end, it can be gone on from; None for anywhere."""
-        ...
-
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """What it keeps in memory but for its tokens, as (identity, bytes); several texts may have a part together."""
-        ...
-
-    def release(self) -> None: ...
-
-
-def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
-    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
-    shared = min(common_prefix(text, tokens), len(tokens) - 1)
-    if places is None or shared == len(text):
-        return shared
-    return max((place for place in places if place <= shared), default=0)
 
 
 @dataclass(frozen=True, slots=True)

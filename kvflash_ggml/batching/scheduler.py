@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from ..store.sessions import SessionFolder
+from ..store.shelf import Shelf
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .conversations import Conversations
-from .folder import Folder
 from .messages import (
     CANCELLED,
     CONTEXT,
@@ -31,7 +32,6 @@ from .messages import (
 )
 from .model import Model
 from .seat import Seat
-from .shelf import Shelf
 from .waiting import Job, Waiting
 
 logger = logging.getLogger("kvflash_ggml")
@@ -81,7 +81,7 @@ class Scheduler:
         model: Model,
         *,
         limits: Limits | None = None,
-        folder: Folder | None = None,
+        folder: SessionFolder | None = None,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

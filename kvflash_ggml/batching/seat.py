@@ -12,9 +12,9 @@ from ..arrays import common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
 from ..session.question import QUESTION_TOKENS
+from ..store.shelf import Conversation, Parked, Shelf
 from .messages import Request
-from .model import Model, Parked
-from .shelf import Conversation, Shelf
+from .model import Model
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -175,7 +175,7 @@ class Seat:
         with self._shelf.holding(found):
             self._park()
             goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
-            if self._shelf.get(found.id) is None or not self._bring(found):  # it had to go, or cannot come back
+            if found not in self._shelf or not self._bring(found):  # it had to go, or cannot come back
                 return None
             self.counts.resumes += 1
             if goes_on:

@@ -12,8 +12,8 @@ import click
 from .. import notation
 from ..config import KVFlashConfig, PoolSettings, SpecConfig
 from ..errors import ConfigError
-from ..prefix_cache.cache import PrefixCache
 from ..settings import in_section, setting, settings
+from ..store.prefixes import PrefixCache
 from .sections import collected, option
 
 F = TypeVar("F", bound=Callable[..., Any])

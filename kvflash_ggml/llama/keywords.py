@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..logs import Progress
     from ..placement.sizes import Fit
     from ..policy.base import Scorer
-    from ..prefix_cache.cache import PrefixCache
+    from ..store.prefixes import PrefixCache
 
 
 class PoolKeywords(TypedDict, total=False):

@@ -22,7 +22,7 @@ from ..logs import Progress, warn_once
 from ..placement import devices
 from ..placement.devices import DeviceChoice
 from ..placement.sizes import Fit
-from ..prefix_cache.cache import PrefixCache
+from ..store.prefixes import PrefixCache
 from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
 
 logger = logging.getLogger("kvflash_ggml")

@@ -17,12 +17,12 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import common_prefix
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite
-from ..prefix_cache.cache import PrefixCache, Prefixes
 from ..session.session import Session
 from ..session.step import Logits
 from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
+from ..store.prefixes import PrefixCache, Prefixes
 from . import stock_state
 from .turns import Turns, changing, in_turn
 

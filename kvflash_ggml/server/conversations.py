@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from ..batching.access import Access
 from ..batching.residency import Residency
-from ..batching.shelf import Conversation
 from ..errors import KVFlashError
+from ..store.shelf import Conversation
 from .errors import ApiError
 from .front import Front
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 
-from ..batching.folder import Folder
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
+from ..store.sessions import SessionFolder
 from .app import make_app
 from .connection import bounded
 from .front import Front
@@ -75,7 +75,7 @@ def serve(
         most_tokens=settings.max_queued_tokens or 4 * model.n_ctx,
         park_bytes=settings.park_bytes,
     )
-    folder = None if settings.session_dir is None else Folder(settings.session_dir)
+    folder = None if settings.session_dir is None else SessionFolder(settings.session_dir)
     scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
     metrics.attach(scheduler)
     scheduler.start()

@@ -6,7 +6,6 @@ type and on one line.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, SnapshotError
-from ..files import PART
+from ..files import PART, being_written
 from ..logs import Progress
 from . import codec
 from .container import MAGIC, TABLE, VERSION, Container
@@ -160,7 +159,7 @@ def removable(folder: Path, *, older_than: float | None = None, larger_than: int
     retained: list[tuple[float, Path, int]] = []
     for path, status in _files(folder):
         if path.name.startswith(".") and path.name.endswith(PART):
-            if now - status.st_mtime > MIN_AGE_SECONDS and _is_ours(path) and not _in_use(path):
+            if now - status.st_mtime > MIN_AGE_SECONDS and _is_ours(path) and not being_written(path):
                 found.append(Removable(path=path, bytes=status.st_size, why="abandoned"))
         elif _is_ours(path):
             if older_than is not None and now - status.st_mtime > older_than * 86_400:
@@ -196,16 +195,6 @@ def _is_ours(path: Path) -> bool:
     except SnapshotError:
         return False
     return head == MAGIC
-
-
-def _in_use(path: Path) -> bool:
-    """Is somebody writing it? Whoever does holds a lock (files.replacing)."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
 
 
 # --- what a file says

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -200,6 +200,16 @@ class SessionState:
         arrays = [self.tokens, self.queries, self.logits, *looks]
         kept: int = sum(array.nbytes for array in arrays if array is not None)
         return kept + sum(one.size for one in self.drafts) + sum(one.size for one in found)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """What it has in memory beside its tokens, as (identity, bytes). Texts may share all parts but the first."""
+        yield id(self), self.own_size - self.tokens.nbytes
+        for page in self.pages:
+            yield id(page), self.heap.page_bytes
+        for blob in self.blobs:
+            yield id(blob), blob.size
+        for row in self.rows:
+            yield id(row), row.nbytes
 
     def share(self) -> SessionState:
         """The same for another holder, who releases it too. Without the part of a policy's drafter."""

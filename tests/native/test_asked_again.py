@@ -17,10 +17,10 @@ from support.interrupter import Interrupter
 from support.served import answer
 
 from kvflash_ggml import PrefixCache
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.store.sessions import SessionFolder
 
 KINDS = ("dense", "hybrid", "iswa")
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_calibrate": False}
@@ -124,7 +124,7 @@ def test_a_text_of_which_nothing_has_to_be_read(kind: str, llama: Any, prompts: 
 def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, prompts: Any, tokens: Any, tmp_path: Path) -> None:
     """Of conversations that take turns, put aside in memory that holds one of them, and in a folder."""
     limits = Limits(park_bytes=1 << 20)
-    scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=Folder(tmp_path))
+    scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=SessionFolder(tmp_path))
     scheduler.start()
     try:
         turns = []

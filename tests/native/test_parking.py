@@ -17,11 +17,11 @@ from support.served import answer, ask
 
 from kvflash_bench.serving import expected_bytes
 from kvflash_ggml.batching.access import Access
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.session import copies
+from kvflash_ggml.store.sessions import SessionFolder
 
 Turns = list[list[int]]
 POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}
@@ -107,7 +107,7 @@ def test_each_answer_is_that_of_a_lone_run(
     wanted = [lone_answers(alone, turns, 12) for turns in said]
     # memory for one or two of them: the others go through the folder
     limits = Limits(park_bytes=1 << 20)
-    with served(llama(kind, **POOL), limits=limits, folder=Folder(tmp_path)) as scheduler:
+    with served(llama(kind, **POOL), limits=limits, folder=SessionFolder(tmp_path)) as scheduler:
         answers, later = play(scheduler, said, 12)
         assert scheduler.seat.counts.parks > 4
         assert scheduler.shelf.counts.stored > 0
@@ -202,10 +202,10 @@ def test_a_server_goes_on_where_the_last_one_ended(
     said = conversations(tokens, count=2, length=1100, turns=2)
     wanted = [lone_answers(llama("hybrid", **POOL), turns, 8)[1][0] for turns in said]
     texts = [list(turns[0]) for turns in said]
-    with served(llama("hybrid", **POOL), folder=Folder(tmp_path)) as scheduler:
+    with served(llama("hybrid", **POOL), folder=SessionFolder(tmp_path)) as scheduler:
         for text in texts:
             text += answer(scheduler, text).tokens
-    with served(llama("hybrid", **POOL), folder=Folder(tmp_path)) as scheduler:
+    with served(llama("hybrid", **POOL), folder=SessionFolder(tmp_path)) as scheduler:
         for text, turns, tokens_wanted in zip(texts, said, wanted, strict=True):
             end = answer(scheduler, [*text, *turns[1]])
             assert end.tokens == tokens_wanted
@@ -222,7 +222,7 @@ def test_parked_texts_give_way_where_memory_is_limited(
     limited = llama("dense", **POOL, kvflash_host_limit=page * 45)
     said = conversations(tokens, count=5, length=1000, turns=2)
     wanted = [[tokens for tokens, _ in lone_answers(llama("dense", **POOL), turns, 8)] for turns in said]
-    with served(limited, folder=Folder(tmp_path)) as scheduler:
+    with served(limited, folder=SessionFolder(tmp_path)) as scheduler:
         answers, _ = play(scheduler, said, 8)
         assert scheduler.shelf.counts.stored > 0
         assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
@@ -264,7 +264,7 @@ def test_what_was_read_otherwise_is_not_in_the_folder(
     stored: bool, llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
 ) -> None:
     """Nor what goes on from it, in the usual way, where it was put aside meanwhile, in memory or in a file."""
-    settings = {"limits": Limits(park_bytes=1), "folder": Folder(tmp_path / "parked")} if stored else {}
+    settings = {"limits": Limits(park_bytes=1), "folder": SessionFolder(tmp_path / "parked")} if stored else {}
     first, longer, other = (tokens[at:end].tolist() for at, end in ((0, 1000), (0, 1200), (2000, 2600)))
     for cached in (0, 999):
         llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_cache=tmp_path / "cache")

@@ -167,7 +167,7 @@ def test_a_restored_tail_continues_like_the_session_that_stored_it(kind: str, ma
     logits = row(llm)
     ask(llm, texts["b"])
     # the later turn is forgotten, so that it is the earlier one that is gone on from
-    for entry in list(inside(llm).prefixes._memory._entries):
+    for entry in list(inside(llm).prefixes._memory._texts):
         if entry.length > 1509:
             inside(llm).prefixes._memory.drop(entry)
     again = ask(llm, turn)

@@ -231,7 +231,7 @@ def test_a_prefix_cache_does_not_keep_it(drafting: Any, prompt: Any) -> None:
     llm = drafting("eagle3")
     llm.set_cache(PrefixCache())
     list(islice(llm.generate(prompt, temp=0.0), 20))
-    kept = inside(llm).prefixes._memory._entries
+    kept = list(inside(llm).prefixes._memory._texts)
     assert kept
     assert not any(one.drafts for one in kept)
     llm.eval([1])

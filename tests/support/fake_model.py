@@ -11,10 +11,11 @@ import numpy as np
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
-from kvflash_ggml.batching.model import Parked, Paused, usable
+from kvflash_ggml.batching.model import Paused
 from kvflash_ggml.batching.residency import Residency
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
+from kvflash_ggml.store.shelf import Parked, usable
 
 END = 256
 STEP = 64

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.messages import Request, Usage
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
 from kvflash_ggml.server.settings import ServerSettings
+from kvflash_ggml.store.sessions import SessionFolder
 
 from .asgi import Client, Reply
 from .fake_model import FakeModel, FakePrompts
@@ -35,7 +35,7 @@ class Server:
         self.model, self.prompts = model or FakeModel(), prompts or FakePrompts()
         self.settings = ServerSettings(alias="fake", **settings)
         metrics = Metrics()
-        kept = None if folder is None else Folder(folder)
+        kept = None if folder is None else SessionFolder(folder)
         self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=on_end or metrics.ended)
         metrics.attach(self.scheduler)
         self.front = Front(self.settings, self.scheduler, self.prompts)

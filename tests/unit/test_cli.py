@@ -17,7 +17,7 @@ from kvflash_ggml.cli import chat, model, prompt, report, run
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
 from kvflash_ggml.placement.sizes import Fit
-from kvflash_ggml.prefix_cache.cache import PrefixCache
+from kvflash_ggml.store.prefixes import PrefixCache
 
 
 @pytest.fixture

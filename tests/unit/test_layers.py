@@ -22,7 +22,7 @@ FLOORS = [
     {"llama"},
     {"spec"},
     {"convert"},
-    {"calibration", "prefix_cache", "drafter"},
+    {"calibration", "store", "drafter"},
     {"snapshot"},
     {"session"},
     {"placement"},

@@ -28,10 +28,11 @@ from support.prefix_texts import (
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.prefix_cache import disk, folder
-from kvflash_ggml.prefix_cache.disk import DiskTier
-from kvflash_ggml.prefix_cache.folder import ABANDONED_AFTER_SECONDS, Entry
 from kvflash_ggml.state.session import Statistics
+from kvflash_ggml.store import disk, segments
+from kvflash_ggml.store.disk import DiskTier
+from kvflash_ggml.store.folder import ABANDONED_AFTER_SECONDS
+from kvflash_ggml.store.segments import Entry
 
 SYSTEM, A, B, C = (1, 640), (2, 200), (3, 300), (4, 150)
 
@@ -227,10 +228,10 @@ def test_looking_a_text_up_opens_nothing_anew(tier: DiskTier, heap: PageHeap, mo
         put(tier, heap, text(SYSTEM, (seed, 200)))
     opened: list[Path] = []
     listed: list[Path] = []
-    source, entries = folder.FileSource, folder.Folder.entries
-    for module in (disk, folder):
+    source, entries = segments.FileSource, segments.Segments.entries
+    for module in (disk, segments):
         monkeypatch.setattr(module, "FileSource", lambda path: (opened.append(path), source(path))[1])
-    monkeypatch.setattr(folder.Folder, "entries", lambda self, path: (listed.append(path), entries(self, path))[1])
+    monkeypatch.setattr(segments.Segments, "entries", lambda self, path: (listed.append(path), entries(self, path))[1])
     assert tier.find(text(SYSTEM, (5, 200), (20, 400))).length == 840
     assert len(listed) == 1
     first = len(opened)
@@ -461,10 +462,10 @@ def test_a_run_that_something_goes_on_from_stays(tmp_path: Path, heap: PageHeap)
     total = size_of(tmp_path)
     while len(files(tmp_path)) > 1:
         total -= 1
-        folder.Folder(tmp_path, capacity=total).evict()
+        segments.Segments(tmp_path, capacity=total).evict()
         total = size_of(tmp_path)
         assert ancestor.exists()
-    folder.Folder(tmp_path, capacity=0).evict()
+    segments.Segments(tmp_path, capacity=0).evict()
     assert not files(tmp_path)
 
 
@@ -473,7 +474,7 @@ def test_nothing_goes_while_there_is_room(tmp_path: Path, heap: PageHeap) -> Non
     for seed in range(6):
         put(tier, heap, text((seed, 300)))
     names = files(tmp_path)
-    folder.Folder(tmp_path, capacity=size_of(tmp_path)).evict()
+    segments.Segments(tmp_path, capacity=size_of(tmp_path)).evict()
     assert files(tmp_path) == names
 
 

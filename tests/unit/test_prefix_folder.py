@@ -12,7 +12,7 @@ import pytest
 from support.prefix_texts import make_heap, make_tier, put, text
 
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.prefix_cache.disk import DiskTier
+from kvflash_ggml.store.disk import DiskTier
 
 SYSTEM, A = (1, 640), (2, 200)
 

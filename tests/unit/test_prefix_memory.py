@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import PageImage
-from kvflash_ggml.prefix_cache import hashes as chain
-from kvflash_ggml.prefix_cache.memory import MemoryTier
 from kvflash_ggml.state.blob import Bytes
+from kvflash_ggml.store import hashes as chain
+from kvflash_ggml.store.memory import MemoryTier
 
 
 @pytest.fixture(autouse=True)
@@ -297,3 +299,20 @@ def test_blobs_of_equal_bytes_are_still_two(bench: Bench) -> None:
     a.checkpoints = {10: Bytes(bytes(50)), 20: Bytes(bytes(bytearray(50)))}
     bench.tier.put(a)
     assert bench.tier.size == PAGE + ROW_BYTES + 100 + a.own_size
+
+
+def test_statistics_that_come_late_are_not_counted(bench: Bench) -> None:
+    """What is let go of is what was counted, though a text has more by then."""
+    a = session(bench.heap, text((1, 256)))
+    assert a.policy is not None
+    rows, late = a.policy.statistics.result(), Future[Any]()
+    a.policy.statistics = late
+    bench.tier.put(a)
+    before = bench.tier.size
+    late.set_result(rows)
+    b = session(bench.heap, text((1, 256), (2, 64)), after=a)
+    bench.tier.put(b)
+    both = bench.tier.size
+    assert both == before + PAGE + 5 * ROW_BYTES + b.own_size
+    bench.tier.drop(a)
+    assert bench.tier.size == b.size, "the rows that both have are still held"

@@ -16,8 +16,8 @@ from support.prefix_texts import Int32s, load, make_heap, make_tier, released, s
 from kvflash_ggml import files
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.drafter import common_prefix
-from kvflash_ggml.prefix_cache import disk
-from kvflash_ggml.prefix_cache.folder import SEGMENT, TAIL, Entry, Folder, file_stat
+from kvflash_ggml.store import disk
+from kvflash_ggml.store.segments import SEGMENT, TAIL, Entry, Segments, file_stat
 
 PARTS = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([30, 64, 70, 128, 200])), min_size=1, max_size=4)
 
@@ -69,7 +69,7 @@ class FolderMachine(RuleBasedStateMachine):
     def evict(self, who: int, share: float) -> None:
         before = self.sizes()
         capacity = int(share * sum(before.values()))
-        Folder(self.folder, capacity=capacity).evict()
+        Segments(self.folder, capacity=capacity).evict()
         after = self.sizes()
         gone = before.keys() - after.keys()
         self.lossy = self.lossy or bool(gone)
@@ -89,12 +89,12 @@ class FolderMachine(RuleBasedStateMachine):
         names = {self.tiers[0]._root}
         for entry in entries:
             if entry.kind == SEGMENT:
-                names.update(Folder(self.folder, capacity=0).names(entry))
+                names.update(Segments(self.folder, capacity=0).names(entry))
         assert all(entry.parent in names for entry in entries)
         assert all(entry.count < CHUNK for entry in entries if entry.kind == TAIL)
 
     def sizes(self) -> dict[Entry, int]:
-        entries = Folder(self.folder, capacity=0).entries(self.tiers[0]._folder)
+        entries = Segments(self.folder, capacity=0).entries(self.tiers[0]._folder)
         return {entry: stat.st_size for entry in entries if (stat := file_stat(entry.path)) is not None}
 
     def teardown(self) -> None:

@@ -17,11 +17,12 @@ from support.fake_model import STEP, FakeModel, FakeParked
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.access import Access
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.batching.messages import Failed, Finished, Started
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.batching.waiting import QueueFull
 from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, SnapshotError
+from kvflash_ggml.store import folder
+from kvflash_ggml.store.sessions import SessionFolder
 
 Make = Callable[..., Scheduler]
 
@@ -291,7 +292,7 @@ def test_a_request_that_is_not_kept(make: Make) -> None:
 
 
 def test_what_finds_no_room_goes_to_the_folder(make: Make, tmp_path: Path) -> None:
-    scheduler = make(limits=Limits(park_bytes=5000), folder=Folder(tmp_path))
+    scheduler = make(limits=Limits(park_bytes=5000), folder=SessionFolder(tmp_path))
     texts = [text(300, i) for i in range(4)]
     for one in texts:
         answer(scheduler, one)
@@ -335,7 +336,7 @@ def test_where_memory_is_full_what_is_asked_for_comes_from_the_folder(
         return park()
 
     monkeypatch.setattr(model, "park", one_at_a_time)
-    scheduler = make(model, folder=Folder(tmp_path))
+    scheduler = make(model, folder=SessionFolder(tmp_path))
     texts = [text(300, i) for i in range(2)]
     for one in texts:
         answer(scheduler, one)
@@ -390,7 +391,7 @@ def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.M
 
     model = FakeModel()
     monkeypatch.setattr(model, "write", full)
-    scheduler = make(model, limits=Limits(park_bytes=3000), folder=Folder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=3000), folder=SessionFolder(tmp_path))
     for i in range(4):
         answer(scheduler, text(300, i))
     assert scheduler.shelf.counts.failed == 2
@@ -410,7 +411,7 @@ def test_a_disk_that_is_full_keeps_the_newest(
         write(parked, path, sync=sync)
 
     monkeypatch.setattr(model, "write", for_two)
-    scheduler = make(model, limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
     for i in range(5):
         answer(scheduler, text(300, i))
     full = code == errno.ENOSPC
@@ -433,8 +434,8 @@ def test_what_is_larger_than_a_disk_costs_no_others(
         write(parked, path, sync=sync)
 
     monkeypatch.setattr(model, "write", but_long_ones)
-    monkeypatch.setattr(Folder, "free", 0)
-    scheduler = make(model, limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    monkeypatch.setattr(folder.Folder, "free", 0)
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
     for length in (300, 301, 2000, 302):
         answer(scheduler, text(length, length))
     assert len(scheduler.shelf) == 2
@@ -443,7 +444,7 @@ def test_what_is_larger_than_a_disk_costs_no_others(
 
 
 def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
-    scheduler = make(limits=Limits(park_bytes=0), folder=Folder(tmp_path))
+    scheduler = make(limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
     answer(scheduler, text(300))
     answer(scheduler, text(300, 1))
     (path,) = (tmp_path / "parked").iterdir()
@@ -456,7 +457,7 @@ def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
 def test_only_at_the_end_is_the_disk_waited_for(tmp_path: Path) -> None:
     """While a request waits for room, the system brings files to the disk when it likes."""
     model = FakeModel()
-    scheduler = Scheduler(model, folder=Folder(tmp_path))
+    scheduler = Scheduler(model, folder=SessionFolder(tmp_path))
     scheduler.start()
     for i in range(4):
         answer(scheduler, text(300, i))
@@ -467,14 +468,14 @@ def test_only_at_the_end_is_the_disk_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
-    first = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    first = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
     first.start()
     for i in range(3):
         answer(first, text(300, i), salt="ab" * (i == 2))
     first.close()
     with pytest.raises(KVFlashError, match="shutting down"):
         ask(first, text(5))
-    second = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    second = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
     second.start()
     assert [answer(second, text(300, i)).usage.cached for i in range(3)] == [299, 299, 0]
     assert answer(second, text(300, 2), salt="ab").usage.cached == 299
@@ -483,7 +484,7 @@ def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
 
 def test_of_two_files_of_one_conversation_the_newer_counts(tmp_path: Path) -> None:
     """A server that is killed between writing one and deleting the other leaves both."""
-    first = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    first = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
     first.start()
     answer(first, text(300))
     first.close()
@@ -491,7 +492,7 @@ def test_of_two_files_of_one_conversation_the_newer_counts(tmp_path: Path) -> No
     older = newer.with_name(newer.name.replace("~300", "~299"))
     older.write_bytes(newer.read_bytes())
     os.utime(older, (1, 1))
-    second = Scheduler(FakeModel(), folder=Folder(tmp_path))
+    second = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
     second.start()
     (known,) = second.call(lambda: second.conversations.describe(Access())).result(10)
     assert known["prompt"] == 300
@@ -530,7 +531,7 @@ def test_calls_come_between_requests(make: Make) -> None:
 
 
 def test_conversations_can_be_kept_by_hand(make: Make, tmp_path: Path) -> None:
-    scheduler = make(folder=Folder(tmp_path))
+    scheduler = make(folder=SessionFolder(tmp_path))
     answer(scheduler, text(300), conversation="mine")
     answer(scheduler, text(300, 1))
     known = scheduler.call(lambda: scheduler.conversations.describe(Access())).result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from pathlib import Path
 import pytest
 from support.fake_model import FakeModel, FakePrompts
 
-from kvflash_ggml.batching.folder import Folder
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.server.run import serve
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_ggml.snapshot.container import MAGIC
+from kvflash_ggml.store.sessions import SessionFolder
 
 
 def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
         path.write_bytes(bytes(MAGIC) + b"the rest")
     for path in (old, other):
         os.utime(path, (time.time() - 3600,) * 2)
-    Folder(tmp_path)
+    SessionFolder(tmp_path)
     assert sorted(parked.iterdir()) == [new, other]
 
 
@@ -39,7 +40,7 @@ def test_two_servers_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         path.unlink()
 
     monkeypatch.setattr(Path, "touch", beside_another)
-    Folder(tmp_path)
+    SessionFolder(tmp_path)
     assert not list((tmp_path / "parked").iterdir())
 
 
@@ -55,6 +56,6 @@ def test_a_server_may_open_many_files(few_files: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     (tmp_path / "no folder").touch()
     settings = ServerSettings(alias="fake", session_dir=tmp_path / "no folder")
-    with pytest.raises(ConfigError):
-        serve(FakeModel(), FakePrompts(), settings, ready=print)
+    with pytest.raises(ConfigError), socket.socket() as sock:
+        serve(FakeModel(), FakePrompts(), settings, sock, found=print, ready=print)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few_files, few_files)

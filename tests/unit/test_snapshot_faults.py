@@ -74,7 +74,7 @@ sys.path.insert(0, {str(TESTS)!r})
 warnings.simplefilter("ignore")
 from support.saving import dump, snapshot_store, make, text
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.prefix_cache.cache import PrefixCache, Prefixes
+from kvflash_ggml.store.prefixes import PrefixCache, Prefixes
 session = make()
 session.extend(text(700))
 each = snapshot_store(session)

@@ -1,16 +1,14 @@
-"""The folder of a prefix cache: which files it has, and which of them go when they are too many.
+"""The files of a prefix cache, and which of them go when they are too many.
 
     ROOT/PARENT-COUNT-END.segment   images and statistics of COUNT chunks that go on from the text named PARENT
     ROOT/PARENT-COUNT-END.tail   what a session needs beside its chunks to go on COUNT tokens after PARENT
 
-ROOT is the name of the empty text, of one model under one set of settings. Files appear by renaming and go by deleting,
-both under one lock for all processes, and what has been opened stays readable.
+ROOT is the name of the empty text, of one model under one set of settings.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import heapq
 import logging
 import os
@@ -20,23 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 
-from ..errors import ConfigError, SnapshotError
-from ..files import PART
+from ..errors import SnapshotError
 from ..snapshot.container import Container
 from ..snapshot.source import FileSource
 from . import hashes
+from .folder import Folder, file_stat
 
 logger = logging.getLogger("kvflash_ggml")
 
 SEGMENT, TAIL = "segment", "tail"
-
-PATIENCE = 30
-"""Seconds to wait for other processes."""
-
-ABANDONED_AFTER_SECONDS = 3600
-"""Seconds after which a file that was never finished belongs to a process that has died."""
 
 CLOCK_SKEW_SECONDS = 60
 """Seconds that the clocks of two machines may differ."""
@@ -65,36 +56,20 @@ class Entry:
         return cls(folder / f"{parent}-{count}-{end}.{kind}", parent, count, end, kind)
 
 
-class Folder:
-    """capacity: bytes of all models together."""
+class Segments:
+    """The files of a prefix cache, of all models together. capacity: their bytes at most."""
 
     def __init__(self, path: Path, *, capacity: int) -> None:
-        self.path = path
+        self.folder = Folder(path, _NAME, what="prefixes", inside="*")
         self.capacity = capacity
         self._names: dict[Path, bytes] = {}  # of segments that have been opened: they never change
         self._unusable: set[Path] = set()
-        self.make(path)
-        self._sweep()
-
-    def make(self, path: Path) -> None:
-        """Make a folder, if it is not there. ConfigError if it cannot be."""
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise ConfigError(
-                f"cannot keep prefixes in {self.path}: {err.strerror or err}: name a folder that can be written"
-            ) from err
 
     def entries(self, folder: Path) -> list[Entry]:
         """The files of one model, in the order of their names."""
-        try:
-            with os.scandir(folder) as files:
-                # the name first: there may be many files of others. A link or a pipe of that name is not ours
-                ours = (file for file in files if _NAME.fullmatch(file.name))
-                paths = sorted(folder / file.name for file in ours if file.is_file(follow_symlinks=False))
-        except OSError:
-            return []
-        return [entry for path in paths if (entry := Entry.of(path)) is not None]
+        with contextlib.suppress(OSError):
+            return [Entry(path, name[1], int(name[2]), name[3], name[4]) for path, name in self.folder.files(folder)]
+        return []
 
     def usable(self, folder: Path) -> list[Entry]:
         """Those that have not failed yet."""
@@ -116,27 +91,6 @@ class Folder:
 
     # --- changes
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """No other thread or process adds or evicts files meanwhile. Ends with the process, however that ends.
-
-        TimeoutError if somebody keeps it for long, OSError if there is something else of that name.
-        """
-        path = self.path / ".lock"
-        # others may be able to write to the folder: a link is not followed, a pipe not waited for
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-        try:
-            if not S_ISREG(os.fstat(file).st_mode):
-                raise OSError(f"{path} is no file: delete it")
-            deadline = time.monotonic() + PATIENCE
-            while not _try_lock(file):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self.path} has been locked by somebody else for {PATIENCE} s")
-                time.sleep(0.02)
-            yield
-        finally:
-            os.close(file)
-
     def reject(self, path: Path, why: SnapshotError) -> None:
         """A file is not what it should be: delete it, so that it is written anew.
 
@@ -154,9 +108,9 @@ class Folder:
         self._unusable.add(path)
 
     def delete(self, path: Path) -> None:
+        """Delete a file, if it is there."""
         self._names.pop(path, None)
-        with contextlib.suppress(OSError):
-            path.unlink()
+        self.folder.delete(path)
 
     def written(self, path: Path) -> None:
         """A file has been written anew."""
@@ -168,9 +122,9 @@ class Folder:
 
         Files that are being written, or were when their process died, take room as well.
         """
-        with self.locked():
+        with self.folder.locked():
             files = {entry: stat for entry in self._everything() if (stat := file_stat(entry.path)) is not None}
-            unfinished = [stat for path in self._unfinished() if (stat := file_stat(path)) is not None]
+            unfinished = [stat for path in self.folder.unfinished() if (stat := file_stat(path)) is not None]
             total = sum(stat.st_size for stat in [*files.values(), *unfinished])
             if total <= self.capacity:
                 return
@@ -199,35 +153,11 @@ class Folder:
 
     def _everything(self) -> Iterator[Entry]:
         """The files of all models."""
-        for folder in sorted(self.path.iterdir()):
+        for folder in sorted(self.folder.path.iterdir()):
             if _ROOT.fullmatch(folder.name):
                 yield from self.entries(folder)
-
-    def _unfinished(self) -> Iterator[Path]:
-        return self.path.glob(f"*/.*{PART}")
-
-    def _sweep(self) -> None:
-        """Delete what processes that have died left unfinished."""
-        for path in self._unfinished():
-            stat = file_stat(path)
-            if stat is not None and time.time() - stat.st_mtime > ABANDONED_AFTER_SECONDS:
-                self.delete(path)
-
-
-def _try_lock(file: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _last_use(stat: os.stat_result) -> int:
     """When a file was used last. One from the future says nothing, and must not outlive those of today."""
     return 0 if stat.st_mtime > time.time() + CLOCK_SKEW_SECONDS else stat.st_mtime_ns
-
-
-def file_stat(path: Path) -> os.stat_result | None:
-    """None if it is gone."""
-    with contextlib.suppress(OSError):
-        return path.stat()
-    return None

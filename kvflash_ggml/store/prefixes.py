@@ -30,6 +30,9 @@ MAX_WAITING = 8
 """Texts that wait to be written, while generation goes on. What comes then is not stored."""
 
 
+UNWRITTEN = "the prefix cache could not be written"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
     """Settings of a prefix cache, to be given to `Llama.set_cache`. One can serve several models.
@@ -66,7 +69,6 @@ class Prefixes:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-cache")
         self._writing: list[Future[None]] = []
         self._newest = np.empty(0, np.int32)  # the text that was kept last, wherever it is now
-        self._failed = ""
         self._disk: DiskTier | None = None
         if cache.folder is not None:
             self._disk = DiskTier(
@@ -179,7 +181,7 @@ class Prefixes:
             if len(self._writing) < MAX_WAITING:
                 self._writing.append(self._writer.submit(self._write, saved.share()))
             else:
-                self._complain(f"{MAX_WAITING} texts wait to be written")
+                self._disk.folder.failed("the prefix cache is behind", f"{MAX_WAITING} texts wait to be written")
         self._memory.put(saved)
 
     def flush(self) -> None:
@@ -198,13 +200,8 @@ class Prefixes:
         assert self._disk is not None
         try:
             self._disk.put(saved)
+            self._disk.folder.wrote(UNWRITTEN)
         except Exception as err:  # nobody asks this thread how it went
-            self._complain(str(err))
+            self._disk.folder.failed(UNWRITTEN, err)
         finally:
             saved.release()
-
-    def _complain(self, why: str) -> None:
-        """A full disk stays full: say so once."""
-        if why != self._failed:
-            self._failed = why
-            logger.warning("the prefix cache could not be written: %s", why)

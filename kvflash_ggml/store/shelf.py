@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..arrays import Int32s, common_prefix
-from ..constants import CHUNK
 from ..errors import KVFlashError
-from .folder import Folder, Stored
-from .model import Parked, usable
-
-logger = logging.getLogger("kvflash_ggml")
+from .folder import disk_is_full
+from .sessions import SessionFolder, Stored
+from .texts import Texts
 
 MAX_CONVERSATIONS = 4096
 """Each is looked at when a request comes that begins as it does."""
+
+
+class Parked(Protocol):
+    """A text that was put aside. It goes on bit for bit, and is released when nobody wants it any more."""
+
+    @property
+    def tokens(self) -> Int32s: ...
+
+    @property
+    def places(self) -> Sequence[int] | None:
+        """Where, before its end, it can be gone on from; None for anywhere."""
+        ...
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """What it keeps in memory but for its tokens, as (identity, bytes); several texts may have a part together."""
+        ...
+
+    def release(self) -> None: ...
+
+
+def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
+    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
+    shared = min(common_prefix(text, tokens), len(tokens) - 1)
+    if places is None or shared == len(text):
+        return shared
+    return max((place for place in places if place <= shared), default=0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,7 +90,7 @@ class Shelf:
         self,
         *,
         capacity: int,
-        folder: Folder | None = None,
+        folder: SessionFolder | None = None,
         write: Callable[[Parked, Stored, bool], None],
         read: Callable[[Stored], Parked],
         most: int = MAX_CONVERSATIONS,
@@ -78,32 +100,28 @@ class Shelf:
         self._write = write
         self._read = read
         self._most = most
-        self._all: dict[str, Conversation] = {}  # the one used longest ago first
-        self._begins: dict[tuple[str, bytes], list[Conversation]] = {}
-        self._holders: Counter[int] = Counter()
-        self._bytes = 0
-        self._failing = False  # the folder has not taken the last one as it was
+        self._texts = Texts[Conversation]()
         self.counts = ShelfCounts()
         self._held: Conversation | None = None
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._texts)
 
     def __iter__(self) -> Iterator[Conversation]:
-        return iter(list(self._all.values()))
+        return iter(self._texts)
 
-    def get(self, id: str) -> Conversation | None:
-        return self._all.get(id)
+    def __contains__(self, conversation: Conversation) -> bool:
+        return conversation in self._texts
 
     @property
     def size(self) -> int:
         """Bytes in memory: what several conversations share counts once, and of those in the folder their tokens do."""
-        return self._bytes
+        return self._texts.size
 
     def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
         """The conversation that saves most of a prompt, and how much; of equals one of this name, then the newest."""
         best, most = None, (0, False, 0.0)
-        for found in self._begins.get(_begin(tokens, salt), ()):
+        for found in self._texts.alike(tokens, salt=salt):
             length = found.usable(tokens)
             key = (length, name is not None and found.name == name, found.used)
             if length and key > most:
@@ -112,31 +130,25 @@ class Shelf:
 
     def known(self, tokens: Int32s, *, salt: str) -> int:
         """How long a beginning of a prompt is known, whether or not it can be gone on from there."""
-        others = self._begins.get(_begin(tokens, salt), ())
-        return max((common_prefix(found.tokens, tokens) for found in others), default=0)
+        return self._texts.known(tokens, salt=salt)
 
     def put(self, conversation: Conversation, parked: Parked, now: float) -> None:
         """Put a conversation aside. It holds `parked` from here on. Others go if there is no room."""
-        if conversation.id in self._all:
+        if conversation in self._texts:
             self.take(conversation)
         conversation.tokens, conversation.parked, conversation.used = parked.tokens, parked, now
         self.add(conversation)
-        for key, size in parked.parts():
-            self._holders[key] += 1
-            if self._holders[key] == 1:
-                self._bytes += size
+        self._texts.add_parts(conversation, parked.parts())
         self.make_room()
 
     def add(self, conversation: Conversation) -> None:
         """One that is put aside, or that the folder had when the server began."""
-        self._all[conversation.id] = conversation
-        self._begins.setdefault(_begin(conversation.tokens, conversation.salt), []).append(conversation)
-        self._bytes += conversation.tokens.nbytes
+        self._texts.add(conversation, salt=conversation.salt)
 
     def touch(self, conversation: Conversation, now: float) -> None:
         """It has been gone on from by another: it is the last to go."""
         conversation.used = now
-        self._all[conversation.id] = self._all.pop(conversation.id)
+        self._texts.touch(conversation)
 
     @contextmanager
     def holding(self, conversation: Conversation) -> Iterator[None]:
@@ -152,15 +164,15 @@ class Shelf:
         """Bring memory below its capacity, and the number of conversations below its bound."""
         if self._held is not None:
             return
-        while self._bytes > self._capacity and self.evict():
+        while self._texts.size > self._capacity and self.evict():
             pass
-        while len(self._all) > self._most:
+        while len(self._texts) > self._most:
             self.counts.dropped += 1
-            self.erase(next(iter(self._all.values())))
+            self.erase(next(iter(self._texts)))
 
     def evict(self, *, held: bool = False) -> bool:
         """Take the one used longest ago out of memory; False if there is none. held: if need be one on its way back."""
-        able = [conversation for conversation in self._all.values() if conversation.parked is not None]
+        able = [conversation for conversation in self._texts if conversation.parked is not None]
         oldest = next((one for one in able if one is not self._held), able[0] if able and held else None)
         if oldest is None:
             return False
@@ -184,30 +196,32 @@ class Shelf:
         place = self._folder.place(
             conversation.id, conversation.salt, conversation.prompt, places=conversation.parked.places
         )
-        full = False
+        parked = self._folder.parked
+        what, full = f"conversations cannot be stored in {parked.path}", False
         while True:
             try:
                 self._write(conversation.parked, place, sync)
                 break
             except (KVFlashError, OSError) as err:
-                if not self._failing:  # a full disk stays full: say so once
-                    logger.warning("a conversation of %d tokens cannot be stored: %s", len(conversation.tokens), err)
-                self._failing = full = True
-                if not (_disk_is_full(err) and self._forget_file(conversation.parked)):
+                parked.failed(what, err)
+                full = True
+                if not (disk_is_full(err) and self._forget_file(conversation.parked)):
                     self.counts.failed += 1
                     return False
-        self._failing = full
+        if not full:
+            parked.wrote(what)
         if conversation.stored is not None and conversation.stored.path != place.path:
-            conversation.stored.delete()
+            self.delete_file(conversation)
         conversation.stored = place
         return True
 
     def _forget_file(self, parked: Parked) -> bool:
         """Let go of the one used longest ago of those in the folder; False if none is there, or all make no room."""
         assert self._folder is not None
-        able = [one for one in self._all.values() if one.parked is None and one is not self._held]
+        able = [one for one in self._texts if one.parked is None and one is not self._held]
         needed = parked.tokens.nbytes + sum(dict(parked.parts()).values())
-        if not able or needed > self._folder.free + sum(one.stored.bytes for one in able if one.stored is not None):
+        stored = sum(one.stored.bytes for one in able if one.stored is not None)
+        if not able or needed > self._folder.parked.free + stored:
             return False
         self.counts.dropped += 1
         self.erase(able[0])
@@ -223,51 +237,31 @@ class Shelf:
     def take(self, conversation: Conversation) -> None:
         """Off the shelf: it is at hand now. Its memory is let go of, a file stays until a newer one takes its place."""
         self._release(conversation)
-        self._remove(conversation)
+        self._texts.remove(conversation)
         if conversation.stored is not None:
             conversation.stored.current = False
 
     def erase(self, conversation: Conversation) -> None:
         """Forget a conversation, its file too."""
         self._release(conversation)
-        self._remove(conversation)
-        if conversation.stored is not None:
-            conversation.stored.delete()
-            conversation.stored = None
+        self._texts.remove(conversation)
+        self.delete_file(conversation)
 
-    def _remove(self, conversation: Conversation) -> None:
-        del self._all[conversation.id]
-        self._bytes -= conversation.tokens.nbytes
-        begin = _begin(conversation.tokens, conversation.salt)
-        self._begins[begin].remove(conversation)
-        if not self._begins[begin]:
-            del self._begins[begin]
+    def delete_file(self, conversation: Conversation) -> None:
+        """Forget the file of a conversation, if it has one."""
+        stored, conversation.stored = conversation.stored, None
+        if stored is not None and self._folder is not None:
+            self._folder.parked.delete(stored.path)
 
     def _release(self, conversation: Conversation) -> None:
         parked, conversation.parked = conversation.parked, None
-        if parked is None:
-            return
-        for key, size in parked.parts():
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self._bytes -= size
-        parked.release()
+        if parked is not None:
+            self._texts.drop_parts(conversation)
+            parked.release()
 
     def close(self) -> None:
         """Store what the folder lacks, and let go of everything."""
         for conversation in self:
             self.store(conversation)
             self._release(conversation)
-        self._all.clear()
-        self._begins.clear()
-
-
-def _disk_is_full(err: Exception) -> bool:
-    cause = err if isinstance(err, OSError) else err.__cause__
-    return isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}
-
-
-def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
-    """Texts that share less than a chunk are not worth looking at."""
-    return salt, tokens[:CHUNK].astype("<i4").tobytes()
+            self._texts.remove(conversation)

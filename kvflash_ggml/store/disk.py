@@ -29,7 +29,7 @@ from ..snapshot.source import FileSource
 from ..state.blob import Bytes
 from ..state.session import Limits, PolicyState, SessionState, Statistics, done
 from . import hashes
-from .folder import SEGMENT, TAIL, Entry, Folder
+from .segments import SEGMENT, TAIL, Entry, Segments
 
 MAX_CHUNKS = 256
 """Chunks of one segment: what is evicted at once."""
@@ -70,9 +70,10 @@ class DiskTier:
         limits: Limits,
     ) -> None:
         self._root = hashes.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
-        self._all = Folder(folder, capacity=capacity)
+        self._all = Segments(folder, capacity=capacity)
+        self.folder = self._all.folder
         self._folder = folder / self._root
-        self._all.make(self._folder)
+        self.folder.make(self._folder)
         self._fingerprint = fingerprint
         self._settings = settings
         self._heap = heap
@@ -263,7 +264,7 @@ class DiskTier:
             raise SnapshotError(
                 f"a text is larger than the {self._all.capacity >> 20} MiB that the folder may take: allow it more"
             )
-        self._all.make(self._folder)
+        self.folder.make(self._folder)
         names = hashes.names(self._root, saved.tokens)
         if self._put_segments(saved, names):
             self._put_tail(saved, names)
@@ -292,14 +293,14 @@ class DiskTier:
                 short.append(covered[first - 1][0])
                 first -= short[-1].count
             self._put_segment(saved, names, first, last)
-            with self._all.locked():
+            with self.folder.locked():
                 for entry in short:
                     self._all.delete(entry.path)
         return False
 
     def _put_segment(self, saved: SessionState, names: list[str], first: int, last: int) -> None:
         path = Entry.named(self._folder, names[first], last - first, names[last], SEGMENT).path
-        with replacing(path, guard=self._all.locked) as file:
+        with replacing(path, guard=self.folder.locked) as file:
             writer = Writer(file)
             writer.section("names", bytes.fromhex("".join(names[first + 1 : last + 1])))
             format.write_whole(writer, saved.whole[first * CHUNK : last * CHUNK])
@@ -319,7 +320,7 @@ class DiskTier:
         images = [bytearray(self._heap.bytes_of(page)) for page in saved.pages[full:]]
         for image in images:
             self._blank(memoryview(image), rest)
-        with replacing(tail.path, guard=self._all.locked) as file:
+        with replacing(tail.path, guard=self.folder.locked) as file:
             writer = Writer(file)
             facts = format.write_sections(writer, replace(saved, checkpoints={}))
             writer.pages("pages", images)

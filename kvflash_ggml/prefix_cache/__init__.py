@@ -1,1 +1,0 @@
-"""Texts kept for later, in memory and in a folder, found by their beginning."""

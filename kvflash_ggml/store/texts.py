@@ -1,0 +1,96 @@
+"""The index of texts: found by their beginning, least recently used first, and how many bytes they have in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from ..arrays import Int32s, common_prefix
+from ..constants import CHUNK
+
+
+class Text(Protocol):
+    """Anything with tokens that do not change while it is kept."""
+
+    @property
+    def tokens(self) -> Int32s: ...
+
+
+T = TypeVar("T", bound=Text)
+
+
+class Texts(Generic[T]):
+    """The index of a store. It evicts nothing by itself.
+
+    size: bytes in memory. A part that several texts have counts once, and the tokens of every text count.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[T, tuple[str, bytes]] = {}  # how each begins
+        self._begins: dict[tuple[str, bytes], list[T]] = {}
+        self._parts: dict[T, list[tuple[int, int]]] = {}
+        self._holders: Counter[int] = Counter()
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._all))
+
+    def __contains__(self, text: T) -> bool:
+        return text in self._all
+
+    def add(self, text: T, *, salt: str = "") -> None:
+        """The most recently used one. salt: texts of different salts are never compared."""
+        begin = self._all[text] = _begin(text.tokens, salt)
+        self._begins.setdefault(begin, []).append(text)
+        self.size += text.tokens.nbytes
+
+    def remove(self, text: T) -> None:
+        """The text and its parts."""
+        self.drop_parts(text)
+        begin = self._all.pop(text)
+        self._begins[begin].remove(text)
+        if not self._begins[begin]:
+            del self._begins[begin]
+        self.size -= text.tokens.nbytes
+
+    def touch(self, text: T) -> None:
+        """It is used now."""
+        self._all[text] = self._all.pop(text)
+
+    def alike(self, tokens: Int32s, *, salt: str = "") -> Iterable[T]:
+        """Texts that share a chunk with these tokens, or all of them: fewer are read sooner than restored."""
+        return self._begins.get(_begin(tokens, salt), ())
+
+    def known(self, tokens: Int32s, *, salt: str = "") -> int:
+        """How long a beginning of these tokens is known, whether or not a text can be continued from there."""
+        return max((common_prefix(one.tokens, tokens) for one in self.alike(tokens, salt=salt)), default=0)
+
+    # --- bytes
+
+    def add_parts(self, text: T, parts: Iterable[tuple[int, int]]) -> None:
+        """What a text has in memory beside its tokens: (identity, bytes) of each part."""
+        self._parts[text] = list(parts)
+        for key, size in self._parts[text]:
+            self._holders[key] += 1
+            if self._holders[key] == 1:
+                self.size += size
+
+    def drop_parts(self, text: T) -> None:
+        """It has them no more: those that were counted, though it may have got others since."""
+        for key, size in self._parts.pop(text, ()):
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.size -= size
+
+    def holds(self, key: int) -> bool:
+        """Has a text the part of this identity?"""
+        return key in self._holders
+
+
+def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
+    return salt, tokens[:CHUNK].astype("<i4").tobytes()
