@@ -129,12 +129,12 @@ class PoolSettings:
 
     kvflash: str = _pool(
         _read_pool, default="off", variable="KVFLASH_POOL", metavar="TOKENS|SIZE|auto|off",
-        help="Keep the KV cache in a pool of so many tokens (4096, 4K) or bytes (512M, 2G); what does not fit is"
-        " paged to host memory. 'auto' sizes the pool from free device memory.",
+        help="Keep the KV cache in a pool of so many tokens (4096, 4K) or bytes (512M, 2G). The rest is paged to host"
+        " memory. auto sizes the pool from free device memory.",
     )  # fmt: skip
     cache: Path | None = _pool(
         Path, "--kvflash-cache", metavar="DIR",
-        help="Folder where texts that were read are kept, so that later runs need not read them again.",
+        help="Folder that keeps the texts that were read, so that later runs need not read them again.",
     )  # fmt: skip
     cache_size: int = _pool(
         notation.size, "--kvflash-cache-size", default=16 << 30, metavar="SIZE",
@@ -147,9 +147,10 @@ class PoolSettings:
 class KVFlashConfig:
     """Settings of a bounded KV cache. Everything is counted in tokens unless said otherwise.
 
+    `policy` can also be an object of your own (policy.base.Scorer), and `spec` is a SpecConfig.
+
     pool: slots on the device, or "auto" to size it from free device memory.
     pool_bytes: the same as bytes on the device, instead of a number of slots.
-    policy: a name, or an object of your own (policy.base.Scorer).
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
@@ -160,8 +161,8 @@ class KVFlashConfig:
     pool_bytes: int | None = None
     policy: str | Scorer = _pool(
         _read_policy, "--kvflash-policy", default="qk", metavar="NAME",
-        help="Which chunks stay resident: qk keeps what the newest queries attend to, drafter what a small model of its"
-        " own attends to, lru what was used last; or a policy of another installed package.",
+        help="Which chunks stay resident. qk keeps what the newest queries attend to, drafter what a small model of"
+        " its own attends to, lru what was used last. Another installed package can add a policy.",
     )  # fmt: skip
     drafter: Path | None = _pool(
         Path, "--kvflash-drafter", metavar="FILE",
@@ -175,12 +176,12 @@ class KVFlashConfig:
     )  # fmt: skip
     calibrate: bool | Path = _pool(
         _read_calibration, "--kvflash-calibrate", default=True, metavar="on|off|FILE", shown=False,
-        help="Find the heads of the model that retrieve, once, after the first answer; or take them from a file of"
-        " 'kvflash-run calibrate'; 'off' asks all heads.  [default: on]",
+        help="Find the model's retrieval heads once, after the first answer. FILE: take them from a file of"
+        " 'kvflash-run calibrate'. off: ask all heads.  [default: on]",
     )  # fmt: skip
     deterministic: bool = _pool(
         bool, "--kvflash-deterministic", default=False,
-        help="The same text brings the same chunks: each prompt is read from its beginning, tau does not adapt, and"
+        help="The same text brings the same chunks. Each prompt is read from its beginning, tau does not adapt, and"
         " heads that are found meanwhile count in the next run.",
     )  # fmt: skip
     reselect_prefill: bool = True
@@ -188,13 +189,13 @@ class KVFlashConfig:
     tail: int = 4
     pins: tuple[tuple[int, int], ...] = _pool(
         notation.pin, "--kvflash-pin", default=(), many=True, metavar="LO:HI",
-        help="Tokens that are never paged out, a half-open range; may be repeated.",
+        help="Half-open range of tokens that are never paged out; may be repeated.",
     )  # fmt: skip
     host_limit: int | Literal["auto"] | None = _pool(
         notation.ceiling, "--kvflash-host-limit", default="auto", metavar="SIZE|auto",
-        help="Ceiling on host memory for paged-out tokens, as 8G or 512M; auto is what is available with a spill"
-        " folder, beyond a margin and the weights, and no ceiling without one. Exact reading sees no more of a text"
-        " than that holds at a time.",
+        help="Ceiling on host memory for page images, as 8G or 512M. auto: no ceiling without a spill folder; with"
+        " one, what is available beyond a margin and the weights. Exact reading sees no more of a text than that"
+        " holds at a time.",
     )  # fmt: skip
     spill: Path | None = _pool(
         Path, "--kvflash-spill", metavar="DIR",
@@ -202,30 +203,31 @@ class KVFlashConfig:
     )  # fmt: skip
     reading: Literal["auto", "exact", "pool"] = _pool(
         ("auto", "exact", "pool"), "--kvflash-reading", default="auto",
-        help="What the prompt's tokens see of the text before them: 'exact' all of it, copied to the device a layer"
-        " at a time, as without a pool; 'pool' what is resident; 'auto' all of it if there is memory for that.",
+        help="What a prompt's tokens see of the text before them. exact: all of it, copied to the device layer by"
+        " layer, with the bits of a full cache. pool: the resident chunks. auto: all of it if there is memory for"
+        " that.",
     )  # fmt: skip
     stage: int | None = _pool(
         notation.size, "--kvflash-stage", least=1, metavar="TOKENS",
-        help="So many tokens can be seen by exact reading; of a longer text the best chunks.  [default: all, or what a"
-        " third of the free device memory holds]",
+        help="Tokens that exact reading can see at most. Of a longer text it sees the best chunks.  [default: all, or"
+        " what a third of the free device memory holds]",
     )  # fmt: skip
     answer: Literal["pool", "exact", "lossless"] = _pool(
         ("pool", "exact", "lossless"), "--kvflash-answer", default="pool",
-        help="What the answer's tokens see: what is resident; or all of the text, at the speed of the bus; 'lossless'"
-        " all of it too, where what is resident drafts several tokens and one pass over the text verifies them; who"
-        " drafts otherwise (--kvflash-spec, -md) drafts for the pool then.",
+        help="What the answer's tokens see. pool: the resident chunks. exact: the whole text, at the speed of the bus."
+        " lossless: the whole text too; the pool drafts several tokens, and one pass over the text verifies them."
+        " Other drafters (--kvflash-spec, -md) draft for the pool then.",
     )  # fmt: skip
     repair: int | None = _pool(
         int, "--kvflash-repair", least=1,
-        help="After every N tokens of an answer, evaluate these again with the whole text in view, and count what would"
+        help="Evaluate every N tokens of an answer again with the whole text in view, and count the tokens that would"
         " have been different.  [default: never]",
     )  # fmt: skip
     spec: SpecConfig | None = _pool(
         _read_drafts, "--kvflash-spec", "--spec-type", metavar="auto|none|NAMES",
-        help=f"Speculative decoding: who drafts what one step verifies, of {', '.join(SPEC_TYPES)}, with commas;"
-        " NAME=FILE names a drafter's file. 'auto': the text, and a drafter in the model's file or beside it."
-        "  [default: none]",
+        help=f"Speculative decoding: the drafters whose tokens one step verifies, of {', '.join(SPEC_TYPES)}, separated"
+        " by commas. NAME=FILE names a drafter's file. auto: the text itself, and a drafter in the model's file"
+        " or beside it.  [default: none]",
     )  # fmt: skip
     checkpoints: int = 8
 

@@ -5,6 +5,8 @@ The field has its bounds, its help, and how text becomes its value. Options, var
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -83,7 +85,12 @@ def in_section(section: str) -> Callable[..., Any]:
 
 def documented(cls: type[T]) -> type[T]:
     """A decorator that adds what its settings mean to the docstring of a dataclass."""
-    cls.__doc__ = "\n".join([cls.__doc__ or "", *(f"    {name}: {one.help}" for name, one in settings(cls).items())])
+    lines = (f"{name}: {re.sub(r' +', ' ', one.help)}" for name, one in settings(cls).items())
+    told = [
+        textwrap.fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+        for line in lines
+    ]
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), *told])
     return cls
 
 

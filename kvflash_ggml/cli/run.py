@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 
 from .. import logs
 from ..files import check_writable
+from ..settings import in_section
 from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
@@ -31,11 +33,11 @@ from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
 from .prompt import as_typed, model_and_words, read_prompt
 from .report import closing_line, document, recorded
 from .report import dry_run as say_what_goes_where
-from .sections import SectionCommand, option
+from .sections import SectionCommand, collected
 from .session_file import SessionFile
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
-_prompt = option("Prompt")
+_prompt = in_section("Prompt")
 
 _NEED_A_POOL = ("KVFlash", "Speculative decoding", "Snapshot")
 """Headings of options that change nothing without one."""
@@ -65,6 +67,29 @@ _COMMON = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What is answered, and how."""
+
+    model: str | None = _prompt(str, "-m", metavar="PATH", help="The model, instead of the first argument.")
+    prompt: str | None = _prompt(str, "-p", variable="", metavar="TEXT", help="The prompt.")
+    files: tuple[Path, ...] = _prompt(
+        click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path), "-f", "--file", default=(), many=True,
+        variable="", metavar="FILE",
+        help="Text that comes before the prompt; '-' is stdin. Several are read in their order.",
+    )  # fmt: skip
+    system: str | None = _prompt(str, "-s", "-sys", "--system", metavar="TEXT", help="The system message.")
+    conversation: bool | None = _prompt(
+        bool, "-cnv/-no-cnv", "--conversation/--no-conversation",
+        help="Use the chat template, or continue the prompt as raw text; -cnv with a prompt at a terminal stays in the"
+        " chat.  [default: by the model]",
+    )  # fmt: skip
+    dry_run: bool = _prompt(
+        bool, default=False, variable="",
+        help="Say what would go where, and whether it fits; load nothing. The exit code is 3 if it does not fit.",
+    )  # fmt: skip
+
+
 @click.command(
     cls=SectionCommand,
     epilog=_EPILOG,
@@ -76,32 +101,7 @@ _COMMON = (
 )
 @llama_flags
 @click.argument("arguments", nargs=-1, metavar="MODEL [PROMPT]")
-@_prompt("-m", "--model", metavar="PATH", help="The model, instead of the first argument.")
-@_prompt("-p", "--prompt", allow_from_autoenv=False, metavar="TEXT", help="The prompt.")
-@_prompt(
-    "-f",
-    "--file",
-    "files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    allow_from_autoenv=False,
-    metavar="FILE",
-    help="Text that comes before the prompt; '-' is stdin. Several are read in their order.",
-)
-@_prompt("-s", "-sys", "--system", metavar="TEXT", help="The system message.")
-@_prompt(
-    "-cnv/-no-cnv",
-    "--conversation/--no-conversation",
-    default=None,
-    help="Use the chat template, or continue the prompt as raw text; -cnv with a prompt at a"
-    " terminal stays in the chat.  [default: by the model]",
-)
-@_prompt(
-    "--dry-run",
-    is_flag=True,
-    allow_from_autoenv=False,
-    help="Say what would go where, and whether it fits; load nothing. The exit code is 3 if it does not fit.",
-)
+@collected("asked", PromptOptions)
 @model_options
 @device_options
 @pool_options
@@ -114,12 +114,7 @@ def run(
     ctx: click.Context,
     *,
     arguments: tuple[str, ...],
-    model: str | None,
-    prompt: str | None,
-    files: tuple[Path, ...],
-    system: str | None,
-    conversation: bool | None,
-    dry_run: bool,
+    asked: PromptOptions,
     loading: ModelOptions,
     devices: DeviceOptions,
     pool: PoolOptions,
@@ -137,20 +132,20 @@ def run(
     kvflash-run model.gguf --kvflash auto -f book.txt -p "And Ahab?" --snapshot book.kvs
     """
     _refuse_idle_options(ctx, pool, saving)
-    path, words = model_and_words(model, arguments)
+    path, words = model_and_words(asked.model, arguments)
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
-        if dry_run:
+        if asked.dry_run:
             settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
-        text = read_prompt(words, prompt, files, use_stdin=conversation is not True)
-        system = as_typed(system, "the system message")
-        chatting = text is None or (conversation is True and stdin_is_terminal())
-        if chatting and conversation is False:
+        text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
+        system = as_typed(asked.system, "the system message")
+        chatting = text is None or (asked.conversation is True and stdin_is_terminal())
+        if chatting and asked.conversation is False:
             raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")
         if chatting and output.as_json:
             raise click.UsageError("--json answers one prompt: give one, with -p, -f or a pipe")
-        if system is not None and conversation is False:
+        if system is not None and asked.conversation is False:
             raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
 
         report = None if pool.kvflash == "off" else pool.report
@@ -166,7 +161,7 @@ def run(
             load_s = time.perf_counter() - start
             if not output.quiet and not output.verbose:  # with -v the library says it
                 _say_how_it_was_loaded(llm)
-            templated = _use_template(llm, conversation, chatting=chatting, system=system)
+            templated = _use_template(llm, asked.conversation, chatting=chatting, system=system)
             session_file.load(llm)
             if chatting:
                 Chat(llm, sampling=sampling, output=output, system=system).run(text)

@@ -140,7 +140,9 @@ def _option(field: str, one: Setting) -> Callable[[F], F]:
 
 def _attributes(field: str, one: Setting) -> dict[str, Any]:
     """What `click.option` is told of a setting."""
-    found: dict[str, Any] = {"envvar": one.variable_of(field) or None, "default": None if one.many else one.default}
+    variable = one.variable_of(field)
+    found: dict[str, Any] = {"envvar": variable or None, "allow_from_autoenv": bool(variable)}
+    found["default"] = None if one.many else one.default
     if one.kind is bool:
         pair = any("/" in flag for flag in one.flags)
         return found if pair else {**found, "is_flag": True}

@@ -29,7 +29,7 @@ class ServerSettings:
         bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
     )
     host: str = _net(str, default="127.0.0.1", metavar="NAME", help="Address to listen at.")
-    port: int = _net(int, least=0, most=65535, default=8080, help="0: any free.")
+    port: int = _net(int, least=0, most=65535, default=8080, help="Port to listen at; 0 is any free one.")
     cors: tuple[str, ...] = _net(
         str, "--cors-origins", default=(), many=True, metavar="ORIGIN",
         help="Pages that may ask; may be repeated.  [default: none]",
@@ -44,29 +44,33 @@ class ServerSettings:
         Path, "--session-dir", "--slot-save-path", metavar="DIR",
         help="Folder for those that find no room there, and for all of them when the server ends.",
     )  # fmt: skip
-    max_queue: int = _limits(int, least=1, default=256, help="Requests that wait; beyond: 429.")
-    max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that wait.  [default: 4 x -c]")
+    max_queue: int = _limits(int, least=1, default=256, help="Requests that may wait; a further one gets 429.")
+    max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that may wait.  [default: 4 x -c]")
     max_body: int = _limits(
-        notation.size, default=32 << 20, metavar="SIZE", shown=False, help="Of a request; beyond: 413.  [default: 32M]"
-    )
+        notation.size, default=32 << 20, metavar="SIZE", shown=False,
+        help="Size of a request at most; a larger one gets 413.  [default: 32M]",
+    )  # fmt: skip
     default_tokens: int = _limits(
         int, "-n", "--max-tokens-default", "--predict", "--n-predict", least=1, default=4096,
-        help="Of an answer that names no limit.",
+        help="Tokens of an answer at most, where the request names no limit.",
     )  # fmt: skip
-    most_tokens: int | None = _limits(int, "--max-tokens-limit", least=1, help="Of any answer.  [default: the context]")
+    most_tokens: int | None = _limits(
+        int, "--max-tokens-limit", least=1, help="Tokens of any answer at most.  [default: the context]"
+    )
     timeout_s: float = _limits(
         float, "--timeout", least=0, above=True, default=3600, metavar="S",
-        help="For a request, from its arrival. Seconds.",
+        help="Seconds for a request, from its arrival to its end.",
     )  # fmt: skip
     queue_timeout_s: float = _limits(
-        float, "--queue-timeout", least=0, above=True, default=600, metavar="S", help="For its turn. Seconds."
-    )
+        float, "--queue-timeout", least=0, above=True, default=600, metavar="S",
+        help="Seconds that a request may wait for its turn.",
+    )  # fmt: skip
     stall_timeout_s: float = _limits(
         float, "--stall-timeout", least=0, above=True, default=60, metavar="S",
-        help="For a client that does not read, or does not send. Seconds.",
+        help="Seconds for a client that does not read, or does not send.",
     )  # fmt: skip
     drain_s: float = _limits(
-        float, "--drain", least=0, default=30, metavar="S", help="For running answers at the end. Seconds."
+        float, "--drain", least=0, default=30, metavar="S", help="Seconds for running answers when the server ends."
     )
     ping_s: float = 15.0
     sampling: Sampling = field(default_factory=Sampling)
