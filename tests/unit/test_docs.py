@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +41,8 @@ FOLDERS = (
 )
 PAGES = [page for folder in FOLDERS for page in sorted((REPO / folder).glob("*.md"))]
 UNMEASURED = {
-    "ARCHITECTURE.md": "for those who change the code",
     "CHANGELOG.md": "a list",
+    "docs/map.md": "written by scripts/map",
     "docs/architectures.md": "written by scripts/arch_table.py",
     "docs/snapshot-format.md": "a format byte by byte",
 }
@@ -94,6 +96,11 @@ def test_the_readme_stays_short() -> None:
 def test_a_word_that_people_search_for_is_there(word: str) -> None:
     pages = [text_of("README.md"), *(page.read_text(encoding="utf-8") for page in (REPO / "docs").glob("*.md"))]
     assert sum(word in page for page in pages) >= 2
+
+
+def test_the_map_is_current() -> None:
+    found = subprocess.run([sys.executable, str(REPO / "scripts/map")], capture_output=True, text=True, check=True)
+    assert text_of("docs/map.md") == found.stdout, "run scripts/map > docs/map.md"
 
 
 def test_the_api_page_has_every_variable() -> None:
@@ -150,6 +157,17 @@ def test_paths_that_contributing_names_are_there() -> None:
     paths = [path for path in paths if not path.startswith(".venv")]
     assert len(paths) > 15
     assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+def test_files_that_the_architecture_names_are_there() -> None:
+    names = re.findall(r"`([\w./]+(?:/|\.py|\.cpp|\.h))`", text_of("ARCHITECTURE.md"))
+    folders = (REPO / "kvflash_ggml", REPO, REPO / "kvflash_ggml" / "native")
+    assert len(names) > 40
+    assert [name for name in names if not any((folder / name).exists() for folder in folders)] == []
+
+
+def test_the_architecture_stays_short() -> None:
+    assert len(text_of("ARCHITECTURE.md").splitlines()) <= 220
 
 
 def test_the_hooks_fetch_nothing() -> None:
