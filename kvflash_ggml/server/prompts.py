@@ -22,6 +22,12 @@ MOST_PER_TOKEN = 16
 """Bytes of the context's tokens that are tokenised at once, if that is more: 1 MiB of spaces takes a second or two."""
 
 
+MOST_MARKS = 1 << 15
+"""Control tokens that are tokenised at once, if the context has room for them: the tokenizer takes the square of their
+number in time, 6 s for so many and a minute for three times as many. A chat has two for each message.
+"""
+
+
 class Prompts(Protocol):
     """What the front needs of a model. ConfigError says what is wrong with a request."""
 
@@ -105,11 +111,11 @@ class LlamaPrompts:
                 f"the text has {len(data)} bytes, and {most} is the most that is tokenised at once: split it, or start "
                 f"the server with a larger -c"
             )
-        # the tokenizer takes the square of their number in time
-        if parse_special and len(data) > n_ctx and sum(data.count(mark) for mark in self._marks) > n_ctx:
+        marks = min(MOST_MARKS, n_ctx)
+        if parse_special and len(data) > marks and sum(data.count(mark) for mark in self._marks) > marks:
             raise ContextFull(
-                f"the text has more than {n_ctx} control tokens, and the context has room for no more: shorten it, or "
-                f"start the server with a larger -c"
+                f"the text has more than {marks} control tokens, which is the most that is tokenised at once: shorten "
+                f"it" + (", or start the server with a larger -c" if marks == n_ctx else "")
             )
         # a chat template writes what the tokenizer would add
         adds = add_special and not (self._bos and text.startswith(self._bos))
