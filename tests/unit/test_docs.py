@@ -114,6 +114,15 @@ def test_the_readme_has_the_memory_that_the_package_computes() -> None:
     assert [row for row in rows if row not in text_of("docs/memory.md").splitlines()] == []
 
 
+def test_the_readme_counts_architectures_as_their_page_does() -> None:
+    readme, page = " ".join(text_of("README.md").split()), " ".join(text_of("docs/architectures.md").split())
+    match = re.search(r"(\d+) models run in a pool, (\d+) are refused with the reason below.* (\d+) cannot run", page)
+    assert match is not None
+    pooled, refused, broken = map(int, match.groups())
+    assert f"{pooled} of the {pooled + refused + broken} models" in readme
+    assert f"{refused} architectures are refused" in readme
+
+
 def test_the_index_names_every_page() -> None:
     index = text_of("docs/README.md")
     assert [page.name for page in (REPO / "docs").glob("*.md") if f"({page.name})" not in index] == ["README.md"]
@@ -250,6 +259,15 @@ def test_benchmarks_can_be_typed(words: list[str]) -> None:
 @pytest.mark.parametrize("words", commands("kvflash-convert"))
 def test_conversions_can_be_typed(words: list[str]) -> None:
     parse(converting, words)
+
+
+def test_options_of_ours_that_the_page_of_options_names_are_there() -> None:
+    rows = [line.split("|") for line in text_of("docs/options.md").splitlines() if line.startswith("| ")]
+    named = {span.split()[0] for row in rows for span in re.findall(r"`(-[^`]*)`", row[2])}
+    verbs = [cli.main.commands[name] for name in ("run", "serve")]
+    known = {name for verb in verbs for param in verb.params for name in (*param.opts, *param.secondary_opts)}
+    assert len(named) > 20
+    assert sorted(named - known) == []
 
 
 def test_a_command_that_cannot_be_typed_is_found() -> None:
