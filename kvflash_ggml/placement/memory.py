@@ -22,14 +22,14 @@ _REMOTE = "RPC"
 
 
 def devices() -> tuple[Device, ...]:
-    """All that can hold layers, in ggml's order, and the host."""
+    """Return all devices that can hold layers, in ggml's order, and the host."""
     from ..native import devices as native  # here, as below: the arithmetic needs no library
 
     return (*(_device(x) for x in native.devices() if x.kind in ("gpu", "integrated")), host())
 
 
 def of_model(address: int) -> tuple[Device, ...]:
-    """Those of the llama_model at this address, in its order, and the host."""
+    """Return the devices of the llama_model at this address, in its order, and the host."""
     from ..native import devices as native
 
     return (*map(_device, native.model_devices(address)), host())
@@ -68,7 +68,7 @@ def _meminfo(field: str) -> int | None:
 
 
 def _limit() -> tuple[int, int] | None:
-    """What a control group allows, and still allows: pages of files that nobody has used lately are given back."""
+    """Return the bytes that a control group allows, and how many are left. The system gives back unused file pages."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
@@ -83,7 +83,7 @@ def _limit() -> tuple[int, int] | None:
 
 
 def counted(devices: tuple[Device, ...], fit: Fit) -> tuple[Device, ...]:
-    """The devices, with as much free memory as is to be counted on."""
+    """Return the devices with the free memory that the user lets a placement count on."""
     return tuple(replace(device, free=fit.free.get(device.name, device.free)) for device in devices)
 
 
@@ -111,5 +111,5 @@ def margin(device: Device, fit: Fit) -> int:
 
 
 def usable(device: Device) -> bool:
-    """Layers can go there. Some devices tell nothing of their memory: nothing is put there unasked."""
+    """Report whether layers may go to a device unasked. A device that tells nothing of its memory gets none."""
     return device.kind != "host" and device.total > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..constants import CHUNK, POOL_STEP, round_up
 from ..native.sizes import LayerSizes, Needs
@@ -28,7 +28,7 @@ STAGED_PAGES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What caches and compute buffers are as large as: slots, tokens of a step, names of KV types."""
+    """The sizes of caches and compute buffers follow from it: slots, tokens of a step, names of KV types."""
 
     pool: int
     n_ubatch: int
@@ -81,7 +81,7 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
 
 
 class Bill:
-    """Adds up. compute: buffers by device."""
+    """Adds up what devices need for one shape. compute: bytes of compute buffers by device."""
 
     def __init__(self, sizes: ModelSizes, request: Request, shape: Shape, compute: Mapping[str, int]) -> None:
         self.parts = parts(sizes, request, shape)
@@ -93,15 +93,15 @@ class Bill:
         self._n_ubatch = shape.n_ubatch
 
     def stages(self, device: Device, here: Sequence[Part]) -> int:
-        """What stages of these layers take: one of each shape, or two in turn, and their columns of the mask."""
+        """Return the bytes of layer buffers for these layers: one or two for each shape, and columns of the mask."""
         shapes = {part.rows for part in here if any(part.rows)}
         rows = (2 if device.overlaps else 1) * sum(map(sum, shapes))
         return self._stage * (rows + MASK * self._n_ubatch) if shapes else 0
 
     def masses(self, device: Device, here: Sequence[Part]) -> int:
-        """What attention masses of the heads of these layers take: places of queries, results, and room to make them.
+        """Return the bytes that attention scores of these layers' heads take: places of queries, results and scratch.
 
-        Nothing of a device behind a network, which makes none.
+        A device behind a network computes no scores, and needs nothing.
         """
         if not self._stage or not self._request.masses or device.kind == "remote":
             return 0
@@ -115,12 +115,12 @@ class Bill:
         return F32 * (columns + results) + max(pieces) if columns else 0
 
     def base(self, part: Part) -> int:
-        """What a layer takes of the device it is on, without its experts."""
+        """Return the bytes that a layer takes of its device, without its experts."""
         cached = part.kv + part.window + part.staging if self._request.offload_kqv else 0
         return part.dense + part.state + part.queries + cached
 
     def constant(self, device: Device) -> int:
-        """What a device with layers takes, whichever they are."""
+        """Return the bytes that a device takes as soon as it has any layer, at most."""
         return (
             self._compute.get(device.name, 0)
             + self._sizes.fixed.get(device.name, 0)
@@ -131,48 +131,42 @@ class Bill:
         )
 
     def device(self, device: Device, begin: int, end: int, kept: int) -> Needs:
-        """Of one with these layers, and the experts of those from `kept` on. One that has nothing needs no margin."""
+        """Needs of a device with these layers, and the experts of layers from `kept` on.
+
+        A device that holds nothing needs no margin.
+        """
         here = self.parts[begin:end]
         cached = here if self._request.offload_kqv else ()
-        fixed = self._sizes.fixed.get(device.name, 0)
-        extra = self._request.extra.get(device.name, 0)
-        return Needs(
-            device=device.name,
-            free=device.free,
-            layers=(min(begin, len(self._sizes.layers)), min(end, len(self._sizes.layers))),
-            output=end > begin and end == len(self.parts),
-            weights=sum(part.dense for part in here) + sum(part.experts for part in self.parts[kept:end]) + fixed,
-            kv=sum(part.kv for part in cached),
-            state=sum(part.state for part in here) + sum(part.window for part in cached),
-            compute=self._compute.get(device.name, 0) if here else 0,
-            staging=sum(part.staging for part in cached),
-            stages=self.stages(device, cached),
-            masses=self.masses(device, cached),
-            queries=sum(part.queries for part in here),
-            extra=extra,
-            margin=memory.margin(device, self._request.fit) if here or fixed or extra else 0,
-        )
+        need = self._needs(device, begin, end, cached, experts=sum(part.experts for part in self.parts[kept:end]))
+        if here:
+            return need
+        holds = self._sizes.fixed.get(device.name) or need.extra
+        return replace(need, compute=0, margin=need.margin if holds else 0)
 
     def host(self, device: Device, first: int, moved: tuple[int, ...]) -> Needs:
-        """Of the host, with the layers before `first`, the experts of some others, and the token embedding.
+        """Needs of the host with the layers before `first`, the experts of the layers `moved`, and the token embedding.
 
-        staging: as many page images as the layers here have pages, for what leaves their part of the pool.
+        staging: the host keeps as many page images as its layers have pages, for what leaves their part of the pool.
         """
-        here = self.parts[:first]
-        cached = here if self._request.offload_kqv else self.parts
-        weights = sum(part.dense + part.experts for part in here) + sum(self.parts[i].experts for i in moved)
-        kv = sum(part.kv for part in cached)
+        cached = self.parts[:first] if self._request.offload_kqv else self.parts
+        experts = sum(part.experts for part in (*self.parts[:first], *(self.parts[i] for i in moved)))
+        need = self._needs(device, 0, first, cached, experts=experts + self._sizes.embedding)
+        return replace(need, experts=moved, staging=need.kv if self._paged else 0)
+
+    def _needs(self, device: Device, begin: int, end: int, cached: Sequence[Part], *, experts: int) -> Needs:
+        """cached: the layers whose caches are there. experts: bytes of weights beside the layers' dense ones."""
+        here, n = self.parts[begin:end], len(self._sizes.layers)
+        fixed = self._sizes.fixed.get(device.name, 0)
         return Needs(
             device=device.name,
             free=device.free,
-            layers=(0, min(first, len(self._sizes.layers))),
-            output=first == len(self.parts),
-            experts=moved,
-            weights=weights + self._sizes.embedding + self._sizes.fixed.get(device.name, 0),
-            kv=kv,
+            layers=(min(begin, n), min(end, n)),
+            output=begin < end == len(self.parts),
+            weights=sum(part.dense for part in here) + experts + fixed,
+            kv=sum(part.kv for part in cached),
             state=sum(part.state for part in here) + sum(part.window for part in cached),
             compute=self._compute.get(device.name, 0),
-            staging=kv if self._paged else 0,
+            staging=sum(part.staging for part in cached),
             stages=self.stages(device, cached),
             masses=self.masses(device, cached),
             queries=sum(part.queries for part in here),

@@ -148,7 +148,7 @@ def fit(
 
 
 def _unsettled(search: Search, tight: Needs) -> DoesNotFit:
-    """Every placement took more than was thought: to keep that much free may help, if what is known now allows any."""
+    """Return the error after ROUNDS placements that took more than computed. A larger margin may help, if one fits."""
     if search.run() is None:
         remedies = does_not_fit(search).remedies
     else:
