@@ -158,6 +158,8 @@ def _type(one: Setting) -> click.ParamType:  # type: ignore[type-arg,unused-igno
         return one.kind
     if isinstance(one.kind, tuple):
         return click.Choice(one.kind)
+    if one.kind is int and one.least is None:
+        return click.INT
     if one.kind is int:
         return click.IntRange(one.least, one.most)  # type: ignore[arg-type]
     if one.kind is float:
