@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from ..arrays import Buffer, room_for
 from ..errors import SnapshotError
 from ..host.image import READERS
-from . import codec, crc
+from . import codec
 from .source import Source
 
 MAGIC = b"KVFLASH\x1a"
@@ -139,7 +140,7 @@ class Section:
         value = checksum(b"", self.name)
         with ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-load") as readers:
             for at, each in zip(places, readers.map(read, places), strict=True):
-                value = crc.joined(value, each, min(PIECE, self.size - at))
+                value = joined(value, each, min(PIECE, self.size - at))
         self._compare(value)
 
     def check(self) -> Iterator[int]:
@@ -291,3 +292,39 @@ class Container:
         if size > self.source.size or offset > self.source.size - size:
             raise SnapshotError(f"{self.source.name} is damaged: section '{name}' lies outside the file")
         return Section(self.source, name, offset, size, check)
+
+
+# --- checksums of pieces
+
+
+POLYNOMIAL = 0xEDB88320
+"""Of zlib's CRC-32: the highest power is the lowest bit."""
+
+ONE = 1 << 31
+
+
+def joined(first: int, second: int, size: int) -> int:
+    """The checksum of two pieces, one after the other. size: of the second one, in bytes."""
+    return _product(first, _shift(size)) ^ second
+
+
+@lru_cache(maxsize=16)
+def _shift(size: int) -> int:
+    """What so many bytes after it do to a checksum: x^(8*size) modulo the polynomial."""
+    power, square, left = ONE, ONE >> 8, size
+    while left:
+        if left & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        left >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials over two elements, modulo `POLYNOMIAL`."""
+    total = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            total ^= b
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return total
