@@ -66,8 +66,8 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
             if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
             done = {"n_restored": restored}
-    except KVFlashError as err:
-        raise ApiError(400, str(err), code="snapshot") from None
+    except KVFlashError as err:  # where the folder is concerns its owner only
+        raise ApiError(400, str(err).replace(f"{scheduler.folder.path}/", ""), code="snapshot") from None
     took = round((time.monotonic() - began) * 1e3, 3)
     return JSONResponse({"id_slot": 0, "filename": name, **done, "timings": {f"{action}_ms": took}})
 

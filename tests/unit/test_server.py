@@ -600,6 +600,12 @@ def test_names_of_files_are_no_paths(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_errors_of_files_do_not_say_where_the_folder_is(tmp_path: Path) -> None:
+    (tmp_path / "bad.kvs").write_bytes(b"abc")
+    reply = Server(folder=tmp_path).post("/slots/0?action=restore", {"filename": "bad"})
+    assert (reply.status, reply.message) == (400, "bad.kvs is damaged")
+
+
 def test_slots_without_a_folder() -> None:
     assert Server().post("/slots/0?action=save", {"filename": "a"}).status == 501
     assert Server().post("/slots/1?action=save", {"filename": "a"}).status == 404
