@@ -1,4 +1,4 @@
-"""Which kernel CUDA takes for products of a few rows, asked without a GPU: the function is compiled alone."""
+"""Which kernels CUDA takes, asked without a GPU: the function that decides is compiled alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -13,34 +14,42 @@ import pytest
 from vendoring.build import upstream_llama
 from vendoring.source import LLAMA, pristine_tree
 
-HOPPER = 900
+AMPERE, HOPPER = 800, 900
 Type = gguf.GGMLQuantizationType
 MAX_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
 
 
-def max_rows(llama: Path, folder: Path) -> dict[Type, int]:
-    """Rows up to which the vector kernel is taken, by the weights' type."""
+CUDA = Path("ggml/src/ggml-cuda")
+
+
+def compiled(llama: Path, folder: Path, function: str, file: str, callers: str) -> Path:
+    """A library of one function of ggml's CUDA backend, and of what calls it."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    cuda = llama / "ggml/src/ggml-cuda"
     defined = [
         line
         for name in ("common.cuh", "mmvq.cuh")
-        for line in (cuda / name).read_text(encoding="utf-8").splitlines()
+        for line in (llama / CUDA / name).read_text(encoding="utf-8").splitlines()
         if re.match(r"#define (GGML_CUDA_CC_|MMVQ_MAX_BATCH_SIZE)", line)
     ]
-    code = (cuda / "mmvq.cu").read_text(encoding="utf-8")
-    function = re.search(r"^bool ggml_cuda_should_use_mmvq\(.*?^\}", code, re.DOTALL | re.MULTILINE)
-    assert function, "upstream moved the function: read its new form, and mend this test"
+    code = (llama / CUDA / file).read_text(encoding="utf-8")
+    found = re.search(rf"^(static )?bool {function}\(.*?^\}}", code, re.DOTALL | re.MULTILINE)
+    assert found, "upstream moved the function: read its new form, and mend this test"
     source, library = folder / "choice.cpp", folder / "choice.so"
+    headers = ["#include <cstdlib>", "#include <cstring>", '#include "ggml.h"']
+    source.write_text("\n".join([*headers, *defined, found[0], callers]))
+    subprocess.run([compiler, "-shared", "-fPIC", f"-I{llama / 'ggml/include'}", "-o", library, source], check=True)
+    return library
+
+
+def max_rows(llama: Path, folder: Path) -> dict[Type, int]:
+    """Rows up to which the vector kernel is taken, by the weights' type."""
     callers = """
 extern "C" bool ggml_is_quantized(enum ggml_type) { return true; }
 extern "C" bool vector(int type, int cc, int64_t rows) { return ggml_cuda_should_use_mmvq((ggml_type) type, cc, rows); }
 """
-    source.write_text("\n".join(['#include "ggml.h"', *defined, function[0], callers]))
-    subprocess.run([compiler, "-shared", "-fPIC", f"-I{llama / 'ggml/include'}", "-o", library, source], check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(compiled(llama, folder, "ggml_cuda_should_use_mmvq", "mmvq.cu", callers)))
     loaded.vector.restype = ctypes.c_bool
     loaded.vector.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     return {type: max(rows for rows in range(1, 17) if loaded.vector(type, HOPPER, rows)) for type in MAX_ROWS}
@@ -52,3 +61,42 @@ def test_a_few_rows_go_to_the_faster_kernel(tmp_path: Path) -> None:
 
 def test_that_takes_the_patch(tmp_path: Path) -> None:
     assert set(max_rows(pristine_tree() / LLAMA, tmp_path).values()) == {8}
+
+
+def dense(library: Path, cc: int, rows: int, elements: int, kernels: str) -> bool:
+    """Is such a product computed by cuBLAS? Asked in a process of its own, which reads the variable once."""
+    ask = f"import ctypes; print(ctypes.CDLL({str(library)!r}).dense({cc}, {rows}, ctypes.c_int64({elements})))"
+    env = {"KVFLASH_KERNELS": kernels} if kernels else {}
+    done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip() == "1"
+
+
+def test_prompts_on_hopper_take_dense_products(tmp_path: Path) -> None:
+    callers = """
+static int64_t elements;
+extern "C" int64_t ggml_nelements(const struct ggml_tensor *) { return elements; }
+extern "C" int dense(int cc, int rows, int64_t n) { elements = n; return ggml_cuda_prefer_dense(nullptr, cc, rows); }
+"""
+    library = compiled(upstream_llama(), tmp_path, "ggml_cuda_prefer_dense", "ggml-cuda.cu", callers)
+    layer = 17_408 * 5_120
+    assert dense(library, HOPPER, 2048, layer, "")
+    assert not dense(library, HOPPER, 256, layer, "")  # there the matrix kernel is as fast
+    assert not dense(library, HOPPER, 2048, 248_320 * 5_120, "")  # 2.4 GiB of converted weights
+    assert not dense(library, AMPERE, 2048, layer, "")
+    assert not dense(library, HOPPER, 2048, layer, "stock")
+    assert "!ggml_cuda_prefer_dense(src0, cc, ne11) &&" in (upstream_llama() / CUDA / "ggml-cuda.cu").read_text("utf-8")
+
+
+def test_a_warp_holds_several_columns() -> None:
+    """The grid has a warp for each four columns of 128. That the bits stay was compared on a GPU, of all outputs."""
+    code = (upstream_llama() / CUDA / "gated_delta_net.cu").read_text(encoding="utf-8")
+    assert "gated_delta_net_cuda<128, KDA, keep_rs_t, wide>" in code
+    assert "num_cols  = num_warps * (S_v == 128 ? wide : 1);" in code
+    assert "(S_v + num_cols - 1) / num_cols" in code
+
+
+def test_a_warp_fetches_the_next_token() -> None:
+    """The next token's rows are asked for before this one is computed; the bits were compared as above."""
+    code = (upstream_llama() / CUDA / "gated_delta_net.cu").read_text(encoding="utf-8")
+    loop = code[code.index("for (int t = 0; t < n_tokens; t++)") :]
+    assert loop.index("fetch(t + 1)") < loop.index("warp_reduce_sum")

@@ -27,7 +27,10 @@ def opened(bare: Callable[..., Bare], tokens: npt.NDArray[np.int32]) -> Callable
     def make(kind: str, kv_type: str) -> tuple[Any, list[int]]:
         run = bare(kind, pool=1024, n_ctx=2048, type_kv=KV_TYPES[kv_type], query_rows=4)
         run.session.extend(tokens[:N_TOKENS] % run.n_vocab)
-        return run.session.engine, [run.session.store.page(chunk).address for chunk in range(N_TOKENS // CHUNK)]
+        engine, pages = run.session.engine, [run.session.store.page(chunk) for chunk in range(N_TOKENS // CHUNK)]
+        for page in pages:
+            engine.wait(page.ticket)  # a device may still be writing it
+        return engine, [page.address for page in pages]
 
     return make
 
