@@ -107,7 +107,9 @@ def test_streamed_pieces(settings: Any, pair: Any) -> None:
         stream = one.create_completion(prompt, max_tokens=40, stream=True, seed=3, **({"temperature": 0.0} | settings))
         return [piece["choices"][0]["text"] for piece in stream]
 
-    mine, its = pieces(llm), pieces(plain)
+    its = pieces(plain)
+    llm.draft_model = Knowing(plain.input_ids[: plain.n_tokens].tolist())  # greedy drafts may never be what is drawn
+    mine = pieces(llm)
     assert mine == its
     assert "".join(mine) == complete(llm, prompt, max_tokens=40, **settings)["choices"][0]["text"]
     assert llm.kvflash.spec.total.accepted > 0
