@@ -18,8 +18,7 @@ from ..errors import ConfigError, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.sizes import HOST
 from ..placement.sizing import address
-from ..session.reading import Reading
-from ..session.repair import Repair
+from ..session.reading import Reading, Repair
 from ..session.session import Session
 
 if TYPE_CHECKING:

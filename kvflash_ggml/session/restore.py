@@ -37,7 +37,7 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
     unpooled = _state_at(text, length)
     if text.bounded:
         text.paging.save()
-    table = text.table.state(text.ranking)
+    table = text.table.state(text.relevance.ranking)
     chunks = -(-length // CHUNK)
     table.blocks, table.last_use = table.blocks[:chunks], table.last_use[:chunks]
     if not whole:
@@ -56,12 +56,14 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
     )
     try:
         if whole:
-            saved.policy = text.policy_state()
-            saved.rebuild = text.rebuild
+            saved.policy = text.relevance.state(length)
+            saved.rebuild = text.relevance.rebuild
+            if text.repair is not None:
+                saved.repaired = text.repair.start
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.state()
         else:
-            saved.policy = text.policy_state(cut=length)
+            saved.policy = text.relevance.state(text.length, cut=length)
         _check_sound(text, saved)
     except BaseException:
         saved.release()
@@ -91,7 +93,7 @@ def kept_state(text: Text) -> SessionState:
         checkpoints={pos: blob for pos, blob in states.items() if pos <= length},
         queries=np.zeros(text.queries.size, np.float32),
         queries_valid_from=length,
-        policy=text.policy_state(cut=length),
+        policy=text.relevance.state(text.length, cut=length),
     )
 
 
@@ -114,12 +116,12 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         text.ids[: saved.length] = saved.tokens
         text.whole[: saved.length] = saved.whole
         text.table.load(saved.length, saved.table)
-        text.ranking = saved.table.scores
         text.paging.load(saved.pages, text.length)
         text.checkpoints.load(saved.checkpoints, text.length, state)
         text.queries.load(saved.queries, saved.queries_valid_from, text.length)
-        text.load_policy(saved.policy)
-        text.rebuild = saved.rebuild
+        if text.repair is not None:
+            text.repair.start = text.length if saved.repaired is None else saved.repaired
+        text.relevance.load(saved.policy, text.tokens, saved.table.scores, rebuild=saved.rebuild)
         if text.follower is not None:
             text.follower.load(saved.drafts, text.tokens)
         text.events.truncated(text.length, text.table.resident_chunks)

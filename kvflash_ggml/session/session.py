@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from ..arrays import Int32s
-from ..config import KVFlashConfig
-from ..constants import CHUNK
 from ..errors import CLOSED, ContextFull, KVFlashError
 from ..logs import Progress
-from ..native.streamed import NOBODY, Asked
 from ..pool.branches import Branches
 from ..state.session import Limits, PolicyState, SessionState
-from ..trace.events import Events
 from . import restore
-from .pool import Pool
-from .question import AskedText, Before
-from .reading import POOL, Loss, Reading
-from .repair import Repair, mend
-from .scoring import Scoring
-from .selection import TAU
-from .step import EVERY, LAST, AfterStep, Output
-
-if TYPE_CHECKING:
-    from ..policy.base import Scorer
+from .prefill import Prefill, in_one_step, mend
+from .reading import Loss
+from .step import EVERY, LAST, NO_LOGITS, AfterStep, Output
+from .text import Text
 
 
-class Session(AskedText):
-    """n_ctx: logical limit. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
-    so that a pool that holds the whole context computes the same bits. scorer: who stays resident, None for pure
-    recency. reading: what a step sees; the pool has stages if that is more than what is in it.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        config: KVFlashConfig,
-        *,
-        n_ctx: int,
-        n_batch: int,
-        scorer: Scorer | None = None,
-        reading: Reading = POOL,
-    ) -> None:
-        query_rows = None if scorer is None else scorer.query_rows
-        super().__init__(pool, config, n_ctx=n_ctx, events=Events(scorer), query_rows=query_rows)
-        self.n_batch = n_batch
-        self.n_ubatch = pool.n_ubatch
-        self.reading = reading
-        self.repair: Repair | None = None
-        self.loss = Loss()
-        if self.bounded and scorer is not None:
-            tau = config.tau or (TAU if config.deterministic else None)
-            n_chunks = -(-n_ctx // CHUNK)
-            self.scoring = Scoring(self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=n_chunks)
+class Session(Text):
+    """A text that is extended by prompts and answers. The arguments are those of `Text`."""
 
     @property
     def policy(self) -> str:
@@ -109,60 +73,15 @@ class Session(AskedText):
         if not len(tokens):  # the text goes on as it is
             self.loss = Loss()
             return
-        exact, found = self.reading.exact, None
+        exact, known = self.reading.exact, None
         if self.scoring is not None and not exact and (prompt or len(tokens) > 1):
-            found = self._in_one_step(self.scoring.findings.at(self.length, tokens))
-        if len(tokens) == 1 and found is None and not (prompt and exact):
+            known = in_one_step(self, self.scoring.findings.at(self.length, tokens))
+        if len(tokens) == 1 and known is None and not (prompt and exact):
             self._generate_step(tokens, EVERY if output_all else LAST, after)
             self._repair(after)
             return
-        self._forget_scores()
-        self.loss = Loss()
-        done, total = 0, len(tokens)
-        if found is not None:
-            self._ask_again(found, output_all=output_all, after=after)
-            self.loss.add_read(total, self._share_seen(self.length - total, total))
-            if self.repair is not None:
-                self.repair.start = self.length
-            if progress is not None:
-                progress(total, total)
-            return
-        before: Before | None = None
-        seen_whole = exact and self.length + total <= self.sight.tokens
-        last = total - (0 if exact else self._question_size(total))
-        score = self.scoring is not None and self.config.reselect_prefill and not seen_whole
-        while done < total:
-            batch_end = total if done >= last else min(last, (done // self.n_batch + 1) * self.n_batch)
-            count = min(self.n_ubatch, batch_end - done, self.table.room(self.length, spare=score and done < last))
-            start = self.length
-            if checkpoint is not None and done < last and start < checkpoint < start + count:
-                count = checkpoint - start
-            with self.salvage.told():
-                self.checkpoints.before_step(start, wanted=done + count == total or start == checkpoint)
-            if self.scoring is not None:
-                self._take(self.scoring.take_overlapped())
-            if done >= last:
-                before = Before.of(self)
-            asked = self._asks(start + count) if exact and done + count == total else NOBODY
-            output = Output(every=output_all, last=done + count == batch_end, asked=asked)
-            with nullcontext() if self.scoring is None else self.scoring.before_seals(asked):
-                self.evaluate(tokens[done : done + count], output, after, stream=exact)
-                self.loss.add_read(count, self._share_seen(start, count))
-                done += count
-                if self.repair is not None:
-                    self.repair.start = self.length
-                if score or (done == total and self.scoring is not None):
-                    self._request_scores(rows=None if done == total else 1, asked=asked, start=start)
-            if progress is not None:
-                progress(done, total)
-                if self.length != start + count:
-                    raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
-        if before is not None:
-            self._reread_question(tokens[last:], before, output_all=output_all, after=after)
-        elif exact and self.scoring is not None:
-            self._take(self.scoring.take())  # the answer begins with what the prompt's end asks for
-            if not self.sees_everything:
-                self.loss.ranked, self.loss.ranked_why = self.scoring.masses.told
+        read = Prefill(self, tokens, output_all=output_all, after=after, progress=progress, checkpoint=checkpoint)
+        read.read(known)
 
     @property
     def room_ahead(self) -> int:
@@ -198,7 +117,7 @@ class Session(AskedText):
     def begin_sketch(self, room: int) -> None:
         """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `Sketch`."""
         self._begin(room)
-        self._take_ready()
+        self.relevance.take_ready()
 
     def accept(self, after: AfterStep | None = None) -> None:
         """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""
@@ -223,7 +142,7 @@ class Session(AskedText):
         """
         total, rows = len(prompt), self.queries.rows
         if self.scoring is not None and not self.reading.exact:
-            found = self._in_one_step(self.scoring.findings.within(shared, prompt))
+            found = in_one_step(self, self.scoring.findings.within(shared, prompt))
             if found is not None and self.truncates_to(found.start) == found.start:
                 return found.start
         valid_from = self.queries.valid_after(min(shared, self.length), self.length)
@@ -246,7 +165,10 @@ class Session(AskedText):
         self.engine.synchronize()
         if self.scoring is not None:
             self.scoring.close()
-        super().close()
+        self._ahead, self.logits = None, NO_LOGITS
+        self.checkpoints.close()
+        self.paging.clear()
+        self.table.close()
         self.pool.close()
 
     def check_open(self) -> None:
@@ -263,19 +185,10 @@ class Session(AskedText):
                 f" (the pool holds {self.pool.n_slots} of them at a time)"
             )
 
-    def _share_seen(self, start: int, count: int) -> float:
-        """Of the text before `start`, how much did a step of `count` tokens see that has just been done?"""
-        if self.whole[start]:
-            return 1.0
-        seen = self.table.resident * CHUNK - count if self.view is None else self.view.tokens
-        return seen / start
-
     def _repair(self, after: AfterStep | None) -> None:
         """Read the newest tokens again with the whole text in view, where it is time."""
         if self.repair is not None and not self.ahead and self.repair.is_due(self.length):
             mend(self, self.repair, self.loss, after)
-
-    # --- relevance
 
     def _generate_step(
         self,
@@ -292,7 +205,7 @@ class Session(AskedText):
             with self.salvage.told():
                 self.checkpoints.before_step(start, wanted=True)
         self.checkpoints.before_answer()
-        self._take_ready()
+        self.relevance.take_ready()
         try:
             self.evaluate(
                 tokens, output, after, generated=True, ahead=ahead, branches=branches,
@@ -301,61 +214,14 @@ class Session(AskedText):
             if repair is not None and branches is None:
                 repair.generated(start, len(tokens))
         finally:
-            if not ahead:
-                self._generated(self.length - start)
-
-    def _take_ready(self) -> None:
-        """Go by the scores that are due, if there are any."""
-        if self.scoring is not None and self.scoring.is_ready:
-            self._take(self.scoring.take(), sparingly=True)
-
-    def _generated(self, count: int) -> None:
-        """So many tokens are of the text now; fewer than none after a step that failed and took some along."""
-        if count > 0:
-            self.loss.add_generated(count, whole=self.whole.item(self.length - 1))
-        if count > 0 and self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
-            self._request_scores(rows=1)
-
-    def _asks(self, end: int) -> Asked:
-        """What the last step of a prompt, which ends at `end`, computes on its way if it is streamed."""
-        return NOBODY if self.scoring is None else self.scoring.ask(end, end - self.queries.valid_from)
-
-    def _request_scores(self, *, rows: int | None, asked: Asked = NOBODY, start: int = 0) -> None:
-        """Score the chunks against the newest `rows` queries, or all: asked, of a newest step that began at `start`."""
-        assert self.scoring is not None
-        head = max(0, self.length - 1) // CHUNK
-        protected = frozenset(self.table.protected(head, head))
-        known = self.length - self.queries.valid_from
-        seen = () if self.view is None else (*self.view.chunks, *range(start // CHUNK, self.length // CHUNK))
-        what = self.tokens, self.length // CHUNK, protected
-        self.scoring.request(*what, rows=rows, known=known, asked=asked, seen=seen)
-
-    def _forget_scores(self) -> None:
-        """A new request: nothing that was scored for the last one may steer it."""
-        self.ranking, self.rebuild = None, False
-        self.events.reset()
-        if self.scoring is not None:
-            self.scoring.restart()
-
-    def _sealed(self, chunks: Sequence[int]) -> None:
-        if self.scoring is not None:
-            self.scoring.sealed(chunks)
-
-    def _truncated(self, length: int) -> None:
-        super()._truncated(length)
-        if self.repair is not None:
-            self.repair.truncated(length)
-        if self.scoring is not None:
-            self.scoring.truncate(length)
+            if not ahead and self.length > start:  # not after a step that failed
+                self.count_generated(self.length - start)
 
     # --- state
 
     def state(self, length: int | None = None, *, drafts: bool = True) -> SessionState:
         """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
-        saved = restore.state(self, length, drafts=drafts)
-        if self.repair is not None and saved.length == self.length:
-            saved.repaired = self.repair.start
-        return saved
+        return restore.state(self, length, drafts=drafts)
 
     def kept_state(self) -> SessionState:
         """What is left of it without its devices, to be loaded on others. See `restore.kept_state`."""
@@ -364,22 +230,3 @@ class Session(AskedText):
     def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
         """Replace everything by a saved session of this heap. See `restore.load`."""
         restore.load(self, saved, then)
-        if self.repair is not None and saved.repaired is not None:
-            self.repair.start = saved.repaired
-
-    def policy_state(self, cut: int | None = None) -> PolicyState | None:
-        if self.scoring is None:
-            return None
-        if cut is None:
-            return self.scoring.state(self.length // CHUNK)
-        blank = self.scoring.blank_state()
-        blank.found = self.scoring.findings.state()
-        return blank.before(cut)
-
-    def load_policy(self, saved: PolicyState | None) -> None:
-        if self.repair is not None:
-            self.repair.start = self.length
-        if saved is None or self.scoring is None or saved.name != self.scoring.scorer.name:
-            self.ranking = None  # in the units of another policy, or of none
-        if self.scoring is not None:
-            self.scoring.load(saved, self.tokens)

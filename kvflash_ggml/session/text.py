@@ -1,36 +1,41 @@
-"""A text on a pool: its tokens, where their KV lives, and the steps that extend or cut it. It knows no policy."""
+"""A text on a pool: its tokens, where their KV lives, and the steps that extend or cut it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..config import KVFlashConfig
+from ..constants import CHUNK
 from ..errors import ConfigError, DeviceLost, HostMemoryError
 from ..host.store import HostStore
 from ..pool.branches import Branches
 from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Moves, Plan
-from ..pool.residency import Ranking
 from ..pool.view import View, everything_is_resident
-from ..state.session import PolicyState
 from ..trace.events import Events
 from .ahead import Ahead, gather, goes_back, place
 from .checkpoints import Checkpoints
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .salvage import Salvage
-from .sight import Sight
+from .reading import POOL, Loss, Reading, Repair
+from .recovery import Salvage, Unfinished
+from .relevance import Relevance
+from .scoring import Scoring
+from .selection import TAU
 from .stash import Kept
-from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
-from .unfinished import Unfinished
+from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Sight, Step
+
+if TYPE_CHECKING:
+    from ..policy.base import Scorer
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -38,44 +43,69 @@ logger = logging.getLogger("kvflash_ggml")
 class Text:
     """Between tokens and the engine: each step is computed and counts, or it has never been.
 
-    n_ctx: tokens at most. whole: [n_ctx], tokens that have seen the whole text before them. logits: of which positions
-    they are at hand. ranking: who leaves first, of the running request. rebuild: the next step brings the resident set
-    to it. streamed_steps: those that saw more than the pool. view: of the newest step. follower: who is told of what
-    becomes of the text. query_rows: newest queries that are looked at, None for all that are kept.
+    n_ctx: tokens at most. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
+    so that a pool that holds the whole context computes the same bits. scorer: who stays resident, None for pure
+    recency. reading: what a step sees; the pool has stages if that is more than what is in it.
+
+    whole: [n_ctx], tokens that have seen the whole text before them. logits: of which positions they are at hand.
+    streamed_steps: steps that saw more than the pool. view: of the newest step. follower: who is told of what becomes
+    of the text. loss: of the newest request. repair: None where answers are not read again.
     """
 
     follower: Follower | None = None
 
     def __init__(
-        self, pool: Pool, config: KVFlashConfig, *, n_ctx: int, events: Events, query_rows: int | None = None
+        self,
+        pool: Pool,
+        config: KVFlashConfig,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        scorer: Scorer | None = None,
+        reading: Reading = POOL,
     ) -> None:
         self.pool = pool
         self.engine = engine = pool.engine
         self.config = config
         self.n_ctx = n_ctx
+        self.n_batch = n_batch
+        self.n_ubatch = pool.n_ubatch
+        self.reading = reading
+        self.repair: Repair | None = None
+        self.loss = Loss()
         self.bounded = pool.n_slots < n_ctx
         if self.bounded and engine.info.v_trans:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
         self.ids = np.zeros(n_ctx, np.int32)
         self.whole = np.zeros(n_ctx, np.bool_)
         self.logits = NO_LOGITS
-        self.ranking: Ranking | None = None
-        self.rebuild = False
         self.store = HostStore(pool.heap)
         self.table = PageTable(pool.blocks, self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.sight = Sight(pool, self.table, bounded=self.bounded)
         self.mask = pool.make_mask()
-        self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self._sealed)
-        self.queries = QueryRing(engine, query_rows)
+        self.queries = QueryRing(engine, None if scorer is None else scorer.query_rows)
+        self.events = Events(scorer)
+        self.relevance = Relevance(self.table, self.queries, self.events, self._open_scoring(scorer))
+        self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
         self.salvage = Salvage(engine, self.table, self.store, self.checkpoints)
-        self.events = events
         self.streamed_steps = 0
         self.view: View | None = None
         self._told_of_memory = False
         self._ahead: Ahead | None = None
         self._pin()
+
+    def _open_scoring(self, scorer: Scorer | None) -> Scoring | None:
+        if not self.bounded or scorer is None:
+            return None
+        tau = self.config.tau or (TAU if self.config.deterministic else None)
+        return Scoring(self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=-(-self.n_ctx // CHUNK))
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """What feeds the policy; None where recency alone decides who stays."""
+        return self.relevance.scoring
 
     @property
     def length(self) -> int:
@@ -123,7 +153,7 @@ class Text:
             elif self.bounded:
                 self.paging.save()
         if kept:
-            self._generated(kept)
+            self.count_generated(kept)
 
     def keep(self, row: int) -> None:
         """One row ahead more is of the text: `length` counts it, and whatever settles the rows keeps it.
@@ -163,12 +193,14 @@ class Text:
         before = self._ahead
         if before is None:
             start = self.table.length
-            plan = self.table.reserve(start, max(ahead, len(tokens)), self.ranking, self.rebuild, places)
+            plan = self.table.reserve(
+                start, max(ahead, len(tokens)), self.relevance.ranking, self.relevance.rebuild, places
+            )
         else:
             plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
-        seen = self.sight.of(plan, start, len(tokens), self.ranking, stream=stream)
+        seen = self.sight.of(plan, start, len(tokens), self.relevance.ranking, stream=stream)
         step = Step(start, tokens, output, plan, ahead, branches, *seen)
         needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
         state = self.pool.stash.keep() if needed else None
@@ -180,7 +212,7 @@ class Text:
             if isinstance(err, DeviceLost):
                 self.salvage.tell(err)
             if isinstance(err, Exception):
-                self.rebuild = False  # or what cannot be recalled would be asked for at every step
+                self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
             self._follow(step, after)
             raise
 
@@ -242,7 +274,7 @@ class Text:
                 self.ids[step.start : step.start + n] = step.tokens
             self.whole[step.start : step.start + n] = step.whole
             self.view = step.view
-            self.rebuild = False
+            self.relevance.rebuild = False
             self.logits = step.logits
             if not step.ahead:
                 self.table.commit(step.plan)
@@ -361,33 +393,27 @@ class Text:
         self.unfinished.settle()
         self.table.pin_range(lo, hi)
 
-    def close(self) -> None:
-        self.engine.synchronize()
-        self._ahead, self.logits = None, NO_LOGITS
-        self.checkpoints.close()
-        self.paging.clear()
-        self.table.close()
+    # --- what others are told
 
-    # --- for a policy
+    def count_generated(self, count: int) -> None:
+        """The newest `count` tokens are of an answer."""
+        self.loss.add_generated(count, whole=self.whole.item(self.length - 1))
+        self.relevance.generated(count, self.tokens, self.view)
 
-    def _generated(self, count: int) -> None:
-        """So many of the rows ahead are of the text."""
-
-    def _sealed(self, chunks: Sequence[int]) -> None:
-        """Images of sealed chunks are on the host, and their keys can be read."""
+    def share_seen(self, start: int, count: int) -> float:
+        """Share of the text before `start`, 0 to 1, that the newest step saw, which had `count` tokens."""
+        if self.whole[start]:
+            return 1.0
+        seen = self.table.resident * CHUNK - count if self.view is None else self.view.tokens
+        return seen / start
 
     def _truncated(self, length: int) -> None:
         """The text has been cut to `length` tokens. Can be called again."""
-        self.ranking, self.rebuild = None, False
         if self.follower is not None:
             self.follower.truncated(length)
-
-    def policy_state(self, cut: int | None = None) -> PolicyState | None:
-        """What a policy knows and plans, to be loaded later; None without. cut: what it still would after that cut."""
-        return None
-
-    def load_policy(self, saved: PolicyState | None) -> None:
-        """Another text is in place now: go on from what a policy knew of it."""
+        if self.repair is not None:
+            self.repair.truncated(length)
+        self.relevance.truncated(length)
 
     def _pin(self) -> None:
         for lo, hi in self.config.pins:

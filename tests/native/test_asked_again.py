@@ -170,7 +170,7 @@ def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> N
     for policy in ("quest", "lru"):
         llm = llama(**{**POOL, "kvflash_policy": policy})
         llm.load_snapshot(tmp_path / "asked")
-        assert inside(llm).session.ranking is None
+        assert inside(llm).session.relevance.ranking is None
         assert inside(llm).session.scoring is None or not inside(llm).session.scoring.findings.state()
         check(llm)
         llm.close()

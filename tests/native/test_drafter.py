@@ -178,7 +178,7 @@ def test_a_shorter_context_slides(llama: Any, tokens: Any, tmp_path: Path) -> No
     assert window.base > 2000
     assert reader_of(llm)._drafter.n_ctx == 1024
     assert window.pushed < 2 * 4000
-    assert np.isfinite(inside(llm).session.ranking).all()
+    assert np.isfinite(inside(llm).session.relevance.ranking).all()
     check(llm)
 
 

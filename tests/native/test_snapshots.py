@@ -166,7 +166,7 @@ def test_into_another_pool(kind: str, pool: int, llama: Any, tokens: Any, tmp_pa
     if pool == 512:
         assert resident < before
         assert len(resident) == 8
-        scores = inside(llm).session.ranking
+        scores = inside(llm).session.relevance.ranking
         head = other.n_tokens // CHUNK
         chosen = [c for c in resident - inside(other).session.table.protected(head, head) if c < len(scores)]
         assert max(scores[c] for c in before - resident if c < len(scores)) <= min(scores[c] for c in chosen)

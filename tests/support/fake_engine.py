@@ -23,8 +23,7 @@ from kvflash_ggml.errors import DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.session.pool import Pool
-from kvflash_ggml.session.reading import POOL, Reading
-from kvflash_ggml.session.repair import Repair
+from kvflash_ggml.session.reading import POOL, Reading, Repair
 from kvflash_ggml.session.session import Session
 from support.fake_host import Bytes, FakeHost
 from support.fake_stages import FakeStages

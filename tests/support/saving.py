@@ -142,7 +142,7 @@ def seen(session: Session) -> tuple[Any, ...]:
     return (
         session.tokens.tolist(),
         (copy.deepcopy(table.layout), sorted(table.pins)),
-        None if session.ranking is None else session.ranking.tobytes(),
+        None if session.relevance.ranking is None else session.relevance.ranking.tobytes(),
         sorted(session.store),
         engine.cell_pos.tolist(),
         engine.settled()[0].tobytes(),

@@ -15,7 +15,7 @@ from support.interrupter import Interrupter
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.session.session import Session
 
-FILES = ("session/session.py", "session/text.py", "session/stash.py", "session/unfinished.py", "pool/page_table.py")
+FILES = ("session/session.py", "session/text.py", "session/stash.py", "session/recovery.py", "pool/page_table.py")
 
 PROMPT = np.arange(10, 10 + 508, dtype=np.int32)
 DRAFT = np.arange(1000, 1012, dtype=np.int32)

@@ -18,7 +18,7 @@ from support.saving import Digest, decode, dump, load, making, settle_scores, te
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.session import findings as kept
+from kvflash_ggml.session import scoring as kept
 from kvflash_ggml.session.session import Session
 from kvflash_ggml.snapshot import findings as written
 from kvflash_ggml.state.session import Layout
@@ -161,7 +161,7 @@ def test_in_another_pool(n_slots: int, world: Any) -> None:
     other = reload(session, world(n_slots))
     ask(other)
     assert other.length == len(PROMPT)
-    np.testing.assert_array_equal(other.ranking, session.scoring.findings.state()[0].ranking)
+    np.testing.assert_array_equal(other.relevance.ranking, session.scoring.findings.state()[0].ranking)
     assert sum(block != ABSENT for block in places(other)) <= n_slots // CHUNK
     answer(other, 30)
 

@@ -12,8 +12,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import HALF, SHARE, Room, open_reading, rooms, stage_slots
 from kvflash_ggml.session.pool import Pool
-from kvflash_ggml.session.reading import Loss
-from kvflash_ggml.session.repair import Repair
+from kvflash_ggml.session.reading import Loss, Repair
 
 GIB = 1 << 30
 

@@ -212,7 +212,7 @@ def test_a_session_that_is_closed_on_the_thread_that_scores(work: str) -> None:
     if work == "seal":
         session.scoring.sealed([3])
     else:
-        session._request_scores(rows=None)
+        session.relevance.request(session.tokens, None, rows=None)
     await_end(session)
     assert seen == [(False, True, 1), ("behind", True, 0)]
 

@@ -258,7 +258,7 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
     session, other = world(), world(n_slots)
     session.extend(text(LENGTH))
     decode(session, 20)
-    scores = session.ranking
+    scores = session.relevance.ranking
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     check_table(other.table)

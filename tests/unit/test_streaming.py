@@ -79,7 +79,7 @@ def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> 
     session.extend(some(1500))
     assert session.scoring.looks == 1
     assert session.page_ins == 0
-    assert session.rebuild
+    assert session.relevance.rebuild
     session.extend(ints(1))
     assert session.page_ins > 0
     check(session, [*some(1500).tolist(), 1])
@@ -228,11 +228,11 @@ def test_an_answer_is_repaired(kind: dict[str, Any], world: Any) -> None:
     session.extend(some(1000))
     before = generate(session, 19)
     assert not session.whole[1000:1019].any()
-    ranking = session.ranking
+    ranking = session.relevance.ranking
     answer = [*before, *generate(session, 1, 4)]
     assert session.whole[:1020].all()
     assert (session.loss.repaired, session.loss.changed, session.loss.generated) == (20, 20, 20)
-    assert session.ranking is ranking
+    assert session.relevance.ranking is ranking
     assert session.repair.start == session.length
     assert session.logits.row(1019) is not None
     assert sum(session.engine.steps) == 1040
@@ -250,7 +250,7 @@ def test_a_repair_of_a_longer_text_sees_what_was_asked_for(world: Any) -> None:
     session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, stage=768)
     session.extend(some(1500))
     generate(session, 19)
-    ranking = session.ranking
+    ranking = session.relevance.ranking
     room = (768 - 20 - 1500 % CHUNK) // CHUNK
     best, newest = (choose(1500, room, session.table.protected(23, 23), by).chunks for by in (ranking, None))
     generate(session, 1, 4)
@@ -324,7 +324,7 @@ def test_a_repair_that_fails_leaves_the_text_as_it_was(
     session = world(scorer=Digest(), config={"repair": 20}, **kind)
     session.extend(some(1000))
     answer = generate(session, 19)
-    ranking = session.ranking
+    ranking = session.relevance.ranking
     session.engine.faults = Faults(1, error)
     with pytest.raises(error):
         session.extend(ints(7))
@@ -332,7 +332,7 @@ def test_a_repair_that_fails_leaves_the_text_as_it_was(
     check(session, text)
     assert (session.loss.generated, session.loss.repaired) == (20, 0)
     assert not session.whole[1000:1020].any()
-    assert session.ranking is ranking
+    assert session.relevance.ranking is ranking
     more = generate(session, 20, 5)
     check(session, [*text, *more])
     assert session.loss.repaired == 20

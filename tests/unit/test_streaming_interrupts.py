@@ -15,9 +15,10 @@ from kvflash_ggml.session.session import Session
 FILES = (
     "session/session.py",
     "session/text.py",
-    "session/unfinished.py",
+    "session/recovery.py",
     "session/paging.py",
-    "session/repair.py",
+    "session/prefill.py",
+    "session/relevance.py",
     "pool/page_table.py",
     "pool/view.py",
 )

@@ -1,0 +1,260 @@
+"""How a prompt is read: as it was read before, exactly, or by the pool and its end a second time. And repair."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from ..arrays import Int32s
+from ..errors import KVFlashError
+from ..logs import Progress
+from ..native.streamed import NOBODY, Asked
+from ..pool.page_table import PageTableState
+from ..state.session import Found
+from .reading import Loss, Repair
+from .step import EVERY, LAST, AfterStep, Output
+from .text import Text
+
+QUESTION_TOKENS = 64
+"""Tokens at the end of a prompt that are taken for its question, and read again with what it asks for."""
+
+LEFT_OVER = 16
+"""Tokens in front of these that are read with them where a prompt has no more: the newest token of the last answer, and
+marks of a template. A step of their own would take as long, and the state after them would have to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A text as it is before a step. table: with the scores that the step goes by. rebuild: see `Relevance`."""
+
+    start: int
+    table: PageTableState
+    rebuild: bool
+
+    @classmethod
+    def of(cls, text: Text) -> Before:
+        table = replace(text.table.state(text.relevance.ranking), pins=frozenset())  # these are of a request
+        return cls(text.length, table, text.relevance.rebuild)
+
+
+class Prefill:
+    """One prompt, and how much of it a text has read. The arguments are those of `Session.extend`."""
+
+    def __init__(
+        self,
+        text: Text,
+        tokens: Int32s,
+        *,
+        output_all: bool,
+        after: AfterStep | None,
+        progress: Progress | None,
+        checkpoint: int | None,
+    ) -> None:
+        self._text = text
+        self._tokens = tokens
+        self._total = len(tokens)
+        self._done = 0
+        self._output_all = output_all
+        self._after = after
+        self._progress = progress
+        self._checkpoint = checkpoint
+
+    def read(self, known: Found | None) -> None:
+        """Evaluate the prompt, of which `known` was found when it was read before."""
+        self._text.relevance.forget()
+        self._text.loss = Loss()
+        if known is not None:
+            self._replay(known)
+        elif self._text.reading.exact:
+            self._read_exactly()
+        else:
+            self._read_by_pool()
+
+    # --- three readers
+
+    def _replay(self, known: Found) -> None:
+        """Evaluate a known prompt ending with the residency it had the first time: the same question gets the same
+        answer.
+        """
+        text, relevance = self._text, self._text.relevance
+        assert relevance.scoring is not None
+        with text.salvage.told():
+            text.checkpoints.before_step(text.length, wanted=True)
+        relevance.ranking, relevance.rebuild = known.table.scores, known.rebuild
+        text.evaluate(known.tokens, self._logits, self._after, places=known.table)
+        relevance.ranking, relevance.rebuild = known.ranking, known.due
+        relevance.scoring.findings.keep(known)
+        self._count(self._total)
+        self._report()
+
+    def _read_exactly(self) -> None:
+        """Evaluate the prompt with the whole text in view, or what the stages hold of it."""
+        text, scoring = self._text, self._text.relevance.scoring
+        rescore = self._reselects and text.length + self._total > text.sight.tokens
+        while self._done < self._total:
+            end = self._batch_end(self._total)
+            count = self._next(end, spare=rescore)
+            last = self._done + count == self._total
+            asked = text.relevance.ask(text.length + count) if last else NOBODY
+            self._step(count, end, rescore=rescore, asked=asked, stream=True)
+        if scoring is not None:
+            text.relevance.take(scoring.take())  # the answer begins with what the prompt's end asks for
+            if not text.sees_everything:
+                text.loss.ranked, text.loss.ranked_why = scoring.masses.told
+
+    def _read_by_pool(self) -> None:
+        """Evaluate the prompt with what is resident in view, then its question again with what that asks for."""
+        last = self._total - self._question_size()
+        while self._done < last:
+            end = self._batch_end(last)
+            self._step(self._next(end, spare=self._reselects), end, rescore=self._reselects)
+        before: Before | None = None
+        while self._done < self._total:
+            count = self._next(self._total, question=True)
+            before = Before.of(self._text)
+            self._step(count, self._total, rescore=self._reselects)
+        if before is not None:
+            self._reread_question(self._tokens[last:], before)
+
+    # --- steps
+
+    @property
+    def _logits(self) -> Output:
+        """What is kept of a step that ends the prompt."""
+        return EVERY if self._output_all else LAST
+
+    @property
+    def _reselects(self) -> bool:
+        """Are chunks scored, and pages moved, after each step?"""
+        return self._text.relevance.scoring is not None and self._text.config.reselect_prefill
+
+    def _batch_end(self, last: int) -> int:
+        """Where stock llama.cpp would end the running batch, `last` at most."""
+        n_batch = self._text.n_batch
+        return min(last, (self._done // n_batch + 1) * n_batch)
+
+    def _next(self, end: int, *, spare: bool = False, question: bool = False) -> int:
+        """Prepare the next step, which ends at token `end` of the prompt at most: how many tokens it has.
+
+        spare: pages may move within it. question: it is read again, so no checkpoint within it is of use.
+        """
+        text, checkpoint = self._text, self._checkpoint
+        start = text.length
+        count = min(text.n_ubatch, end - self._done, text.table.room(start, spare=spare))
+        if checkpoint is not None and not question and start < checkpoint < start + count:
+            count = checkpoint - start
+        with text.salvage.told():
+            text.checkpoints.before_step(start, wanted=self._done + count == self._total or start == checkpoint)
+        text.relevance.take_overlapped()
+        return count
+
+    def _step(self, count: int, end: int, *, rescore: bool, asked: Asked = NOBODY, stream: bool = False) -> None:
+        """Evaluate the next `count` tokens of a batch that ends at `end`."""
+        text, relevance, start = self._text, self._text.relevance, self._text.length
+        output = Output(every=self._output_all, last=self._done + count == end, asked=asked)
+        with nullcontext() if relevance.scoring is None else relevance.scoring.before_seals(asked):
+            text.evaluate(self._tokens[self._done : self._done + count], output, self._after, stream=stream)
+            self._count(count)
+            finished = self._done == self._total
+            if rescore or (finished and relevance.scoring is not None):
+                relevance.request(text.tokens, text.view, rows=None if finished else 1, asked=asked, start=start)
+        self._report()
+
+    def _count(self, count: int) -> None:
+        """A step of so many tokens is done."""
+        text = self._text
+        text.loss.add_read(count, text.share_seen(text.length - count, count))
+        if text.repair is not None:
+            text.repair.start = text.length
+        self._done += count
+
+    def _report(self) -> None:
+        """Tell the progress callback. KVFlashError if it changes the text."""
+        if self._progress is None:
+            return
+        length = self._text.length
+        self._progress(self._done, self._total)
+        if self._text.length != length:
+            raise KVFlashError("the text was changed by the progress callback while it was read: read it again")
+
+    # --- the question
+
+    def _question_size(self) -> int:
+        """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
+        text, total = self._text, self._total
+        info = text.engine.info
+        pageable = text.relevance.scoring is not None and text.length + total > info.n_slots
+        can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
+        if not pageable or not can_go_back:
+            return 0
+        return min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.pool.n_ubatch)
+
+    def _reread_question(self, tokens: Int32s, before: Before) -> None:
+        """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it.
+
+        before: the last step that has read it.
+        """
+        text, relevance = self._text, self._text.relevance
+        assert relevance.scoring is not None
+        start = text.length - len(tokens)
+        ranking = relevance.scoring.take()
+        relevance.take(ranking)
+        if ranking is not None and text.table.would_recall(start, ranking):
+            left = text.truncate(start)
+            assert left == start, "a checkpoint is taken before the last step of a prompt"
+            relevance.ranking, relevance.rebuild = ranking, True
+            before = Before.of(text)
+            text.evaluate(tokens, self._logits, self._after)
+        elif ranking is not None:
+            text.events.changed(text.length, text.table.resident_chunks, generating=False)
+        found = Found(
+            start=before.start,
+            tokens=text.tokens[before.start :].copy(),
+            table=before.table,
+            rebuild=before.rebuild,
+            ranking=relevance.ranking,
+            due=relevance.rebuild,
+        )
+        relevance.scoring.findings.keep(found)
+
+
+def in_one_step(text: Text, found: Found | None) -> Found | None:
+    """The same if its tokens fit a step here, else None: a file may come from a session with longer steps."""
+    if found is None or len(found.tokens) > min(text.pool.n_ubatch, text.table.room(found.start)):
+        return None
+    return found
+
+
+def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> None:
+    """Read the tokens that are due again, each step with the whole text in view, or as much as the stages can hold.
+
+    What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by
+    the pool once more, and not repaired later.
+    """
+    start, end, ranking = repair.start, text.length, text.relevance.ranking
+    tokens, picks = text.tokens.copy(), repair.picks(end)
+    try:
+        text.truncate(start)  # to a place further back, where the memory knows no other
+        text.relevance.ranking = (
+            ranking  # which a cut forgets: of a text longer than the stages it says what is in view
+        )
+        while text.length < end:
+            at = text.length
+            _read_again(text, tokens, after, stream=True)
+            loss.changed += repair.changed(picks[at : text.length])
+            loss.repaired += max(0, text.length - max(at, start))
+    except BaseException:
+        text.unfinished.settle()
+        while text.length < end:
+            _read_again(text, tokens, after, stream=False)
+        raise
+    finally:
+        text.relevance.ranking = ranking
+        repair.start = text.length
+
+
+def _read_again(text: Text, tokens: Int32s, after: AfterStep | None, *, stream: bool) -> None:
+    """One step of it."""
+    at = text.length
+    count = min(len(tokens) - at, text.pool.n_ubatch, text.table.room(at))
+    text.evaluate(tokens[at : at + count], EVERY, after, stream=stream)

@@ -1,0 +1,113 @@
+"""Which chunks of a text the next steps keep resident, by the scores of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..arrays import Floats, Int32s
+from ..constants import CHUNK
+from ..native.streamed import NOBODY, Asked
+from ..pool.page_table import PageTable
+from ..pool.residency import Ranking
+from ..pool.view import View
+from ..state.session import PolicyState
+from ..trace.events import Events
+from .query_ring import QueryRing
+from .scoring import Scoring
+
+
+class Relevance:
+    """The scores that one text goes by.
+
+    scoring: None where recency alone decides. ranking: one score a chunk, None before any were taken; the lowest leave
+    first. rebuild: the next step brings the resident set to what ranks best.
+    """
+
+    def __init__(self, table: PageTable, queries: QueryRing, events: Events, scoring: Scoring | None) -> None:
+        self.scoring = scoring
+        self.ranking: Ranking | None = None
+        self.rebuild = False
+        self._table = table
+        self._queries = queries
+        self._events = events
+
+    def take(self, scores: Floats | None, *, sparingly: bool = False) -> None:
+        """Go by new scores, if there are any. sparingly: beside those before, and pages move only where that pays."""
+        if scores is None or self.scoring is None:
+            return
+        self._events.score(scores)
+        if not sparingly:
+            self.ranking, self.rebuild = scores, True
+            return
+        lasting = self.scoring.lasting(scores, self.ranking)
+        self.ranking, self.rebuild = self.scoring.sparing(lasting, *self._table.unprotected(), self._table.quota)
+
+    def take_ready(self) -> None:
+        """Go by the scores that are due, if there are any."""
+        if self.scoring is not None and self.scoring.is_ready:
+            self.take(self.scoring.take(), sparingly=True)
+
+    def take_overlapped(self) -> None:
+        """While a prompt is read: go by the oldest finished scores, if they can be had without a wait."""
+        if self.scoring is not None:
+            self.take(self.scoring.take_overlapped())
+
+    def ask(self, end: int) -> Asked:
+        """What the last step of a prompt, which ends at `end`, computes on its way if it is streamed."""
+        return NOBODY if self.scoring is None else self.scoring.ask(end, end - self._queries.valid_from)
+
+    def request(
+        self, tokens: Int32s, view: View | None, *, rows: int | None, asked: Asked = NOBODY, start: int = 0
+    ) -> None:
+        """Score the chunks of a text of these tokens against the newest `rows` queries, None for all.
+
+        asked: of the newest step, which began at `start` and saw `view`.
+        """
+        assert self.scoring is not None
+        length = len(tokens)
+        head = max(0, length - 1) // CHUNK
+        protected = frozenset(self._table.protected(head, head))
+        known = length - self._queries.valid_from
+        seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
+        self.scoring.request(tokens, length // CHUNK, protected, rows=rows, known=known, asked=asked, seen=seen)
+
+    def generated(self, count: int, tokens: Int32s, view: View | None) -> None:
+        """The newest `count` of these tokens are of an answer: score the chunks where it is time."""
+        if self.scoring is not None and self.scoring.on_tokens(count) and not self._table.unsaved:
+            self.request(tokens, view, rows=1)
+
+    def forget(self) -> None:
+        """Begin a new request: no score of the last one steers it."""
+        self.ranking, self.rebuild = None, False
+        self._events.reset()
+        if self.scoring is not None:
+            self.scoring.restart()
+
+    def sealed(self, chunks: Sequence[int]) -> None:
+        """Images of sealed chunks are on the host, and their keys can be read."""
+        if self.scoring is not None:
+            self.scoring.sealed(chunks)
+
+    def truncated(self, length: int) -> None:
+        """The text has been cut to `length` tokens. Can be called again."""
+        self.ranking, self.rebuild = None, False
+        if self.scoring is not None:
+            self.scoring.truncate(length)
+
+    def state(self, length: int, cut: int | None = None) -> PolicyState | None:
+        """What the policy knows and plans of a text of `length` tokens. cut: what it still would after that cut."""
+        if self.scoring is None:
+            return None
+        if cut is None:
+            return self.scoring.state(length // CHUNK)
+        blank = self.scoring.blank_state()
+        blank.found = self.scoring.findings.state()
+        return blank.before(cut)
+
+    def load(self, saved: PolicyState | None, tokens: Int32s, ranking: Ranking | None, *, rebuild: bool) -> None:
+        """Another text is in place now, of these tokens: go on from what a policy knew of it."""
+        own = saved is not None and self.scoring is not None and saved.name == self.scoring.scorer.name
+        self.ranking = ranking if own else None  # else in the units of another policy, or of none
+        if self.scoring is not None:
+            self.scoring.load(saved, tokens)
+        self.rebuild = rebuild
