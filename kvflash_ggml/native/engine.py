@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -14,13 +16,13 @@ from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
 from . import logits
 from ._kvf import ffi, lib
-from .captures import Captures
-from .host_scoring import HostScoring
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
 from .status import check, value
 from .streamed import Streamed
 
 __all__ = ["DeviceInfo", "Engine", "EngineInfo", "Layer", "plane_bytes", "pool_request", "probe"]
+
+Addresses = Sequence[int] | npt.NDArray[np.uint64]
 
 _PLANNED = ("token", "seq", "pos", "slot", "query_row")
 
@@ -56,7 +58,7 @@ def plane_bytes(model: int) -> int:
     return int(lib.kvf_plane_bytes(ffi.cast("void *", model)))
 
 
-class Engine(HostScoring, Captures):
+class Engine:
     """Executes plans on a context that was made with a pool.
 
     context: address of the llama_context, which must outlive the engine. Steps of at most `max_tokens` tokens.
@@ -310,6 +312,107 @@ class Engine(HostScoring, Captures):
         """Make `row` [n_vocab] the logits of the last token, as if it had just been evaluated."""
         check(lib.kvf_logits_set(self._engine, ffi.from_buffer("float[]", row), len(row)))
 
+    # --- what steps leave behind for scoring
+
+    @property
+    def query_shapes(self) -> list[tuple[int, int, int]]:
+        """Per pooled layer (rows, n_head, head_k): the shapes of the captured queries.
+
+        There is a row more than `info.query_rows`; what is in it means nothing.
+        """
+        rows = self.info.query_rows + 1 if self.info.query_rows else 0
+        return [(rows, layer.n_head, layer.head_k) for layer in self.layers]
+
+    def read_queries(self, out: Floats, rows: Int32s | None = None) -> int:
+        """Copy the captured queries of all layers to `out` (flat), behind the compute submitted so far; or `rows`.
+
+        Returns the ticket. The query of a token is in the row that `query_row` named when it was evaluated.
+        """
+        ticket = ffi.new("uint64_t *")
+        data = ffi.from_buffer("float[]", self._queries(out), require_writable=True)
+        rows = np.arange(self.info.query_rows + 1, dtype=np.int32) if rows is None else rows
+        which = ffi.from_buffer("int32_t[]", rows)
+        return int(value(lib.kvf_query_read(self._engine, len(rows), which, data, ticket), ticket))
+
+    def write_queries(self, rows: Floats) -> None:
+        """Put back what `read_queries` has read."""
+        check(lib.kvf_query_write(self._engine, ffi.from_buffer("float[]", self._queries(rows))))
+
+    def _queries(self, rows: Floats) -> Floats:
+        size = sum(math.prod(shape) for shape in self.query_shapes)
+        if rows.size != size or rows.dtype != np.float32:
+            raise EngineError(f"{rows.size} values ({rows.dtype}) for queries, all layers have {size} (float32)")
+        return rows
+
+    def read_masses(self, out: Floats) -> int:
+        """Copy to `out` [heads * rows, chunks] what the newest streamed step was asked for, see `Streamed.asked`.
+
+        Of the whole chunks that it has seen, in their order, and then those with its own tokens: as `score_keys` gives
+        it, from every key. Behind the compute submitted so far; returns the ticket. UnsupportedError, with the reason,
+        if it could not be computed beside the step.
+        """
+        ticket = ffi.new("uint64_t *")
+        data = ffi.from_buffer("float[]", out, require_writable=True)
+        return int(value(lib.kvf_masses_read(self._engine, data, out.size, ticket), ticket))
+
+    def masses_bytes(self, device: int) -> int:
+        """Bytes that masses take of a device by now, by its index in `info.devices`. They are kept for the next."""
+        return int(lib.kvf_masses_bytes(self._engine, device))
+
+    # --- scoring on the host: beside a decode, on any thread
+
+    def keys(self, page: npt.NDArray[np.uint8]) -> list[Floats]:
+        """The keys of a page image, dequantised: per layer [CHUNK, n_head_kv, head_k]."""
+        return [
+            np.stack([self.head_keys(page, i, head) for head in range(x.n_head_kv)], axis=1)
+            for i, x in enumerate(self.layers)
+        ]
+
+    def head_keys(self, page: npt.NDArray[np.uint8], layer: int, head: int) -> Floats:
+        """The keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
+        kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
+        x = self.layers[layer]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        width = x.head_k // block * size
+        rows = page[x.k_offset : x.k_offset + CHUNK * x.k_row].reshape(CHUNK, x.k_row)
+        keys: Floats = gguf.quants.dequantize(rows[:, head * width : (head + 1) * width].copy(), kind)
+        return keys
+
+    def index_size(self, units: Int32s) -> int:
+        """Bytes of the index row of a chunk. units: the KV heads in it, (pooled layer, KV head) [n, 2], ascending."""
+        size = ffi.new("int64_t *")
+        return int(value(lib.kvf_index_size(self._engine, len(units), _heads(units), size), size))
+
+    def build_index(self, units: Int32s, image: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` (shape [index_size]) with the keys of these KV heads in a page image, at 4 bits."""
+        data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
+        check(lib.kvf_index_build(self._engine, len(units), _heads(units), ffi.cast("uint8_t *", image), data))
+
+    def score_index(
+        self, units: Int32s, heads: Int32s, addresses: Addresses, rows: int, queries: Floats,
+        threads: int,
+    ) -> Floats:  # fmt: skip
+        """`score_keys` from the index rows at these addresses: `units` are those they were built for."""
+        which = len(units), _heads(units)
+        return self._score(lib.kvf_index_score, which, heads, addresses, rows, queries, threads)
+
+    def score_keys(self, heads: Int32s, images: Addresses, rows: int, queries: Floats, threads: int) -> Floats:
+        """Log of the attention mass per page image, before normalisation; shape [len(heads) * rows, n].
+
+        heads: query heads, (pooled layer, head) [k, 2], ascending. queries: flat, per head [rows, head_k].
+        """
+        return self._score(lib.kvf_keys_score, (), heads, images, rows, queries, threads)
+
+    def _score(
+        self, call: Callable[..., int], which: Sequence[object], heads: Int32s, addresses: Addresses, rows: int,
+        queries: Floats, threads: int,
+    ) -> Floats:  # fmt: skip
+        out = np.empty((len(heads) * rows, len(addresses)), np.float32)
+        chunks = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(addresses, np.uint64))
+        check(call(self._engine, *which, len(heads), _heads(heads), len(addresses), chunks, rows,
+                   ffi.from_buffer("float[]", queries), ffi.from_buffer("float[]", out), threads))  # fmt: skip
+        return out
+
     # --- host memory (host.slabs.HostMemory)
 
     def alloc(self, size: int) -> int:
@@ -372,3 +475,9 @@ class Engine(HostScoring, Captures):
         if name == "_engine":  # a call after `close` must not reach the library
             raise KVFlashError(CLOSED)
         raise AttributeError(f"an Engine has no {name}")
+
+
+def _heads(heads: Int32s) -> object:
+    if heads.ndim != 2 or heads.shape[1] != 2:
+        raise EngineError(f"heads are (layer, head) in rows, not an array of shape {heads.shape}")
+    return ffi.from_buffer("kvf_head[]", np.ascontiguousarray(heads, np.int32))
