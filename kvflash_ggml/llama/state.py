@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,6 @@ from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
 from ..store.prefixes import PrefixCache, Prefixes
-from . import stock_state
 from .turns import Turns, changing, in_turn
 
 logger = logging.getLogger("kvflash_ggml")
@@ -160,7 +160,7 @@ class SavingLlama(llama_cpp.Llama):
     def save_state(self) -> llama_cpp.LlamaState:
         """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
         if self._session is None:
-            data = stock_state.read(self._ctx.ctx)
+            data = _stock_state(self._ctx.ctx)
         else:
             store = self._snapshots()
             data = store.dump(self._saved(None))
@@ -182,7 +182,7 @@ class SavingLlama(llama_cpp.Llama):
                 f"Requested tokens ({state.n_tokens}) exceed context window of {self._n_ctx}: the state is longer"
             )
         if self._session is None:
-            stock_state.write(self._ctx.ctx, state.llama_state)
+            _set_stock_state(self._ctx.ctx, state.llama_state)
             self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
             self.n_tokens = state.n_tokens
             self._requires_eval = True
@@ -355,3 +355,18 @@ def _report_failure(done: Future[int]) -> None:
     error = done.exception()
     if error is not None:
         logger.warning("a snapshot was not saved: %s", error)
+
+
+def _stock_state(ctx: Any) -> bytes:
+    """The state of a context without a pool, as llama.cpp writes it."""
+    data = bytearray(llama_cpp.llama_state_get_size(ctx))
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
+    used = llama_cpp.llama_state_get_data(ctx, buffer, len(data))
+    return bytes(data[:used])
+
+
+def _set_stock_state(ctx: Any, data: bytes) -> None:
+    """Put it back. RuntimeError, with upstream's words, if llama.cpp refuses it."""
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    if llama_cpp.llama_state_set_data(ctx, buffer, len(data)) != len(data):
+        raise RuntimeError("Failed to set llama state data")
