@@ -20,8 +20,7 @@ from kvflash_ggml.llama.sketch import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.session.step import EVERY
 from kvflash_ggml.spec.asked import Asked
-from kvflash_ggml.spec.control import Controls, Fixed
-from kvflash_ggml.spec.cost import WIDTHS, Controller
+from kvflash_ggml.spec.decision import WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.spec.control import Fixed
+from kvflash_ggml.spec.decision import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 

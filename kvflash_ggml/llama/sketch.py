@@ -11,7 +11,7 @@ from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..session.sketch import Sketch
 from ..spec.base import Features
-from ..spec.cost import PROMPT
+from ..spec.decision import PROMPT
 from ..spec.draft import Draft, chain
 from ..spec.loop import Speculator
 

@@ -21,8 +21,7 @@ from ..placement.sizing import address
 from ..spec.asked import Asked
 from ..spec.base import Drafter
 from ..spec.callback import Callback
-from ..spec.control import Controls, Fixed
-from ..spec.cost import WIDTHS, Controller
+from ..spec.decision import WIDTHS, Controller, Controls, Fixed
 from ..spec.dflash import DFlash
 from ..spec.eagle3 import Eagle3
 from ..spec.features import FeatureRows

@@ -11,7 +11,6 @@ from ..constants import CHUNK
 from ..logs import Progress
 from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
-from ..session.prefill import Progress
 from ..session.reading import Loss
 from ..session.session import Session
 from ..spec.loop import Speculator

@@ -15,8 +15,7 @@ from ..state.draft import SavedDraft
 from .base import Features
 from .context import DraftContext
 from .draft import Draft, chain
-from .lag import Lag
-from .memory import DraftMemory
+from .model_drafter import ModelDrafter
 from .target import Target
 
 RECENT = QUESTION_TOKENS + LEFT_OVER + 1
@@ -51,7 +50,7 @@ def go_on(
     return chain(found, source, np.array(logps, np.float32))
 
 
-class Chained:
+class Chained(ModelDrafter):
     """Reads pairs: a token, and what the target computed for the one before it. Then each token it drafts with its own.
 
     path: of its file. own: what it holds, its context first; closed with it. place: where the pair of the token at p
@@ -64,13 +63,10 @@ class Chained:
     ) -> None:  # fmt: skip
         self.name = name
         self.wants = replace(wants, newest=context.window + 1)  # a pair has what belongs to the token before it
+        super().__init__(path, context, own)
         self._target = target
-        self._context = context
-        self._memory = DraftMemory(name, path, context)
-        self._stack = own
         self._place = place
         self._state = state
-        self._lag = Lag(context.window)
         self._recent = np.empty((0, width), np.float32)  # of the newest tokens
         self._length = 0
 
@@ -131,7 +127,3 @@ class Chained:
         at = start + kept.start + self._place
         self._context.truncate(at)
         return at, tokens[kept], self._recent[:0] if rows is None else rows[kept]
-
-    def close(self) -> None:
-        """See Drafter."""
-        self._stack.close()

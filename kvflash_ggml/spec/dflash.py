@@ -13,19 +13,17 @@ from ..arrays import Floats, Int32s
 from ..config import SPEC_DEFAULT_WINDOW
 from ..gguf import reader, verify
 from ..gguf import target as target_facts
-from ..state.draft import SavedDraft
 from . import blocks
 from .base import Features
 from .context import DraftContext, DraftModel
 from .draft import Draft
-from .lag import Lag
-from .memory import DraftMemory
+from .model_drafter import ModelDrafter
 from .target import Target
 
 logger = logging.getLogger("kvflash_ggml")
 
 
-class DFlash:
+class DFlash(ModelDrafter):
     """A drafter of the architecture dflash beside its target.
 
     Rows of the text wait on the host until a draft is wanted; the newest `window` of them are read then. branches:
@@ -47,15 +45,13 @@ class DFlash:
             weights = DraftModel(path, offload=target.offload, repack=target.repack)
             stack.callback(weights.close)
             shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
-            self._context = DraftContext(
+            context = DraftContext(
                 weights.address, target, window=window, shares=shares, states=self._reader.states,
                 causal=bool(it.causal),
             )  # fmt: skip
-            stack.callback(self._context.close)
-            self._memory = DraftMemory(self.name, path, self._context)
-            self._lag = Lag(self._context.window)
-            self.wants = Features(it.target_layers, newest=self._context.window)
-            self._stack = stack.pop_all()
+            stack.callback(context.close)
+            self.wants = Features(it.target_layers, newest=context.window)
+            super().__init__(path, context, stack.pop_all())
 
     @property
     def size(self) -> int:
@@ -82,29 +78,3 @@ class DFlash:
         draft = self._reader.read(context, most, self._branches)
         context.truncate(end)
         return draft
-
-    def truncate(self, length: int) -> None:
-        """See Drafter."""
-        self._lag.truncate(length)
-        self._context.truncate(length)
-
-    def state(self) -> SavedDraft | None:
-        """See Remembering."""
-        self._read()
-        return self._memory.state(self._lag.end)
-
-    def load(self, saved: SavedDraft) -> None:
-        """See Remembering."""
-        self._memory.load(saved)
-        self._lag.reset(saved.length)
-
-    def _read(self) -> None:
-        """Read what lags."""
-        start, _, rows = self._lag.take()
-        self._context.truncate(start)
-        if rows is not None:
-            self._context.feed(start, None, rows)
-
-    def close(self) -> None:
-        """See Drafter."""
-        self._stack.close()

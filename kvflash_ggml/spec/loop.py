@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from ..arrays import Floats, Int32s
-from ..errors import DraftError
+from ..errors import DraftError, SnapshotError
 from ..state.draft import SavedDraft
-from . import remember, tree
+from . import tree
 from .asked import MAX_BAD, Asked
-from .base import Drafter
-from .control import Controls
+from .base import Drafter, Remembering
+from .decision import Controls
 from .draft import Draft, checked
 from .features import FeatureRows
 from .tally import Tally
@@ -338,7 +338,7 @@ class Speculator:
 
     def state(self) -> list[SavedDraft]:
         """See `session.step.Follower`."""
-        return remember.state(one.drafter for one in self._asked if one.known and one.follows)
+        return _states(one.drafter for one in self._asked if one.known and one.follows)
 
     def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
         """See `session.step.Follower`."""
@@ -346,7 +346,7 @@ class Speculator:
             if one.failed:
                 continue
             one.known = len(tokens)  # an interrupt is followed by a cut to nothing
-            one.known = one.read = remember.load(one.drafter, saved, tokens)
+            one.known = one.read = _load(one.drafter, saved, tokens)
             one.missing = 0
 
     def _observe(self, start: int, tokens: Int32s, rows: Floats) -> None:
@@ -372,3 +372,37 @@ def _locked(tokens: Int32s) -> Int32s:
     seen: Int32s = tokens.view()
     seen.flags.writeable = False
     return seen
+
+
+def _states(drafters: Iterable[Drafter]) -> list[SavedDraft]:
+    """What they know, of those that can say it."""
+    saved = []
+    for drafter in drafters:
+        if isinstance(drafter, Remembering):
+            try:
+                one = drafter.state()
+            except Exception as err:
+                logger.warning("what %s knows of the text is not saved: %s", drafter.name, err)
+            else:
+                saved += [one] if one is not None else []
+    return saved
+
+
+def _load(drafter: Drafter, saved: Sequence[SavedDraft], tokens: Int32s) -> int:
+    """Give back to a drafter what one like it knew of this text. How many of its tokens it knows then.
+
+    That is none if the text was saved without drafters. What came back is tried once: a file may hold anything.
+    """
+    if not saved or not isinstance(drafter, Remembering):
+        return 0
+    try:
+        own = [one for one in saved if one.origin.name == drafter.name]
+        if not own:
+            raise SnapshotError("it did not draft when the text was saved")
+        drafter.load(own[0])
+        drafter.propose(int(tokens[-1]), 1)
+        return own[0].length
+    except Exception as err:
+        logger.warning("%s begins anew behind the text that was restored: %s", drafter.name, err)
+    drafter.truncate(0)
+    return 0

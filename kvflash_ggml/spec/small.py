@@ -12,20 +12,18 @@ from ..config import SPEC_DEFAULT_WINDOW
 from ..drafter.model import BOUND
 from ..errors import ConversionError
 from ..gguf import modelfile
-from ..state.draft import SavedDraft
 from .base import Features
 from .chained import go_on
 from .context import DraftContext, DraftModel
 from .draft import Draft
-from .lag import Lag
-from .memory import DraftMemory
+from .model_drafter import ModelDrafter
 from .target import Target
 
 PADDING = 128
 """So many of the target's last tokens may be unknown to the small model: sizes of one family are padded differently."""
 
 
-class Small:
+class Small(ModelDrafter):
     """A model of the target's vocabulary beside it.
 
     Raises ConversionError for a file that cannot be one, or has recurrent state, which could not go back behind drafts
@@ -55,11 +53,9 @@ class Small:
                     path.name, "the vocabulary", found="another one", wanted=f"the tokens of {target.path.name}",
                     remedy="Draft with a model of the same family.",
                 )  # fmt: skip
-            self._context = DraftContext(model.address, target, window=window)
-            stack.callback(self._context.close)
-            self._memory = DraftMemory(self.name, path, self._context)
-            self._lag = Lag(self._context.window)
-            self._stack = stack.pop_all()
+            context = DraftContext(model.address, target, window=window)
+            stack.callback(context.close)
+            super().__init__(path, context, stack.pop_all())
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. It starts anew behind a token that it does not know."""
@@ -84,24 +80,3 @@ class Small:
         draft = go_on(context, self._target, start, unread, most=most, source=self.name)
         context.truncate(end)
         return draft
-
-    def truncate(self, length: int) -> None:
-        """See Drafter."""
-        self._lag.truncate(length)
-        self._context.truncate(length)
-
-    def state(self) -> SavedDraft | None:
-        """See Remembering."""
-        start, tokens, _ = self._lag.take()
-        self._context.truncate(start)
-        self._context.feed(start, tokens, None)
-        return self._memory.state(self._lag.end)
-
-    def load(self, saved: SavedDraft) -> None:
-        """See Remembering."""
-        self._memory.load(saved)
-        self._lag.reset(saved.length)
-
-    def close(self) -> None:
-        """See Drafter."""
-        self._stack.close()

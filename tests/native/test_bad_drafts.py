@@ -20,7 +20,7 @@ from support.interrupter import Interrupter
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import DecodeError, HostMemoryError
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
+from kvflash_ggml.spec.decision import Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.loop import Speculator
 
@@ -300,7 +300,7 @@ def test_a_drafter_whose_context_has_no_room(
 
 LOOP = (
     "llama/generation.py", "llama/sketch.py", "llama/state.py", "spec/loop.py", "spec/callback.py", "spec/draft.py",
-    "spec/ngram.py", "spec/chains.py", "spec/tally.py", "spec/cost.py", "spec/times.py", "spec/survival.py",
+    "spec/ngram.py", "spec/chains.py", "spec/tally.py", "spec/decision.py", "spec/costs.py",
     "session/session.py", "llama/turns.py",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ from kvflash_ggml.llama.sketch import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.spec.asked import Asked
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.cost import WIDTHS, Controller
+from kvflash_ggml.spec.decision import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.loop import Speculator
 

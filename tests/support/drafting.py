@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
+from kvflash_ggml.spec.decision import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 from support.harness import drawn

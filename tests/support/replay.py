@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
+from kvflash_ggml.spec.decision import Fixed
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.loop import Speculator
 from support.inside import inside

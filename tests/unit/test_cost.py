@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvflash_ggml.spec.control import Controls, Fixed
-from kvflash_ggml.spec.cost import CLIMB, CREDIT, EARNED, EPS, HOLD, WIDTHS, Controller
+from kvflash_ggml.spec.costs import Times
+from kvflash_ggml.spec.decision import CLIMB, CREDIT, EARNED, EPS, HOLD, WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.times import Times
 
 Device = Callable[[int], float]
 """Seconds of a step by its rows; a plain one takes 1."""

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflash_ggml.spec.lag import Lag
+from kvflash_ggml.spec.model_drafter import Lag
 
 MAX_LAG = 7
 

@@ -37,7 +37,7 @@ FLOORS = [
 
 ORDER = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-MAX_LINES = 400
+MAX_LINES = 600
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:

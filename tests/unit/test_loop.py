@@ -13,8 +13,7 @@ import pytest
 from kvflash_ggml.errors import DecodeError, DraftError
 from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Controls, Fixed
-from kvflash_ggml.spec.cost import Controller
+from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.loop import Speculator
 

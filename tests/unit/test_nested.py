@@ -11,8 +11,7 @@ from kvflash_ggml.cli.report import drafts as closing
 from kvflash_ggml.cli.report import spec_counters
 from kvflash_ggml.errors import DecodeError
 from kvflash_ggml.spec.base import Features
-from kvflash_ggml.spec.control import Fixed
-from kvflash_ggml.spec.cost import Controller
+from kvflash_ggml.spec.decision import Controller, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.loop import Speculator
 from kvflash_ggml.spec.stats import SpecStats

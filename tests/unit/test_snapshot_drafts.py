@@ -243,7 +243,7 @@ class Written:
 
 
 def speculator(*drafters: Any) -> Any:
-    from kvflash_ggml.spec.control import Fixed
+    from kvflash_ggml.spec.decision import Fixed
     from kvflash_ggml.spec.loop import Speculator
 
     return Speculator(drafters, Fixed(4), n_vocab=1000, ends=())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvflash_ggml.spec.costs import HOPE, Survival, expected
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.survival import HOPE, Survival, expected
 
 
 def test_nothing_known_is_hoped_for() -> None:

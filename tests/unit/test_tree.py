@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflash_ggml.spec.costs import expected
 from kvflash_ggml.spec.draft import ROOT, Draft, chain, checked
-from kvflash_ggml.spec.survival import expected
 from kvflash_ggml.spec.tree import SIBLINGS, from_lattice, from_positions, main_chain, rows
 
 Path = tuple[int, ...]

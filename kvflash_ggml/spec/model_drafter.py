@@ -1,0 +1,171 @@
+"""A drafter with a context of its own: what it was told and has not read, what it knows, and how that is kept."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import Floats, Int32s
+from ..errors import SnapshotError
+from ..snapshot.fingerprint import ModelFile
+from ..state.blob import Bytes
+from ..state.draft import Origin, SavedDraft
+from .context import DraftContext, SavedContext
+
+_NO_ROWS = np.empty((0, 1), np.float32)
+
+
+class Lag:
+    """The newest tokens of a text, at most `most`, and the rows that belong to them."""
+
+    start: int
+    _tokens: Int32s
+    _rows: list[Floats]
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.reset(0)
+
+    @property
+    def end(self) -> int:
+        """The length of the text."""
+        return self.start + len(self._tokens)
+
+    def add(self, start: int, tokens: Int32s, rows: Floats | None = None) -> None:
+        """These follow, from position `start` on; what was there is void. Rows are copied."""
+        if start > self.end:
+            self.reset(start)
+        self.truncate(start)
+        kept = slice(max(0, len(tokens) - self._most), None)
+        self._tokens = np.concatenate([self._tokens, np.asarray(tokens[kept], np.int32)])
+        if rows is not None:
+            self._rows.append(np.array(rows[kept], np.float32))
+        self.start = start + len(tokens) - len(self._tokens)
+        self._trim()
+
+    def take(self) -> tuple[int, Int32s, Floats | None]:
+        """The position of the first, the tokens, and their rows if there are any; nothing lags then."""
+        start, tokens = self.start, self._tokens
+        rows = np.concatenate(self._rows) if self._rows else None
+        self.reset(self.end)
+        return start, tokens, rows
+
+    def truncate(self, length: int) -> None:
+        """The text ends after `length` tokens."""
+        if length <= self.start:
+            self.reset(length)
+        elif length < self.end:
+            count = length - self.start
+            self._tokens = self._tokens[:count]
+            self._rows = [np.concatenate(self._rows)[:count]] if self._rows else []
+
+    def reset(self, length: int) -> None:
+        """Nothing lags of a text of this length."""
+        self.start = length
+        self._tokens = np.empty(0, np.int32)
+        self._rows = []
+
+    def _trim(self) -> None:
+        over = len(self._tokens) - self._most
+        if over <= 0:
+            return
+        self._tokens = self._tokens[over:]
+        self.start += over
+        while self._rows and len(self._rows[0]) <= over:
+            over -= len(self._rows.pop(0))
+        if self._rows and over:
+            self._rows[0] = self._rows[0][over:]
+
+
+class DraftMemory:
+    """Puts a drafter's context aside, and back where it is of the same origin.
+
+    name: of the drafter. path: of its file, which has just been loaded.
+    """
+
+    def __init__(self, name: str, path: Path, context: DraftContext) -> None:
+        self._name = name
+        self._file = ModelFile(path)
+        self._context = context
+
+    def state(self, length: int, rows: Floats = _NO_ROWS, *, place: int = 0) -> SavedDraft | None:
+        """What it holds of a text of `length` tokens, None if that is nothing. SnapshotError if its file was replaced.
+
+        rows: what else is kept, [n, width]. place: where the context stands for a token, before its own position.
+        """
+        context = self._context
+        if context.first == context.end or context.end != length + place:
+            return None
+        origin, held = self._origin(), context.state()
+        return SavedDraft(
+            origin=origin,
+            length=length,
+            first=held.first,
+            end=held.end,
+            context=Bytes(held.data),
+            rows=Bytes(np.ascontiguousarray(rows, np.float32).tobytes()),
+        )
+
+    def load(self, saved: SavedDraft, width: int = 1, *, place: int = 0) -> Floats:
+        """Hold what was put aside. Returns the rows, [n, width].
+
+        SnapshotError, and nothing held, if it does not fit.
+        """
+        context = self._context
+        context.reset()
+        if saved.origin != self._origin():
+            raise SnapshotError("another file has drafted, or with another window")
+        if saved.rows.size % (4 * width) or saved.end != saved.length + place:
+            raise SnapshotError("it cannot be as it says")
+        rows = np.frombuffer(saved.rows.read(), np.float32).reshape(-1, width)
+        if len(rows) > saved.length or not np.isfinite(rows).all():
+            raise SnapshotError("it cannot be as it says")
+        context.load(SavedContext(saved.first, saved.end, bytes(saved.context.read())))
+        if context.first == context.end:
+            raise SnapshotError("llama.cpp does not take it")
+        return rows
+
+    def _origin(self) -> Origin:
+        return Origin(self._name, self._file.identity(), self._context.window, self._context.types)
+
+
+class ModelDrafter:
+    """The part that drafters with a model of their own share: they read the text when a draft is wanted, all at once.
+
+    path: of the model's file. own: what the drafter holds, its context first; closed with it.
+    """
+
+    name: str
+
+    def __init__(self, path: Path, context: DraftContext, own: ExitStack) -> None:
+        self._context = context
+        self._memory = DraftMemory(self.name, path, context)
+        self._lag = Lag(context.window)
+        self._stack = own
+
+    def truncate(self, length: int) -> None:
+        """See Drafter."""
+        self._lag.truncate(length)
+        self._context.truncate(length)
+
+    def state(self) -> SavedDraft | None:
+        """See Remembering."""
+        self._read()
+        return self._memory.state(self._lag.end)
+
+    def load(self, saved: SavedDraft) -> None:
+        """See Remembering."""
+        self._memory.load(saved)
+        self._lag.reset(saved.length)
+
+    def close(self) -> None:
+        """See Drafter."""
+        self._stack.close()
+
+    def _read(self) -> None:
+        """Read what lags: rows of the target where there are any, else the tokens."""
+        start, tokens, rows = self._lag.take()
+        self._context.truncate(start)
+        self._context.feed(start, tokens if rows is None else None, rows)
