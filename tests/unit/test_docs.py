@@ -90,6 +90,10 @@ def test_the_readme_stays_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 120
 
 
+def test_the_benchmarks_stay_short() -> None:
+    assert len(text_of("docs/benchmarks.md").splitlines()) <= 300
+
+
 @pytest.mark.parametrize(
     "word", ["prefill", "prompt processing", "swap", "slot", "speculative decoding", "VRAM", "YaRN"]
 )
@@ -177,6 +181,11 @@ def test_files_that_the_architecture_names_are_there() -> None:
 
 def test_the_architecture_stays_short() -> None:
     assert len(text_of("ARCHITECTURE.md").splitlines()) <= 220
+
+
+def test_the_architecture_names_every_patch() -> None:
+    text = text_of("ARCHITECTURE.md")
+    assert [path.stem for path in (REPO / "patches").glob("*.patch") if f"`{path.stem}`" not in text] == []
 
 
 def test_the_hooks_fetch_nothing() -> None:
