@@ -27,9 +27,13 @@ def install(extra: str = "") -> str:
 def reinstall(variables: str = "") -> str:
     """Return the command that builds and installs this copy again, without touching its dependencies.
 
-    variables: assignments before the command. Without CMAKE_ARGS among them the flags of this build are kept.
+    variables: assignments before the command. Without CMAKE_ARGS among them the flags of this build are kept, and as
+    "$CMAKE_ARGS" among them: the shell in which this is typed need not know what the build was given.
     """
-    flags = "" if "CMAKE_ARGS" in variables else _flags()
+    flags = _flags()
+    if "CMAKE_ARGS" in variables:
+        known = flags.removeprefix('CMAKE_ARGS="').removesuffix('"')
+        variables, flags = variables.replace("$CMAKE_ARGS", known or "$CMAKE_ARGS"), ""
     return _line(variables, flags, "pip install --force-reinstall --no-cache-dir --no-deps", _requirement(""))
 
 

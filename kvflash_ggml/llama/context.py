@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -81,13 +82,23 @@ def _explain(result: int, function: Any, arguments: tuple[Any, ...]) -> int:
     return result
 
 
+def check_adapter(path: str) -> None:
+    """ConfigError for a LoRA adapter that is no regular file: llama.cpp would wait for who writes into a pipe."""
+    if not Path(path).is_file():
+        raise _no_adapter(path)
+
+
+def _no_adapter(path: str) -> ConfigError:
+    return ConfigError(
+        f"Failed to initialize LoRA adapter from lora path: {path}: it is not there, or no adapter"
+        " of this model. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
+    )
+
+
 def _refuse(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
     """Stop an adapter that is none before it is used: upstream compares a null pointer with None."""
     if not result:
-        raise ConfigError(
-            f"Failed to initialize LoRA adapter from lora path: {arguments[1].decode()}: it is not there, or no adapter"
-            " of this model. Convert it for this one with llama.cpp's convert_lora_to_gguf.py"
-        )
+        raise _no_adapter(arguments[1].decode())
     return result
 
 

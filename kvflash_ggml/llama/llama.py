@@ -35,7 +35,7 @@ from ..spec.find import Found
 from ..state.session import SessionState
 from . import fitting, parameters
 from .bias import with_bias
-from .context import Closed, PagedContext, take_closing
+from .context import Closed, PagedContext, check_adapter, take_closing
 from .generation import GeneratingLlama
 from .reading import open_session
 from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
@@ -106,6 +106,8 @@ class Llama(GeneratingLlama):
         self._turns = Turns()
         request = parameters.read(dict(keywords), parameters.defaults)
         purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
+        if (adapter := request.upstream.get("lora_path")) is not None:
+            check_adapter(adapter)
         self._config = request.config
         self._weights = request.weights
         self._session = None

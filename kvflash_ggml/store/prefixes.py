@@ -201,6 +201,12 @@ class Prefixes:
         try:
             self._disk.put(saved)
             self._disk.folder.wrote(UNWRITTEN)
+        except OSError as err:
+            why = (
+                f"{self.cache.folder}: {err.strerror or err}: name a folder that can be written and has room for "
+                f"{self.cache.disk_bytes >> 20} MiB, or fewer disk_bytes"
+            )
+            self._disk.folder.failed(UNWRITTEN, why)
         except Exception as err:  # nobody asks this thread how it went
             self._disk.folder.failed(UNWRITTEN, err)
         finally:

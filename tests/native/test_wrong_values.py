@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,9 @@ def test_a_file_that_is_cut_off_is_told(
 
 
 @pytest.mark.parametrize("pool", [None, 512])
-def test_an_adapter_that_is_none(pool: int | None, llama: Any, models: dict[str, Path]) -> None:
-    for path in ("nowhere.gguf", str(models["small"])):
+def test_an_adapter_that_is_none(pool: int | None, llama: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in ("nowhere.gguf", str(models["small"]), str(tmp_path / "pipe.gguf")):
         with pytest.raises(
             ConfigError, match=f"LoRA adapter from lora path: {path}: it is not there, or no adapter of"
         ):

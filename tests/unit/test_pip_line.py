@@ -70,6 +70,8 @@ def test_an_extra_does_not_cost_the_gpu(installed: Any) -> None:
     assert pip_line.install("server") == f"{flags} pip install '/src/kv[server]'"
     assert pip_line.reinstall() == f"{flags} pip install --force-reinstall --no-cache-dir --no-deps /src/kv"
     assert pip_line.reinstall("CMAKE_ARGS=-DX=1").startswith("CMAKE_ARGS=-DX=1 pip install")
+    more = pip_line.reinstall('CMAKE_ARGS="$CMAKE_ARGS -DX=1"')
+    assert more.startswith('CMAKE_ARGS="-DLLAMA_BUILD=OFF -DGGML_CUDA=on -DX=1" pip install')
     assert pip_line.reinstall("CFLAGS=-O1").startswith(f"CFLAGS=-O1 {flags} pip install")
     assert pip_line.install_into("/p").startswith(f"{flags} /p -m pip install")
     installed({"url": "file:///d/k.whl", "archive_info": {}}, GGML_CUDA="on")
