@@ -15,6 +15,7 @@ from vendoring.build import upstream_llama
 from vendoring.source import LLAMA, pristine_tree
 
 AMPERE, HOPPER = 800, 900
+GGML_PREC_F32 = 10
 Type = gguf.GGMLQuantizationType
 MAX_ROWS = {Type.Q4_K: 5, Type.Q5_K: 6, Type.Q6_K: 7, Type.Q8_0: 8}
 
@@ -63,9 +64,12 @@ def test_that_takes_the_patch(tmp_path: Path) -> None:
     assert set(max_rows(pristine_tree() / LLAMA, tmp_path).values()) == {8}
 
 
-def dense(library: Path, cc: int, rows: int, elements: int, kernels: str) -> bool:
+def dense(
+    library: Path, cc: int, rows: int, elements: int, kernels: str = "", *, prec: int = 0, whole: bool = True
+) -> bool:
     """Is such a product computed by cuBLAS? Asked in a process of its own, which reads the variable once."""
-    ask = f"import ctypes; print(ctypes.CDLL({str(library)!r}).dense({cc}, {rows}, ctypes.c_int64({elements})))"
+    arguments = f"{cc}, {rows}, ctypes.c_int64({elements}), {prec}, {int(whole)}"
+    ask = f"import ctypes; print(ctypes.CDLL({str(library)!r}).dense({arguments}))"
     env = {"KVFLASH_KERNELS": kernels} if kernels else {}
     done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
     return done.stdout.strip() == "1"
@@ -74,17 +78,26 @@ def dense(library: Path, cc: int, rows: int, elements: int, kernels: str) -> boo
 def test_prompts_on_hopper_take_dense_products(tmp_path: Path) -> None:
     callers = """
 static int64_t elements;
+static bool whole;
 extern "C" int64_t ggml_nelements(const struct ggml_tensor *) { return elements; }
-extern "C" int dense(int cc, int rows, int64_t n) { elements = n; return ggml_cuda_prefer_dense(nullptr, cc, rows); }
+extern "C" bool ggml_is_contiguously_allocated(const struct ggml_tensor *) { return whole; }
+extern "C" int dense(int cc, int rows, int64_t n, int prec, int is_whole) {
+    elements = n;
+    whole = is_whole;
+    return ggml_cuda_prefer_dense(nullptr, cc, rows, prec);
+}
 """
     library = compiled(upstream_llama(), tmp_path, "ggml_cuda_prefer_dense", "ggml-cuda.cu", callers)
     layer = 17_408 * 5_120
-    assert dense(library, HOPPER, 2048, layer, "")
-    assert not dense(library, HOPPER, 256, layer, "")  # there the matrix kernel is as fast
-    assert not dense(library, HOPPER, 2048, 248_320 * 5_120, "")  # 2.4 GiB of converted weights
-    assert not dense(library, AMPERE, 2048, layer, "")
+    assert dense(library, HOPPER, 320, layer)
+    assert not dense(library, HOPPER, 319, layer)  # there the matrix kernel is as fast
+    assert not dense(library, HOPPER, 2048, 248_320 * 5_120)  # 2.4 GiB of converted weights
+    assert not dense(library, AMPERE, 2048, layer)
     assert not dense(library, HOPPER, 2048, layer, "stock")
-    assert "!ggml_cuda_prefer_dense(src0, cc, ne11) &&" in (upstream_llama() / CUDA / "ggml-cuda.cu").read_text("utf-8")
+    assert not dense(library, HOPPER, 2048, layer, prec=GGML_PREC_F32)
+    assert not dense(library, HOPPER, 2048, layer, whole=False)  # a view with gaps between its rows
+    asked = "!ggml_cuda_prefer_dense(src0, cc, ne11, dst->op_params[0]) &&"
+    assert asked in (upstream_llama() / CUDA / "ggml-cuda.cu").read_text("utf-8")
 
 
 def test_a_warp_holds_several_columns() -> None:
