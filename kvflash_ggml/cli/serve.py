@@ -129,6 +129,8 @@ def serve(
     log_to_stderr(log)
     if server.parallel is not None and server.parallel > 1 and not log.quiet:
         note(f"-np {server.parallel}: any number of conversations share the pool, and answers take turns")
+    if settings.isolate_keys and pool.cache is not None and not log.quiet:
+        note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")
     with plain_errors(verbose=log.verbose):
         try:
             from ..server import requestlog

@@ -179,6 +179,12 @@ def test_keys_are_isolated_where_there_are_keys(serve: Serving) -> None:
     assert [settings.isolate_keys for settings in serve.started] == [True]
 
 
+def test_a_prefix_cache_that_isolation_does_not_use_is_told(serve: Serving, tmp_path: Path) -> None:
+    cache = ("--kvflash-cache", str(tmp_path))
+    assert "--kvflash-cache does nothing" not in serve("m.gguf", "--api-key", "one", *cache).output
+    assert "--kvflash-cache does nothing" in serve("m.gguf", "--isolate-keys", "--api-key", "one", *cache).output
+
+
 def test_an_address_that_is_taken_is_found_before_the_model_is_loaded(cli: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
