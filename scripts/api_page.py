@@ -32,7 +32,7 @@ has only those that this package adds or changes.
 """
 
 NO_OPTIONS = {
-    "KVFLASH_KERNELS": "`stock`: prompts on Hopper GPUs multiply weights as llama.cpp does. Read once, at the first product.",
+    "KVFLASH_KERNELS": "`stock`: prompts on Hopper GPUs multiply weights as llama.cpp does. Read once.",
     "KVFLASH_LANE": "`stream` or `sync`: all devices move pages that way, for tests.",
     "KVFLASH_PORTABLE": "1: build for every CPU of this architecture.",
     "KVFLASH_RPC_TIMEOUT": "Seconds until a server of devices that does not answer counts as lost. 120 by default.",
