@@ -11,7 +11,7 @@ from support.harness import CHUNK, check, reach, row
 from support.inside import inside
 from support.interrupter import Interrupter
 
-PARTS = ("session", "text", "query_ring", "unfinished", "paging", "checkpoints")
+PARTS = ("session", "prefill", "text", "query_ring", "recovery", "paging", "checkpoints")
 SESSION = tuple(f"session/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "lease", "image", "slabs", "spill", "store")
