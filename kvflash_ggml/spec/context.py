@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ STEP = 512
 """Tokens that a drafter reads at once, at most."""
 
 _SLACK = SPEC_WINDOW  # the window moves by so much: each move looks at every cell
-
-
-@dataclass(frozen=True, slots=True)
-class SavedContext:
-    """What a drafter's context held: the positions from `first` to before `end`."""
-
-    first: int
-    end: int
-    data: bytes
 
 
 class DraftModel:
@@ -181,28 +171,30 @@ class DraftContext:
         llama_cpp.llama_memory_clear(self._memory, False)
         self.first = self.end = start
 
-    def state(self) -> SavedContext:
-        """What it holds."""
+    def state(self) -> bytes:
+        """What it holds of the positions from `first` to before `end`, as llama.cpp writes it."""
         size = int(llama_cpp.llama_state_seq_get_size(self._context, 0))
         data = (ctypes.c_uint8 * size)()
         written = int(llama_cpp.llama_state_seq_get_data(self._context, data, size, 0))
-        return SavedContext(self.first, self.end, bytes(data)[:written])
+        return bytes(data)[:written]
 
-    def load(self, saved: SavedContext) -> None:
+    def load(self, first: int, end: int, saved: bytes) -> None:
         """Hold what a context of the same model and window held; nothing if llama.cpp does not take it.
+
+        first, end: the positions, from `first` to before `end`. saved: what `state` returned.
 
         What is in the data may come from anybody: llama.cpp compares its sizes with the context's own, and it counts
         only if the positions are those that it should have. Whether the values are numbers shows when it computes.
         """
-        self.reset(saved.end)
-        data = (ctypes.c_uint8 * len(saved.data)).from_buffer_copy(saved.data)
-        taken = llama_cpp.llama_state_seq_set_data(self._context, data, len(saved.data), 0)
+        self.reset(end)
+        data = (ctypes.c_uint8 * len(saved)).from_buffer_copy(saved)
+        taken = llama_cpp.llama_state_seq_set_data(self._context, data, len(saved), 0)
         lowest = llama_cpp.llama_memory_seq_pos_min(self._memory, 0)
         highest = llama_cpp.llama_memory_seq_pos_max(self._memory, 0)
-        if taken == len(saved.data) and saved.first <= lowest and highest == saved.end - 1:
-            self.first = saved.first
+        if taken == len(saved) and first <= lowest and highest == end - 1:
+            self.first = first
         else:
-            self.reset(saved.end)
+            self.reset(end)
 
     def _drop(self, first: int) -> None:
         """Forget the positions before `first`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +13,9 @@ from ..errors import SnapshotError
 from ..snapshot.fingerprint import ModelFile
 from ..state.blob import Bytes
 from ..state.draft import Origin, SavedDraft
-from .context import DraftContext, SavedContext
+
+if TYPE_CHECKING:
+    from .context import DraftContext
 
 _NO_ROWS = np.empty((0, 1), np.float32)
 
@@ -98,13 +101,12 @@ class DraftMemory:
         context = self._context
         if context.first == context.end or context.end != length + place:
             return None
-        origin, held = self._origin(), context.state()
         return SavedDraft(
-            origin=origin,
+            origin=self._origin(),
             length=length,
-            first=held.first,
-            end=held.end,
-            context=Bytes(held.data),
+            first=context.first,
+            end=context.end,
+            context=Bytes(context.state()),
             rows=Bytes(np.ascontiguousarray(rows, np.float32).tobytes()),
         )
 
@@ -122,7 +124,7 @@ class DraftMemory:
         rows = np.frombuffer(saved.rows.read(), np.float32).reshape(-1, width)
         if len(rows) > saved.length or not np.isfinite(rows).all():
             raise SnapshotError("it cannot be as it says")
-        context.load(SavedContext(saved.first, saved.end, bytes(saved.context.read())))
+        context.load(saved.first, saved.end, bytes(saved.context.read()))
         if context.first == context.end:
             raise SnapshotError("llama.cpp does not take it")
         return rows

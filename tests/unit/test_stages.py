@@ -32,7 +32,8 @@ def configure(stage: str, folder: Path, *arguments: str) -> Path:
         (source / empty).touch()
     place.mkdir(exist_ok=True)
     (place / "code.cpp").write_text(CODE)
-    (place / "CMakeLists.txt").write_text(UPSTREAM.format(name=stage))
+    names = [stage, "mtmd"] if stage == "llama" else [stage]
+    (place / "CMakeLists.txt").write_text("".join(UPSTREAM.format(name=name) for name in names))
     command = ["cmake", "-G", "Ninja", "-S", str(STAGES / stage), "-B", str(folder / "build"), *arguments]
     command += [f"-DKVFLASH_SOURCE={source}", f"-DKVFLASH_NATIVE={folder / 'none'}", "-DCMAKE_BUILD_TYPE=Release"]
     subprocess.run(command, check=True, capture_output=True)
