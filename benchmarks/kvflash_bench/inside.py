@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvflash_ggml.arrays import Int32s
     from kvflash_ggml.llama.llama import Llama
-    from kvflash_ggml.session.session import Session
+    from kvflash_ggml.sequence.sequence import Sequence
     from kvflash_ggml.spec.draft import Draft
     from kvflash_ggml.spec.loop import Speculator
 
 
-def session_of(llm: Llama) -> Session | None:
+def session_of(llm: Llama) -> Sequence | None:
     """The text and its pool; None without a pool."""
     return llm._session
 
 
-def paged(llm: Llama) -> Session:
+def paged(llm: Llama) -> Sequence:
     """The text and its pool, of a model that has one."""
     assert llm._session is not None
     return llm._session
@@ -39,7 +39,7 @@ def likeliest(llm: Llama) -> int:
 
 
 def step(llm: Llama, tokens: Int32s, outputs: Any, *, stream: bool) -> None:
-    """Evaluate some tokens in one step. outputs: LAST or EVERY, of `session.step`. stream: the whole text is seen."""
+    """Evaluate some tokens in one step. outputs: LAST or EVERY, of `sequence.step`. stream: the whole text is seen."""
     paged(llm).evaluate(tokens, outputs, llm._after_step, stream=stream)
 
 

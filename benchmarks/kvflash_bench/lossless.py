@@ -18,7 +18,7 @@ from kvflash_ggml.arrays import Floats, Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.llama.sketch import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
-from kvflash_ggml.session.step import EVERY
+from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.spec.asked import Asked
 from kvflash_ggml.spec.decision import WIDTHS, Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft

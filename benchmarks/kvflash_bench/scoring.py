@@ -17,7 +17,7 @@ from kvflash_ggml.native.engine import Engine
 from kvflash_ggml.policy.base import ScoreRequest
 from kvflash_ggml.policy.heads import as_heads, every_head
 from kvflash_ggml.policy.qk import QKScorer
-from kvflash_ggml.session.keys import HostKeys
+from kvflash_ggml.sequence.keys import HostKeys
 
 from . import report
 from .inside import paged

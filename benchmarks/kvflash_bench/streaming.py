@@ -122,7 +122,7 @@ def _decode(llm: Llama, tokens: npt.NDArray[np.int32]) -> float:
 
 def _step_ms(llm: Llama, text: npt.NDArray[np.int32], rows: int, repeats: int, *, streams: bool) -> float:
     """Median of steps that go on with the text; the first one, which builds a graph, does not count."""
-    from kvflash_ggml.session.step import LAST
+    from kvflash_ggml.sequence.step import LAST
 
     took = []
     for _ in range(repeats + 1):

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
-from ..session.prefill import QUESTION_TOKENS
+from ..sequence.prefill import QUESTION_TOKENS
 from ..store.shelf import Conversation, Parked, Shelf
 from .messages import Request
 from .model import Model

@@ -14,8 +14,8 @@ from ..errors import CalibrationError, ConfigError, SnapshotError
 from ..logs import Progress
 from ..policy.base import Scorer, Selective
 from ..policy.heads import Heads
-from ..session.keys import key_shapes
-from ..session.session import Session
+from ..sequence.keys import key_shapes
+from ..sequence.sequence import Sequence
 from .choice import Calibration, heads_file, load, of_llama, save
 from .measure import Pace
 from .run import STEP, Stopped, calibrate
@@ -33,7 +33,7 @@ class HeadFinder:
     them. OSError or SnapshotError if the model's file cannot be read again.
     """
 
-    def __init__(self, llm: Any, session: Session, *, given: Path | None) -> None:
+    def __init__(self, llm: Any, session: Sequence, *, given: Path | None) -> None:
         self._session = session
         self._model = llm._model
         self._settings = llm.context_params
@@ -188,7 +188,7 @@ class HeadFinder:
             progress(done, total)
 
 
-def open_finder(llm: Any, session: Session, scorer: Scorer | None) -> HeadFinder | None:
+def open_finder(llm: Any, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
     """Where the policy can ask some heads only: those that are known, or that are found behind the first answer.
 
     llm: the `llama_cpp.Llama` of the session.

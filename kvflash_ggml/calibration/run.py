@@ -15,7 +15,7 @@ from ..arrays import Floats, Int32s
 from ..errors import CalibrationError, KVFlashError
 from ..logs import Progress
 from ..placement import memory
-from ..session.sidecar import Sidecar
+from ..sequence.sidecar import Sidecar
 from .choice import Calibration, Subject, choose, rope
 from .measure import QUESTION_ROWS, TOKENS, measure
 

@@ -23,7 +23,7 @@ from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
 from ..policy.edges import boost_successors
 from ..policy.heads import every_head
-from ..session.sidecar import Sidecar
+from ..sequence.sidecar import Sidecar
 from ..snapshot.fingerprint import ModelFile
 from ..state.session import DrafterState, SessionState
 

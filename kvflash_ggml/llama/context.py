@@ -12,7 +12,7 @@ import llama_cpp
 from llama_cpp import _internals as internals
 
 from ..errors import CLOSED, ConfigError, KVFlashError
-from ..session.session import Session
+from ..sequence.sequence import Sequence
 
 _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictionary()
 """The contexts that live, by address."""
@@ -21,7 +21,7 @@ _paged: weakref.WeakValueDictionary[int, PagedContext] = weakref.WeakValueDictio
 class PagedContext(internals.LlamaContext):
     """Takes over an upstream context. What changes the memory goes to the session; the rest is inherited."""
 
-    def __init__(self, base: internals.LlamaContext, session: Session) -> None:
+    def __init__(self, base: internals.LlamaContext, session: Sequence) -> None:
         # not upstream's __init__, which would make a second native context: share the one that exists
         self.__dict__.update(base.__dict__)
         self.session = session

@@ -30,7 +30,7 @@ from ..placement import devices, memory, sizing
 from ..placement.predict import copied
 from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
-from ..session.pool import Pool
+from ..sequence.pool import Pool
 from ..spec.find import Found
 from ..state.session import SessionState
 from . import fitting, parameters

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,15 +19,15 @@ from ..errors import ConfigError, HostMemoryError, UnsupportedError
 from ..logs import warn_once
 from ..placement.sizes import HOST
 from ..placement.sizing import address
-from ..session.reading import Reading, Repair
-from ..session.session import Session
+from ..sequence.reading import Reading, Repair
+from ..sequence.sequence import Sequence
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
     from ..native.info import DeviceInfo, Layer
     from ..policy.base import Scorer
-    from ..session.pool import Pool
+    from ..sequence.pool import Pool
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -50,7 +51,7 @@ class Room:
         return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
 
 
-def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Session:
+def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Sequence:
     """A session on a pool that reads and answers as it is asked to. See `open_reading`."""
     from ..placement import memory
 
@@ -64,7 +65,7 @@ def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer |
             " streams the whole text. A smaller n_ubatch takes less memory."
         )
         n_batch = pool.n_ubatch
-    session = Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    session = Sequence(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
         session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
     return session
@@ -115,7 +116,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     return Reading(exact=True, answers_exactly=config.answer != "pool", why=why)
 
 
-def stage_slots(asked: int | None, *, n_ctx: int, rooms: Sequence[Room]) -> tuple[int, str]:
+def stage_slots(asked: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> tuple[int, str]:
     """Tokens that stages hold, and why so many: the whole context, or what each device has room for."""
     most = round_up(n_ctx, POOL_STEP)
     if asked is not None:
@@ -127,7 +128,9 @@ def stage_slots(asked: int | None, *, n_ctx: int, rooms: Sequence[Room]) -> tupl
     return tight.slots, f"{size} for it, at {tight.slot_bytes / 1024:.1f} KiB a token"
 
 
-def rooms(layers: Sequence[Layer], devices: Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]) -> list[Room]:
+def rooms(
+    layers: abc.Sequence[Layer], devices: abc.Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]
+) -> list[Room]:
     """What there is for stages on each device.
 
     One more token takes K and V of a layer of each shape there, twice where the next layer is copied meanwhile, and its

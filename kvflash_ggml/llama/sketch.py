@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
-from ..session.sketch import Sketch
+from ..sequence.sketch import Sketch
 from ..spec.base import Features
 from ..spec.decision import PROMPT
 from ..spec.draft import Draft, chain

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import common_prefix
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite
-from ..session.session import Session
-from ..session.step import Logits
+from ..sequence.sequence import Sequence
+from ..sequence.step import Logits
 from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
@@ -33,7 +34,7 @@ class SavingLlama(llama_cpp.Llama):
     """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_snapshots` follows."""
 
     _turns: Turns
-    _session: Session | None = None
+    _session: Sequence | None = None
     _snapshot_store: SnapshotStore | None = None
     _prefixes: Prefixes | None = None
     _logits_all: bool = False
@@ -41,12 +42,12 @@ class SavingLlama(llama_cpp.Llama):
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
-    def _open_snapshots(self, session: Session) -> None:
+    def _open_snapshots(self, session: Sequence) -> None:
         read = fingerprint.of_llama(self, session.engine)
         self._snapshot_store = SnapshotStore(session, fingerprint=read, n_vocab=self.n_vocab())
         self._ctx._exit_stack.callback(self._snapshot_store.close)
 
-    def _catch_up(self, session: Session) -> None:
+    def _catch_up(self, session: Sequence) -> None:
         """Bring the session to `n_tokens`, which inherited methods and users may have set."""
         if not 0 <= self.n_tokens <= self._n_ctx:
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
@@ -85,7 +86,7 @@ class SavingLlama(llama_cpp.Llama):
             )
         return np.ctypeslib.as_array(row, shape=(self._n_vocab,))
 
-    def _put_logits(self, session: Session, pos: int, row: npt.NDArray[np.single]) -> None:
+    def _put_logits(self, session: Sequence, pos: int, row: npt.NDArray[np.single]) -> None:
         """Make `row` [n_vocab] the logits of the token at `pos`, the only ones at hand."""
         session.engine.set_logits(row)
         session.logits = Logits(pos, 1)
@@ -343,7 +344,7 @@ class SavingLlama(llama_cpp.Llama):
         except KVFlashError as err:
             logger.warning("the text is not kept for later: %s", err)
 
-    def _branch(self, tokens: Sequence[int]) -> int | None:
+    def _branch(self, tokens: abc.Sequence[int]) -> int | None:
         """Where to keep a checkpoint in a prompt, because other texts are known to go on differently from there."""
         if self.kvflash_branch is not None or self._prefixes is None:
             return self.kvflash_branch

@@ -11,8 +11,8 @@ from ..constants import CHUNK
 from ..logs import Progress
 from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
-from ..session.reading import Loss
-from ..session.session import Session
+from ..sequence.reading import Loss
+from ..sequence.sequence import Sequence
 from ..spec.loop import Speculator
 from ..spec.stats import SpecStats
 from ..trace.events import Observer
@@ -37,7 +37,7 @@ class PoolStats:
 
     def __init__(
         self,
-        session: Session,
+        session: Sequence,
         size: PoolSize,
         finder: HeadFinder | None,
         speculator: Speculator | None,

@@ -16,7 +16,7 @@ from .facts import count, fact
 
 FACT = "found"
 MAX_FOUND = 16
-"""In a file: more than a text keeps today (session/scoring.py), so that one that keeps more could be read here."""
+"""In a file: more than a text keeps today (sequence/scoring.py), so that one that keeps more could be read here."""
 
 MAX_TOKENS = 1 << 16
 """Of one step."""

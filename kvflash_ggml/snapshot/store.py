@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import SnapshotError
 from ..files import replacing
-from ..session.session import Session
+from ..sequence.sequence import Sequence
 from ..state.session import SessionState
 from . import codec, format
 from .container import Container
@@ -26,7 +26,7 @@ logger = logging.getLogger("kvflash_ggml")
 class SnapshotStore:
     """fingerprint: reads that of the model, called when it is first needed. n_vocab: bounds the tokens of a file."""
 
-    def __init__(self, session: Session, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
+    def __init__(self, session: Sequence, *, fingerprint: Callable[[], Fingerprint], n_vocab: int) -> None:
         self._session = session
         self._read_fingerprint = fingerprint
         self._n_vocab = n_vocab

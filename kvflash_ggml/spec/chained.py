@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import Floats, Int32s
-from ..session.prefill import LEFT_OVER, QUESTION_TOKENS
+from ..sequence.prefill import LEFT_OVER, QUESTION_TOKENS
 from ..state.draft import SavedDraft
 from .base import Features
 from .context import DraftContext

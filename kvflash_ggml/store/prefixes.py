@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError, SnapshotError
-from ..session.session import Session
+from ..sequence.sequence import Sequence
 from ..snapshot.container import StoredPage
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
@@ -59,7 +59,7 @@ class PrefixCache:
 class Prefixes:
     """A prefix cache at work for one model. Everything but the writing of files is done on the caller's thread."""
 
-    def __init__(self, cache: PrefixCache, session: Session, store: SnapshotStore, *, n_vocab: int) -> None:
+    def __init__(self, cache: PrefixCache, session: Sequence, store: SnapshotStore, *, n_vocab: int) -> None:
         info, heap = session.engine.info, session.paging.heap
         self.cache = cache
         self._session = session

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,14 +154,14 @@ def _maker(cls: Any, model: Callable[[str], Path]) -> Iterator[Callable[..., Any
 
 @pytest.fixture
 def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., Bare]]:
-    """Makes a Session on a context of its own: KV type, flash attention and placement are free."""
+    """Makes a Sequence on a context of its own: KV type, flash attention and placement are free."""
     import llama_cpp
     from llama_cpp import _internals as internals
 
     from kvflash_ggml.native import engine as native
-    from kvflash_ggml.session.pool import Pool
-    from kvflash_ggml.session.reading import Reading
-    from kvflash_ggml.session.session import Session
+    from kvflash_ggml.sequence.pool import Pool
+    from kvflash_ggml.sequence.reading import Reading
+    from kvflash_ggml.sequence.sequence import Sequence
 
     with ExitStack() as stack:
 
@@ -174,7 +175,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             flash: bool = True,
             query_rows: int = 0,
             n_seq_max: int = 1,
-            block_order: Sequence[int] | None = None,
+            block_order: abc.Sequence[int] | None = None,
             stages: int = 0,
             answers_exactly: bool = False,
             n_batch: int | None = None,
@@ -210,7 +211,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             shared = Pool(engine, n_ubatch=longest, block_order=block_order)
             if stages:
                 shared.make_stages(stages)
-            session = Session(
+            session = Sequence(
                 shared,
                 KVFlashConfig(pool=pool, **config),
                 n_ctx=ctx.n_ctx(),

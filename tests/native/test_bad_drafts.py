@@ -301,7 +301,7 @@ def test_a_drafter_whose_context_has_no_room(
 LOOP = (
     "llama/generation.py", "llama/sketch.py", "llama/state.py", "spec/loop.py", "spec/callback.py", "spec/draft.py",
     "spec/ngram.py", "spec/chains.py", "spec/tally.py", "spec/decision.py", "spec/costs.py",
-    "session/session.py", "llama/turns.py",
+    "sequence/sequence.py", "llama/turns.py",
 )  # fmt: skip
 
 

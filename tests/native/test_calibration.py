@@ -22,7 +22,7 @@ from kvflash_ggml.calibration.run import Stopped, calibrate
 from kvflash_ggml.errors import CalibrationError, ConfigError, DecodeError, KVFlashError
 from kvflash_ggml.placement import memory
 from kvflash_ggml.placement.sizes import Device
-from kvflash_ggml.session import sidecar
+from kvflash_ggml.sequence import sidecar
 from kvflash_ggml.snapshot.fingerprint import ModelFile
 
 SUBJECT = Subject("x", "a model")

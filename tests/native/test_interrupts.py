@@ -11,12 +11,12 @@ from support.harness import CHUNK, check, reach, row
 from support.inside import inside
 from support.interrupter import Interrupter
 
-PARTS = ("session", "prefill", "text", "query_ring", "recovery", "paging", "checkpoints")
-SESSION = tuple(f"session/{name}.py" for name in PARTS)
+PARTS = ("sequence", "prefill", "text", "query_ring", "recovery", "paging", "checkpoints")
+SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "lease", "image", "slabs", "spill", "store")
 BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/turns.py")
-RESTORING = (*SESSION, "session/restore.py", "llama/state.py")
+RESTORING = (*SESSION, "sequence/restore.py", "llama/state.py")
 
 
 def loses_a_look(stack: list[str]) -> bool:

@@ -22,7 +22,7 @@ from support.integrity import check_table
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, KVFlashError, SnapshotError, SnapshotMismatch
-from kvflash_ggml.session.worker import Worker
+from kvflash_ggml.sequence.worker import Worker
 
 GREEDY = {"temp": 0.0}
 
@@ -226,7 +226,7 @@ def test_a_text_that_is_cut_stays_cut_whatever_is_drafted(drafting: Any, tokens:
 def test_a_load_that_fails_drops_the_drafts_only(drafting: Any) -> None:
     other = drafting()[0].save_state()
     llm, stream, text = drafting()
-    damaged = mock.patch("kvflash_ggml.session.restore._read", side_effect=SnapshotError("damaged"))
+    damaged = mock.patch("kvflash_ggml.sequence.restore._read", side_effect=SnapshotError("damaged"))
     with damaged, pytest.raises(SnapshotError):
         llm.load_state(other)
     stream.close()

@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     llm = nested("headed", "draft-mtp")
     first = told(llm, prompt, 2, temp=0.0)[0]
     begins = [*prompt, first[0]]
-    files = ("llama/sketch.py", "session/sketch.py", "spec/loop.py", "session/text.py", "llama/turns.py")
+    files = ("llama/sketch.py", "sequence/sketch.py", "spec/loop.py", "sequence/text.py", "llama/turns.py")
 
     def answer() -> None:
         stream = llm.generate(begins, temp=0.0)

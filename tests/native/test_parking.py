@@ -20,7 +20,7 @@ from kvflash_ggml.batching.access import Access
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
 from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.session import copies
+from kvflash_ggml.sequence import copies
 from kvflash_ggml.store.sessions import SessionFolder
 
 Turns = list[list[int]]

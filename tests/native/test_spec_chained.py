@@ -14,7 +14,7 @@ import pytest
 from support.harness import MODELS
 
 from kvflash_ggml.arrays import Floats, Int32s
-from kvflash_ggml.session.prefill import LEFT_OVER, QUESTION_TOKENS
+from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}

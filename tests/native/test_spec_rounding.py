@@ -15,7 +15,7 @@ from support.replay import let_replay
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.session.step import EVERY
+from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.tree import rows as arranged
 

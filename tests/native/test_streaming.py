@@ -17,7 +17,7 @@ from support.inside import inside
 
 from kvflash_ggml import logs
 from kvflash_ggml.errors import EngineError
-from kvflash_ggml.session.step import Sight
+from kvflash_ggml.sequence.step import Sight
 
 POOL = 512
 N_CTX = 2048

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -22,9 +23,9 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
-from kvflash_ggml.session.pool import Pool
-from kvflash_ggml.session.reading import POOL, Reading, Repair
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.reading import POOL, Reading, Repair
+from kvflash_ggml.sequence.sequence import Sequence
 from support.fake_host import Bytes, FakeHost
 from support.fake_stages import FakeStages
 
@@ -274,14 +275,14 @@ class FakeEngine(FakeHost):
 
     # --- transfers
 
-    def page_out(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+    def page_out(self, blocks: abc.Sequence[int], images: abc.Sequence[int]) -> int:
         return self._transfer(True, blocks, images)
 
-    def page_in(self, blocks: Sequence[int], images: Sequence[int]) -> int:
+    def page_in(self, blocks: abc.Sequence[int], images: abc.Sequence[int]) -> int:
         self._last_page_in = self._transfer(False, blocks, images)
         return self._last_page_in
 
-    def _transfer(self, out: bool, blocks: Sequence[int], images: Sequence[int]) -> int:
+    def _transfer(self, out: bool, blocks: abc.Sequence[int], images: abc.Sequence[int]) -> int:
         assert not self.info.v_trans
         assert len(blocks) == len(images) > 0
         assert len(set(images)) == len(images), "two blocks for one image"
@@ -346,7 +347,7 @@ class FakeEngine(FakeHost):
     # --- scoring
 
     @property
-    def query_shapes(self) -> Sequence[tuple[int, int, int]]:
+    def query_shapes(self) -> abc.Sequence[tuple[int, int, int]]:
         return [(self.info.query_rows, 1, ROW_BYTES)] if self.info.query_rows else []
 
     def read_queries(self, out: npt.NDArray[np.float32], rows: Int32s | None = None) -> int:
@@ -445,7 +446,7 @@ class FakeEngine(FakeHost):
             raise SnapshotError("no state is kept that could be put back")
         self.set_state(self._kept, length)
 
-    def adopt(self, truth: Sequence[bytes], tokens: Sequence[int]) -> None:
+    def adopt(self, truth: abc.Sequence[bytes], tokens: abc.Sequence[int]) -> None:
         """A saved text has been loaded: its rows were computed elsewhere."""
         self.truth[:], self.tokens[:] = truth, tokens
 
@@ -463,9 +464,9 @@ def make_session(
     n_batch: int,
     n_ubatch: int,
     scorer: Scorer | None = None,
-    block_order: Sequence[int] | None = None,
+    block_order: abc.Sequence[int] | None = None,
     stage: int = 0,
-) -> Session:
+) -> Sequence:
     """A text on a pool of its own. stage: tokens that streamed steps see, which prompts are read with then."""
     limit = None if config.host_limit == "auto" else config.host_limit
     pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, block_order=block_order)
@@ -473,7 +474,7 @@ def make_session(
     if stage:
         pool.make_stages(stage)
         reading = Reading(exact=True, answers_exactly=config.answer == "exact")
-    session = Session(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    session = Sequence(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None:
         session.repair = Repair(config.repair, n_ctx, engine.likeliest)
     return session

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvflash_ggml.cli import main, model
-from kvflash_ggml.session.reading import Loss
+from kvflash_ggml.sequence.reading import Loss
 from kvflash_ggml.snapshot.container import Container, Writer
 from kvflash_ggml.snapshot.source import FileSource
 from kvflash_ggml.trace.recorder import Trace

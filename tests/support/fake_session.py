@@ -8,7 +8,8 @@ import errno
 import io
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from kvflash_ggml.host import slabs, spill
 from kvflash_ggml.host.image import NOWHERE
 from kvflash_ggml.pool.masks import FREE
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.state.session import SessionState
 from support.fake_engine import PAGE_BYTES, FakeEngine, make_session
 from support.saving import settle_scores
@@ -68,7 +69,7 @@ def small_slabs(pages: int = 3) -> Iterator[None]:
         FaultyFile.trouble = None
 
 
-def stored(session: Session, image: Any, chunk: int) -> bytes:
+def stored(session: Sequence, image: Any, chunk: int) -> bytes:
     page, heap = session.store.page(chunk), session.store.heap
     if page.address:
         return image(page.address)
@@ -80,26 +81,26 @@ def stored(session: Session, image: Any, chunk: int) -> bytes:
     return os.pread(heap._spill._file.fileno(), PAGE_BYTES, page.place * PAGE_BYTES)
 
 
-def settle_ahead(session: Session) -> None:
+def settle_ahead(session: Sequence) -> None:
     """Let the slab that is being made ahead arrive, so that a refusal hits a known call."""
     if session.store.heap._slabs._next is not None:
         concurrent.futures.wait([session.store.heap._slabs._next])
 
 
-def accept(session: Session, count: int) -> None:
+def accept(session: Sequence, count: int) -> None:
     """The first `count` of the tokens that were verified are of the text."""
     for row in range(count):
         session.keep(row)
     session.accept()
 
 
-def reach(one: Session) -> None:
+def reach(one: Sequence) -> None:
     """Take the lock of its page images, for as long as nothing takes."""
     with one.paging.heap.lease(()):
         pass
 
 
-def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = ()) -> None:
+def check(session: Sequence, tokens: list[int], frozen: abc.Sequence[SessionState] = ()) -> None:
     """Everything that must be true between two calls. frozen: what is put aside."""
     engine, pager = session.engine, session.table
     assert isinstance(engine, FakeEngine)
@@ -142,7 +143,7 @@ def check(session: Session, tokens: list[int], frozen: Sequence[SessionState] = 
         assert heap.host_bytes <= heap.limit
 
 
-def slab_pages(session: Session) -> int:
+def slab_pages(session: Sequence) -> int:
     heap, engine = session.store.heap, session.engine
     settle_ahead(session)
     ahead = heap._slabs._next
@@ -152,11 +153,11 @@ def slab_pages(session: Session) -> int:
     return size // PAGE_BYTES
 
 
-def query_buffers(session: Session) -> set[int]:
+def query_buffers(session: Sequence) -> set[int]:
     return set() if session.scoring is None else set(session.scoring._addresses)
 
 
-def check_protected(session: Session) -> None:
+def check_protected(session: Sequence) -> None:
     """After a step: sinks, pins, tail and head are on the device."""
     head = (session.length - 1) // CHUNK
     for c in session.table.protected(head, head):
@@ -175,7 +176,7 @@ def make(
     scorer: Any = None,
     stage: int = 0,
     **info: Any,
-) -> Session:
+) -> Sequence:
     rows = {} if scorer is None else {"query_rows": scorer.query_rows}
     engine = FakeEngine(n_slots, n_ubatch, timing=timing, **rows, **info)
     settings = KVFlashConfig(pool=n_slots, **{"tail": 2, **(config or {})})
@@ -191,7 +192,7 @@ def make(
     )
 
 
-def close(session: Session) -> None:
+def close(session: Sequence) -> None:
     session.close()
     assert session.engine.closed
     assert not session.engine.slabs, "host memory was not given back"

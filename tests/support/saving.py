@@ -13,8 +13,8 @@ import numpy as np
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
-from kvflash_ggml.session.scoring import Scoring
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.scoring import Scoring
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import fingerprint
 from kvflash_ggml.snapshot.store import SnapshotStore
 from kvflash_ggml.state.session import Layout
@@ -61,7 +61,7 @@ class Digest:
     def close(self) -> None: ...
 
 
-def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info: Any) -> Session:
+def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info: Any) -> Sequence:
     """A session on an engine of its own."""
     policy = scorer and scorer()
     engine = FakeEngine(n_slots, 64, **({"query_rows": 4} if policy else {}), **info)
@@ -70,11 +70,11 @@ def make(n_slots: int = 448, n_ctx: int = 4096, *, scorer: Any = Digest, **info:
 
 
 @contextmanager
-def making() -> Iterator[Callable[..., Session]]:
+def making() -> Iterator[Callable[..., Sequence]]:
     """Makes sessions; all are closed at the end, and nobody holds a page then."""
-    made: list[Session] = []
+    made: list[Sequence] = []
 
-    def build(*args: Any, **kwargs: Any) -> Session:
+    def build(*args: Any, **kwargs: Any) -> Sequence:
         made.append(make(*args, **kwargs))
         return made[-1]
 
@@ -89,22 +89,22 @@ def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, N_VOCAB, count, dtype=np.int32)
 
 
-def decode(session: Session, count: int) -> None:
+def decode(session: Sequence, count: int) -> None:
     """Generate, as it were: one token after the other."""
     for token in text(count, 2):
         session.extend(np.array([token], np.int32))
 
 
-def snapshot_store(session: Session) -> SnapshotStore:
+def snapshot_store(session: Sequence) -> SnapshotStore:
     return SnapshotStore(session, fingerprint=lambda: fingerprint.of_engine(session.engine), n_vocab=N_VOCAB)
 
 
-def dump(session: Session, length: int | None = None) -> bytes:
+def dump(session: Sequence, length: int | None = None) -> bytes:
     """A snapshot as bytes."""
     return snapshot_store(session).dump(session.state(length))
 
 
-def save(session: Session, path: Path, *, compress: bool = False, length: int | None = None) -> int:
+def save(session: Sequence, path: Path, *, compress: bool = False, length: int | None = None) -> int:
     """A snapshot as a file; its size."""
     each = snapshot_store(session)
     try:
@@ -113,7 +113,7 @@ def save(session: Session, path: Path, *, compress: bool = False, length: int | 
         each.close()
 
 
-def load(session: Session, source: bytes | Path) -> None:
+def load(session: Sequence, source: bytes | Path) -> None:
     """Put a snapshot in place of what the session holds."""
     saved = snapshot_store(session).load(source)
     try:
@@ -122,7 +122,7 @@ def load(session: Session, source: bytes | Path) -> None:
         saved.release()
 
 
-def settle_scores(session: Session) -> None:
+def settle_scores(session: Sequence) -> None:
     """Let the scoring thread finish, so that nothing changes while it is looked at."""
     if session.scoring is not None:
         session.scoring._run(lambda: None).result()
@@ -134,7 +134,7 @@ def clock(scoring: Scoring) -> tuple[int, ...]:
     return saved.tau, saved.since_look, saved.since_reselect, saved.due
 
 
-def seen(session: Session) -> tuple[Any, ...]:
+def seen(session: Sequence) -> tuple[Any, ...]:
     """Everything that a refused snapshot must leave as it was."""
     settle_scores(session)
     engine: Any = session.engine

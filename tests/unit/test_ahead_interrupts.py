@@ -13,16 +13,16 @@ from support.integrity import check_table
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 
-FILES = ("session/session.py", "session/text.py", "session/stash.py", "session/recovery.py", "pool/page_table.py")
+FILES = ("sequence/sequence.py", "sequence/text.py", "sequence/stash.py", "sequence/recovery.py", "pool/page_table.py")
 
 PROMPT = np.arange(10, 10 + 508, dtype=np.int32)
 DRAFT = np.arange(1000, 1012, dtype=np.int32)
 MORE = np.arange(2000, 2005, dtype=np.int32)
 
 
-def session(recurrent: bool) -> Session:
+def session(recurrent: bool) -> Sequence:
     """Just before the end of a chunk, on a pool that is full."""
     engine = FakeEngine(448, 128, recurrent=recurrent, query_rows=16)
     one = make_session(engine, KVFlashConfig(pool=448, tail=2), n_ctx=2048, n_batch=128, n_ubatch=128)
@@ -38,7 +38,7 @@ def test_every_line(accepted: int, recurrent: bool) -> None:
         k += 1
         one = session(recurrent)
 
-        def work(one: Session = one) -> None:
+        def work(one: Sequence = one) -> None:
             one.verify(DRAFT)
             accept(one, accepted)
 
@@ -54,7 +54,7 @@ def test_every_line(accepted: int, recurrent: bool) -> None:
     assert k > 100
 
 
-def check(one: Session, text: list[Any], k: int) -> None:
+def check(one: Sequence, text: list[Any], k: int) -> None:
     engine: Any = one.engine
     assert one.tokens.tolist() == text, f"line {k}"
     assert engine.tokens[: len(text)] == text, f"line {k}: the device has read something else"

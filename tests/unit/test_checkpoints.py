@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from support.fake_engine import FakeEngine
 
-from kvflash_ggml.session.checkpoints import Checkpoints
+from kvflash_ggml.sequence.checkpoints import Checkpoints
 
 MOST = 8
 

@@ -15,9 +15,9 @@ from support.fake_engine import FakeEngine
 from support.saving import make, making, text
 
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.session import copies
-from kvflash_ggml.session.copies import THREADS, StateCopies
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence import copies
+from kvflash_ggml.sequence.copies import THREADS, StateCopies
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.state.blob import Bytes, Copied
 
 
@@ -41,7 +41,7 @@ def made(engine: FakeEngine) -> Iterator[StateCopies]:
 
 
 @pytest.fixture
-def world() -> Iterator[Callable[..., Session]]:
+def world() -> Iterator[Callable[..., Sequence]]:
     with making() as build:
         yield build
 

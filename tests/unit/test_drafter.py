@@ -22,7 +22,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.policy.base import Resumable, Scorer, ScoreRequest
 from kvflash_ggml.policy.drafter import QUERY_ROWS, DrafterScorer, TokenReader, common_prefix
-from kvflash_ggml.session.scoring import DECODE_SHARE
+from kvflash_ggml.sequence.scoring import DECODE_SHARE
 
 
 def look(tokens: Any) -> ScoreRequest:

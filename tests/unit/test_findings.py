@@ -18,8 +18,8 @@ from support.saving import Digest, decode, dump, load, making, settle_scores, te
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.session import scoring as kept
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence import scoring as kept
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import findings as written
 from kvflash_ggml.state.session import Layout
 
@@ -28,18 +28,18 @@ MEMORIES: list[dict[str, Any]] = [{}, {"recurrent": True}, {"n_swa": 80}, {"asyn
 
 
 @pytest.fixture
-def world() -> Iterator[Callable[..., Session]]:
+def world() -> Iterator[Callable[..., Sequence]]:
     with making() as build:
         yield build
 
 
-def places(session: Session) -> list[int]:
+def places(session: Sequence) -> list[int]:
     settle_scores(session)
     check_table(session.table)
     return [chunk.block for chunk in session.table.chunks]
 
 
-def ask(session: Session, prompt: Any = PROMPT) -> None:
+def ask(session: Sequence, prompt: Any = PROMPT) -> None:
     """As `Llama.generate` does: what is shared stays, and the end is read."""
     shared = 0
     while shared < min(session.length, len(prompt) - 1) and session.tokens[shared] == prompt[shared]:
@@ -48,7 +48,7 @@ def ask(session: Session, prompt: Any = PROMPT) -> None:
     session.extend(prompt[left:], prompt=True)
 
 
-def answer(session: Session, count: int) -> list[list[int]]:
+def answer(session: Sequence, count: int) -> list[list[int]]:
     """Where the chunks are after each of the next tokens."""
     seen = [places(session)]
     for token in text(count, 5):
@@ -57,7 +57,7 @@ def answer(session: Session, count: int) -> list[list[int]]:
     return seen
 
 
-def reload(session: Session, other: Session) -> Session:
+def reload(session: Sequence, other: Sequence) -> Sequence:
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     return other

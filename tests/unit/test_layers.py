@@ -24,7 +24,7 @@ FLOORS = [
     {"convert"},
     {"calibration", "store", "drafter"},
     {"snapshot"},
-    {"session"},
+    {"sequence"},
     {"placement"},
     {"config"},
     {"policy"},

@@ -11,8 +11,8 @@ from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import HALF, SHARE, Room, open_reading, rooms, stage_slots
-from kvflash_ggml.session.pool import Pool
-from kvflash_ggml.session.reading import Loss, Repair
+from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.reading import Loss, Repair
 
 GIB = 1 << 30
 

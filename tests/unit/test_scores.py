@@ -18,11 +18,11 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, NotFinite
 from kvflash_ggml.policy import resolve
 from kvflash_ggml.policy.base import Masses
-from kvflash_ggml.session.keys import HostKeys
-from kvflash_ggml.session.masses import MassReader
-from kvflash_ggml.session.query_ring import QueryRing
-from kvflash_ggml.session.scores import check_scores
-from kvflash_ggml.session.worker import Worker
+from kvflash_ggml.sequence.keys import HostKeys
+from kvflash_ggml.sequence.masses import MassReader
+from kvflash_ggml.sequence.query_ring import QueryRing
+from kvflash_ggml.sequence.scores import check_scores
+from kvflash_ggml.sequence.worker import Worker
 
 
 class Foreign(Digest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
-from kvflash_ggml.session.selection import MAX_TAU, TAU, Selection
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.selection import MAX_TAU, TAU, Selection
+from kvflash_ggml.sequence.sequence import Sequence
 
 PROMPT = 2048
 
@@ -57,7 +57,7 @@ class Finding(Counted):
         return scores
 
 
-def session(scorer: Counted, **info: Any) -> Session:
+def session(scorer: Counted, **info: Any) -> Sequence:
     engine = FakeEngine(1024, 128, **info)
     config = KVFlashConfig(pool=1024, tau=64)
     one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_drafts_leave_no_trace() -> None:
 
 
 @pytest.mark.parametrize("counts", [[1] * 200, [5] * 40, [3, 7] * 20])
-def test_tokens_are_counted_and_not_steps(counts: Sequence[int]) -> None:
+def test_tokens_are_counted_and_not_steps(counts: abc.Sequence[int]) -> None:
     clock = Selection(tau=64, share=0.02, delay=0)
     asked = sum(clock.on_tokens(count, waiting=False, now=float(i)) for i, count in enumerate(counts))
     assert sum(counts) // 16 - 2 <= asked <= sum(counts) // 16

@@ -35,7 +35,7 @@ from support.saving import Digest, dump, load, seen, settle_scores, snapshot_sto
 from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.state.session import SessionState
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +43,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    made: list[Session] = []
+    made: list[Sequence] = []
 
-    def build(*args: Any, **kwargs: Any) -> Session:
+    def build(*args: Any, **kwargs: Any) -> Sequence:
         made.append(make(*args, **kwargs))
         return made[-1]
 
@@ -83,7 +83,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(small_slabs())
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        self.session: Session | None = None
+        self.session: Sequence | None = None
 
     @initialize(
         blocks=st.integers(6, 12),
@@ -117,7 +117,7 @@ class SessionMachine(RuleBasedStateMachine):
         if limit is not None:
             config |= {"host_limit": limit * PAGE_BYTES, "spill": self.folder}
 
-        def build(timing: str, more: int = 0) -> Session:
+        def build(timing: str, more: int = 0) -> Sequence:
             session = make(
                 (blocks + more) * CHUNK,
                 n_ctx=choice["n_ctx"],
@@ -451,7 +451,7 @@ TestScoringStatefulSession = ScoringStatefulMachine.TestCase
 
 def test_importing_the_session_loads_nothing_native() -> None:
     code = (
-        "import sys, kvflash_ggml.session.session, kvflash_ggml.snapshot.store\n"
+        "import sys, kvflash_ggml.sequence.sequence, kvflash_ggml.snapshot.store\n"
         "names = ['llama_cpp', 'kvflash_ggml.native._kvf', 'kvflash_ggml.native.engine']\n"
         "bad = [name for name in names if name in sys.modules]\n"
         "assert not bad, bad"

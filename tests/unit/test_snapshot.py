@@ -22,7 +22,7 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, SnapshotMismatch
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot.source import BytesSource, FileSource
 from kvflash_ggml.state.session import Layout
 
@@ -42,7 +42,7 @@ def world() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[Session]:
+def target() -> Iterator[Sequence]:
     """Holds a text that must outlive every refusal."""
     session = make()
     session.extend(text(333))
@@ -66,7 +66,7 @@ def parts(data: bytes) -> plain_reader.Parts:
     return plain_reader.read(data)
 
 
-def refused(session: Session, data: bytes | Path, match: str | None = None, error: Any = SnapshotError) -> None:
+def refused(session: Sequence, data: bytes | Path, match: str | None = None, error: Any = SnapshotError) -> None:
     before = seen(session)
     with pytest.raises(error, match=match):
         load(session, data)
@@ -192,13 +192,13 @@ def test_compressed_images_that_lie_about_their_size(world: Any, tmp_path: Path)
             load_or_refuse(again, plain_reader.write(dataclasses.replace(parts, pages=harmed)))
 
 
-def load_or_refuse(session: Session, data: bytes) -> None:
+def load_or_refuse(session: Sequence, data: bytes) -> None:
     """Refused at once, or when the page is read."""
     with pytest.raises(SnapshotError):
         load_all(session, data)
 
 
-def load_all(session: Session, data: bytes) -> None:
+def load_all(session: Sequence, data: bytes) -> None:
     """Load a snapshot and read every page of it."""
     load(session, data)
     for chunk in session.store:
@@ -418,7 +418,7 @@ def test_our_own_writer_is_believed(parts: plain_reader.Parts, data: bytes, worl
 # --- what is refused
 
 
-def test_every_bit_of_the_prefix_and_the_directory(data: bytes, target: Session) -> None:
+def test_every_bit_of_the_prefix_and_the_directory(data: bytes, target: Sequence) -> None:
     _, _, _, total, offset, _, _, _ = plain_reader.PREFIX.unpack_from(data)
     before = seen(target)
     for at in [*range(plain_reader.PREFIX.size), *range(offset, total)]:
@@ -430,7 +430,7 @@ def test_every_bit_of_the_prefix_and_the_directory(data: bytes, target: Session)
     assert seen(target) == before
 
 
-def test_truncations_and_extensions(data: bytes, target: Session) -> None:
+def test_truncations_and_extensions(data: bytes, target: Sequence) -> None:
     for size in [*range(0, 600), *range(600, len(data), 97), len(data) - 1]:
         with pytest.raises(SnapshotError):
             load(target, data[:size])
@@ -440,7 +440,7 @@ def test_truncations_and_extensions(data: bytes, target: Session) -> None:
     refused(target, data * 2)
 
 
-def test_swapped_sections_and_pages(parts: plain_reader.Parts, data: bytes, target: Session, world: Any) -> None:
+def test_swapped_sections_and_pages(parts: plain_reader.Parts, data: bytes, target: Sequence, world: Any) -> None:
     entries = {entry[0]: entry for entry in directory(data)["sections"]}
     names = [name for name in entries if entries[name][2]]
     for a, b in pairwise(names):
@@ -477,7 +477,7 @@ def replace_table(data: bytes, table: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("field", [1, 2, 3])
-def test_an_impossible_place_size_or_checksum(field: int, data: bytes, target: Session) -> None:
+def test_an_impossible_place_size_or_checksum(field: int, data: bytes, target: Sequence) -> None:
     for entry in directory(data)["sections"]:
         for value in EXTREMES + NONSENSE:
             harmed = list(entry)
@@ -487,18 +487,18 @@ def test_an_impossible_place_size_or_checksum(field: int, data: bytes, target: S
     assert target.length == 333
 
 
-def test_sections_that_overlap_are_refused(data: bytes, target: Session) -> None:
+def test_sections_that_overlap_are_refused(data: bytes, target: Sequence) -> None:
     _, _, _, _, offset, _, _, _ = plain_reader.PREFIX.unpack_from(data)
     entries = {entry[0]: [entry[0], 0, offset, 0] for entry in directory(data)["sections"]}
     refused(target, replace_sections(data, entries), "overlap")
 
 
-def test_a_name_twice_is_refused(data: bytes, target: Session) -> None:
+def test_a_name_twice_is_refused(data: bytes, target: Sequence) -> None:
     entries = directory(data)["sections"]
     refused(target, replace_sections(data, {entries[0][0]: entries[1]}), "overlap")
 
 
-def test_impossible_numbers_in_the_page_table(parts: plain_reader.Parts, data: bytes, target: Session) -> None:
+def test_impossible_numbers_in_the_page_table(parts: plain_reader.Parts, data: bytes, target: Sequence) -> None:
     row = list(plain_reader.PAGE.unpack_from(parts.sections["pages"]))
     for field, bits in ((0, 64), (1, 64), (2, 32)):
         for value in (2**bits - 1, 2**bits - PAGE_BYTES, 2 ** (bits - 1), len(data), len(data) - 1, 7):
@@ -508,7 +508,7 @@ def test_impossible_numbers_in_the_page_table(parts: plain_reader.Parts, data: b
             refused(target, replace_table(data, table))
 
 
-def test_impossible_numbers_in_the_prefix(data: bytes, target: Session) -> None:
+def test_impossible_numbers_in_the_prefix(data: bytes, target: Sequence) -> None:
     _, _, _, _, offset, size, _, _ = plain_reader.PREFIX.unpack_from(data)
     raw = data[offset : offset + size]
     for field, bits in (("version", 32), ("total", 64), ("offset", 64), ("size", 64), ("check", 32)):
@@ -522,11 +522,11 @@ def test_impossible_numbers_in_the_prefix(data: bytes, target: Session) -> None:
     [b"", b"[]", b"null", b"3", b'"facts"', b"{}", b"\xff\xfe", b"{" * 5000, b"[" * 100_000, b"9" * 5000],
     ids=range(10),
 )
-def test_a_directory_that_is_none(target: Session, raw: bytes) -> None:
+def test_a_directory_that_is_none(target: Sequence, raw: bytes) -> None:
     refused(target, plain_reader.seal(bytes(48) + raw, 48, raw), "directory")
 
 
-def test_a_directory_too_large(target: Session) -> None:
+def test_a_directory_too_large(target: Sequence) -> None:
     raw = json.dumps({"kind": "snapshot", "facts": {}, "sections": []}).encode() + b" " * (1 << 20)
     refused(target, plain_reader.seal(bytes(48) + raw, 48, raw), "directory")
 
@@ -625,7 +625,7 @@ HARM: dict[str, Harm] = {
 
 
 @pytest.mark.parametrize("name", HARM)
-def test_a_contradiction_under_right_checksums(parts: plain_reader.Parts, target: Session, name: str) -> None:
+def test_a_contradiction_under_right_checksums(parts: plain_reader.Parts, target: Sequence, name: str) -> None:
     HARM[name](parts)
     refused(target, plain_reader.write(parts))
 
@@ -692,7 +692,7 @@ def test_a_state_that_llama_cannot_read(info: dict[str, Any], world: Any) -> Non
 # --- files
 
 
-def test_a_file_that_is_not_there(target: Session, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there(target: Sequence, tmp_path: Path) -> None:
     refused(target, tmp_path / "absent", "absent")
     refused(target, tmp_path, "not a regular file")
 

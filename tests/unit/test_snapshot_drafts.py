@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.errors import DecodeError, SnapshotError
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.state.blob import Bytes
 from kvflash_ggml.state.draft import Origin, SavedDraft
@@ -37,7 +38,7 @@ KNOWN = SavedDraft(
 class Following:
     """Knows something of a text, and notes what it is told."""
 
-    def __init__(self, known: Sequence[SavedDraft] = ()) -> None:
+    def __init__(self, known: abc.Sequence[SavedDraft] = ()) -> None:
         self.known = known
         self.adopted: list[tuple[list[SavedDraft], list[int]]] = []
         self.lengths: list[int] = []
@@ -50,20 +51,20 @@ class Following:
     def truncated(self, length: int) -> None:
         self.lengths.append(length)
 
-    def state(self) -> Sequence[SavedDraft]:
+    def state(self) -> abc.Sequence[SavedDraft]:
         return self.known
 
-    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: abc.Sequence[SavedDraft], tokens: Int32s) -> None:
         if self.interrupt:
             raise KeyboardInterrupt
         self.adopted.append(([*saved], tokens.tolist()))
 
 
 @pytest.fixture
-def world() -> Iterator[Callable[..., Session]]:
-    made: list[Session] = []
+def world() -> Iterator[Callable[..., Sequence]]:
+    made: list[Sequence] = []
 
-    def build(*known: SavedDraft) -> Session:
+    def build(*known: SavedDraft) -> Sequence:
         made.append(make())
         made[-1].follower = Following(known)
         return made[-1]

@@ -27,7 +27,7 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 
 TESTS = Path(__file__).parents[1]
 LENGTH = 460
@@ -42,7 +42,7 @@ def small_slabs() -> Iterator[None]:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[Sequence]:
     session = make()
     session.extend(text(LENGTH))
     yield session
@@ -103,7 +103,7 @@ except SnapshotError as err:
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("room", [0, 47, 1000, 5000])
-def test_a_full_disk(room: int, compress: bool, session: Session, tmp_path: Path) -> None:
+def test_a_full_disk(room: int, compress: bool, session: Sequence, tmp_path: Path) -> None:
     """The old file stays, nothing else is left, and the session goes on."""
     if compress:
         pytest.importorskip("zstandard")
@@ -133,7 +133,7 @@ def room_for(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace"])
-def test_a_disk_that_fails_at_the_end(where: str, session: Session, tmp_path: Path) -> None:
+def test_a_disk_that_fails_at_the_end(where: str, session: Sequence, tmp_path: Path) -> None:
     path = tmp_path / "x"
     save(session, path)
     old = path.read_bytes()
@@ -146,7 +146,7 @@ def test_a_disk_that_fails_at_the_end(where: str, session: Session, tmp_path: Pa
     assert [other.name for other in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_folder_that_cannot_be_written(session: Session, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(session: Sequence, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path, tmp_path / "absent" / "x", tmp_path / "file" / "x", Path("/proc/x"), tmp_path / ("x" * 300)):
         with pytest.raises(SnapshotError, match="folder"):
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written(session: Session, tmp_path: Path) -> No
     decode(session, 3)
 
 
-def test_a_file_has_the_permissions_of_others(session: Session, tmp_path: Path) -> None:
+def test_a_file_has_the_permissions_of_others(session: Sequence, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"")
     save(session, tmp_path / "x")
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "other").stat().st_mode

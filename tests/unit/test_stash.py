@@ -10,14 +10,14 @@ from support.fake_engine import FakeEngine, Faults, make_session
 from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.session.session import Session
-from kvflash_ggml.session.sketch import Sketch
-from kvflash_ggml.session.stash import Stash
+from kvflash_ggml.sequence.sequence import Sequence
+from kvflash_ggml.sequence.sketch import Sketch
+from kvflash_ggml.sequence.stash import Stash
 
 PROMPT = 300
 
 
-def session(engine: FakeEngine) -> Session:
+def session(engine: FakeEngine) -> Sequence:
     one = make_session(engine, KVFlashConfig(pool=448), n_ctx=2048, n_batch=128, n_ubatch=128)
     one.extend(np.arange(PROMPT, dtype=np.int32))
     return one

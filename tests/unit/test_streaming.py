@@ -15,7 +15,7 @@ from support.saving import Digest, dump, load
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
 from kvflash_ggml.pool.view import choose
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
 NAMES = ["plain", "recurrent", "window", "alibi", "asynchronous"]
@@ -23,9 +23,9 @@ NAMES = ["plain", "recurrent", "window", "alibi", "asynchronous"]
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    made: list[Session] = []
+    made: list[Sequence] = []
 
-    def build(*args: Any, stage: int = 2048, **kwargs: Any) -> Session:
+    def build(*args: Any, stage: int = 2048, **kwargs: Any) -> Sequence:
         made.append(make(*args, stage=stage, **kwargs))
         return made[-1]
 
@@ -35,7 +35,7 @@ def world() -> Iterator[Any]:
             close(session)
 
 
-def generate(session: Session, count: int, seed: int = 9) -> list[int]:
+def generate(session: Sequence, count: int, seed: int = 9) -> list[int]:
     """As it were: one token after the other."""
     tokens = some(count, seed).tolist()
     for token in tokens:
@@ -43,7 +43,7 @@ def generate(session: Session, count: int, seed: int = 9) -> list[int]:
     return tokens
 
 
-def views(session: Session) -> list[tuple[int, ...]]:
+def views(session: Sequence) -> list[tuple[int, ...]]:
     engine: Any = session.engine
     return engine.stages.views
 

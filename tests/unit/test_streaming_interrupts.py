@@ -10,15 +10,15 @@ import pytest
 from support.fake_session import check, close, ints, make, reach, small_slabs, some
 from support.interrupter import Interrupter
 
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 
 FILES = (
-    "session/session.py",
-    "session/text.py",
-    "session/recovery.py",
-    "session/paging.py",
-    "session/prefill.py",
-    "session/relevance.py",
+    "sequence/sequence.py",
+    "sequence/text.py",
+    "sequence/recovery.py",
+    "sequence/paging.py",
+    "sequence/prefill.py",
+    "sequence/relevance.py",
     "pool/page_table.py",
     "pool/view.py",
 )
@@ -29,13 +29,13 @@ MORE = some(40, 2)
 REPAIRED = 6
 
 
-def session(recurrent: bool, **config: Any) -> Session:
+def session(recurrent: bool, **config: Any) -> Sequence:
     one = make(448, n_ctx=1024, n_batch=64, stage=1024, recurrent=recurrent, config=config)
     one.extend(PROMPT)
     return one
 
 
-def go_on(one: Session, text: list[int], k: int) -> None:
+def go_on(one: Sequence, text: list[int], k: int) -> None:
     """Whoever has asked asks again for what is missing."""
     one.settle()
     left = one.length

@@ -19,7 +19,7 @@ from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.files import check_writable, write_atomically
 from kvflash_ggml.policy import combine
 from kvflash_ggml.policy.combine import attention_shares
-from kvflash_ggml.session.session import Session
+from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.trace import recorder as trace_module
 from kvflash_ggml.trace.events import Events, evicted_share
 from kvflash_ggml.trace.recorder import Trace, thinned
@@ -111,7 +111,7 @@ def test_of_two_moments_the_later_page_table_and_the_later_look_stay() -> None:
 # --- what a session tells
 
 
-def session(pool: int = 1024, **config: Any) -> Session:
+def session(pool: int = 1024, **config: Any) -> Sequence:
     return make_session(
         FakeEngine(pool, 256), KVFlashConfig(pool=pool, policy="lru", **config), n_ctx=8192, n_batch=256, n_ubatch=256
     )  # fmt: skip

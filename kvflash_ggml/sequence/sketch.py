@@ -13,7 +13,7 @@ from ..arrays import Int32s
 from .step import EVERY
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .sequence import Sequence
 
 
 class Sketch:
@@ -25,7 +25,7 @@ class Sketch:
 
     branch_room = 0
 
-    def __init__(self, session: Session, room: int) -> None:
+    def __init__(self, session: Sequence, room: int) -> None:
         self._session = session
         self._room = room
 

@@ -38,7 +38,7 @@ class Before:
 
 
 class Prefill:
-    """One prompt, and how much of it a text has read. The arguments are those of `Session.extend`."""
+    """One prompt, and how much of it a text has read. The arguments are those of `Sequence.extend`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from .step import EVERY, LAST, NO_LOGITS, AfterStep, Output
 from .text import Text
 
 
-class Session(Text):
+class Sequence(Text):
     """A text that is extended by prompts and answers. The arguments are those of `Text`."""
 
     @property
