@@ -28,7 +28,7 @@ FLOORS = [
     {"placement"},
     {"config"},
     {"policy"},
-    {"state"},
+    {"chat", "state"},
     {"native", "pool", "trace"},
     {"host", "gguf"},
     {"arrays", "constants", "env", "errors", "files", "logs", "notation", "pip_line", "remote", "settings"},
