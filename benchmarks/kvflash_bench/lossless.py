@@ -16,7 +16,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Floats, Int32s, common_prefix
 from kvflash_ggml.config import SpecConfig
-from kvflash_ggml.llama.sketch import Draw, PoolDrafter
+from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.spec.asked import Asked

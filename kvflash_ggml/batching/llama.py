@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
 from ..llama.bias import with_bias
-from ..llama.manner import answers, manner, readings
+from ..llama.overrides import answers, manner, readings
 from ..logs import Progress
 from ..state.session import SessionState
 from ..store.shelf import Parked, usable

@@ -22,8 +22,8 @@ from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
 from ..spec.tree import Rows
 from ..spec.tree import rows as arranged
+from .call_lock import changing, locked, writing
 from .state import SavingLlama
-from .turns import changing, in_turn, writing
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -149,7 +149,7 @@ class GeneratingLlama(SavingLlama):
 
     # --- generation
 
-    sample = in_turn(SavingLlama.sample)
+    sample = locked(SavingLlama.sample)
     embed = changing(llama_cpp.Llama.embed)
 
     @writing

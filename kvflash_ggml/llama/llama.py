@@ -35,13 +35,13 @@ from ..spec.find import Found
 from ..state.session import SessionState
 from . import fitting, parameters
 from .bias import with_bias
+from .call_lock import CallLock, changing
 from .context import Closed, PagedContext, check_adapter, take_closing
 from .generation import GeneratingLlama
 from .reading import open_session
 from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
-from .turns import Turns, changing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,7 +103,7 @@ class Llama(GeneratingLlama):
 
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
-        self._turns = Turns()
+        self._call_lock = CallLock()
         request = parameters.read(dict(keywords), parameters.defaults)
         purpose.check_model(Path(model_path), vocab_only=request.upstream.get("vocab_only", False))
         if (adapter := request.upstream.get("lora_path")) is not None:
@@ -429,7 +429,7 @@ class Llama(GeneratingLlama):
             logits_processor = with_bias(logits_processor, logit_bias)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
         completion = self._limited(completion, kwargs.get("max_tokens"))
-        return self._turns.pieces(completion) if kwargs.get("stream") else self._turns.whole(completion)
+        return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
 
     def _limited(self, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
         """A completion whose `generate` knows how much it is asked for."""
@@ -441,9 +441,9 @@ class Llama(GeneratingLlama):
 
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
-        with self._turns.lock:
+        with self._call_lock.lock:
             try:
-                self._turns.close()
+                self._call_lock.close()
             finally:
                 super().close()
                 closed: Any = Closed()

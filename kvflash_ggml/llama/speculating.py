@@ -32,7 +32,7 @@ from ..spec.ngram import NGram
 from ..spec.small import Small
 from ..spec.tally import Tally
 from ..spec.target import Target
-from .sketch import PoolDrafter
+from .pool_drafter import PoolDrafter
 
 if TYPE_CHECKING:
     from .generation import GeneratingLlama

@@ -25,7 +25,7 @@ from ..snapshot import fingerprint
 from ..snapshot.store import SnapshotStore
 from ..state.session import SessionState
 from ..store.prefixes import PrefixCache, Prefixes
-from .turns import Turns, changing, in_turn
+from .call_lock import CallLock, changing, locked
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("kvflash_ggml")
 class SavingLlama(llama_cpp.Llama):
     """The part of `Llama` that saves and restores. With a pool `_session` is set; then `_open_snapshots` follows."""
 
-    _turns: Turns
+    _call_lock: CallLock
     _session: Sequence | None = None
     _snapshot_store: SnapshotStore | None = None
     _prefixes: Prefixes | None = None
@@ -114,7 +114,7 @@ class SavingLlama(llama_cpp.Llama):
 
     # --- states
 
-    @in_turn
+    @locked
     def save_snapshot(
         self,
         path: str | Path,
@@ -137,7 +137,7 @@ class SavingLlama(llama_cpp.Llama):
         store = self._snapshots()
         if salvage and length is not None:
             raise ConfigError("salvage=True saves what there is: leave out length")
-        saved = self._salvaged() if salvage else self._saved(length)
+        saved = self._recovered() if salvage else self._saved(length)
         done = store.save(saved, Path(path), compress=compress)
         if wait:
             done.result()
@@ -157,7 +157,7 @@ class SavingLlama(llama_cpp.Llama):
         self._go_on_from(saved)
         return self.n_tokens
 
-    @in_turn
+    @locked
     def save_state(self) -> llama_cpp.LlamaState:
         """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
         if self._session is None:
@@ -210,7 +210,7 @@ class SavingLlama(llama_cpp.Llama):
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
         return saved
 
-    def _salvaged(self) -> SessionState:
+    def _recovered(self) -> SessionState:
         assert self._session is not None
         saved = self._session.kept_state()
         saved.seed = self._seed
@@ -242,7 +242,7 @@ class SavingLlama(llama_cpp.Llama):
 
     # --- texts that are put aside in this process
 
-    @in_turn
+    @locked
     def park(self) -> SessionState:
         """The text and its memory as a value, to be released; it stays at hand. Its page images are not copied.
 
@@ -271,7 +271,7 @@ class SavingLlama(llama_cpp.Llama):
         """Open a file of `save_snapshot` or `write_parked`, to be resumed and released. Raises SnapshotError."""
         return self._snapshots().load(Path(path))
 
-    @in_turn
+    @locked
     def checkpoint(self) -> None:
         """Keep what is not pooled as it is now, so that the text can be cut to here. Nothing where all is pooled."""
         self._snapshots()
@@ -279,7 +279,7 @@ class SavingLlama(llama_cpp.Llama):
         self._catch_up(self._session)
         self._session.checkpoints.before_step(self._session.length, wanted=True)
 
-    @in_turn
+    @locked
     def newest_logits(self) -> npt.NDArray[np.single]:
         """A copy of the logits of the newest token. KVFlashError where none are kept."""
         row: npt.NDArray[np.single] = self._logits_row(self.n_tokens - 1).copy()
@@ -287,7 +287,7 @@ class SavingLlama(llama_cpp.Llama):
 
     # --- prefix cache
 
-    @in_turn
+    @locked
     def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
         """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
         self._drop_prefixes()

@@ -11,7 +11,7 @@ from ..constants import CHUNK
 from ..logs import Progress
 from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
-from ..sequence.reading import Loss
+from ..sequence.reading import ReadStats
 from ..sequence.sequence import Sequence
 from ..spec.loop import Speculator
 from ..spec.stats import SpecStats
@@ -171,7 +171,7 @@ class PoolStats:
         return self._session.engine.streamed_bytes
 
     @property
-    def last(self) -> Loss:
+    def last(self) -> ReadStats:
         """What the newest request has lost against full attention: a copy, as it stands."""
         return replace(self._session.loss)
 

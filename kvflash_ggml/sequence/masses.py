@@ -33,7 +33,7 @@ class MassReader:
 
     @property
     def told(self) -> tuple[str, str]:
-        """By what the end of the newest prompt was scored, and why not exactly: see `reading.Loss`."""
+        """By what the end of the newest prompt was scored, and why not exactly: see `reading.ReadStats`."""
         if not isinstance(self._scorer, Exact):
             return "", ""
         return ("index", self._why) if self._why else ("exact", "")

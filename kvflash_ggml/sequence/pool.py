@@ -12,7 +12,7 @@ from ..host.heap import PageHeap
 from ..pool.allocator import BlockAllocator
 from ..pool.masks import AlibiMask, MaskRows, SlotMask
 from ..pool.view import AlibiStageMask, StageMask
-from .stash import Stash
+from .device_states import DeviceStates
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
@@ -49,7 +49,7 @@ class Pool:
         )
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
-        self.stash = Stash(engine)
+        self.device_states = DeviceStates(engine)
         self.stage_slots = 0
         self.stage_bytes = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)

@@ -10,8 +10,8 @@ from ..errors import KVFlashError
 from ..logs import Progress
 from ..native.streamed import NOBODY, Asked
 from ..pool.page_table import PageTableState
-from ..state.session import Found
-from .reading import Loss, Repair
+from ..state.session import Replay
+from .reading import ReadStats, Repair
 from .step import EVERY, LAST, AfterStep, Output
 from .text import Text
 
@@ -59,10 +59,10 @@ class Prefill:
         self._progress = progress
         self._checkpoint = checkpoint
 
-    def read(self, known: Found | None) -> None:
+    def read(self, known: Replay | None) -> None:
         """Evaluate the prompt, of which `known` was found when it was read before."""
         self._text.relevance.forget()
-        self._text.loss = Loss()
+        self._text.loss = ReadStats()
         if known is not None:
             self._replay(known)
         elif self._text.reading.exact:
@@ -72,25 +72,25 @@ class Prefill:
 
     # --- three readers
 
-    def _replay(self, known: Found) -> None:
+    def _replay(self, known: Replay) -> None:
         """Evaluate a known prompt ending with the residency it had the first time: the same question gets the same
         answer.
         """
         text, relevance = self._text, self._text.relevance
         assert relevance.scoring is not None
-        with text.salvage.told():
+        with text.recovery.told():
             text.checkpoints.before_step(text.length, wanted=True)
         relevance.ranking, relevance.rebuild = known.table.scores, known.rebuild
         text.evaluate(known.tokens, self._logits, self._after, places=known.table)
         relevance.ranking, relevance.rebuild = known.ranking, known.due
-        relevance.scoring.findings.keep(known)
+        relevance.scoring.replays.keep(known)
         self._count(self._total)
         self._report()
 
     def _read_exactly(self) -> None:
         """Evaluate the prompt with the whole text in view, or what the stages hold of it."""
         text, scoring = self._text, self._text.relevance.scoring
-        rescore = self._reselects and text.length + self._total > text.sight.tokens
+        rescore = self._reselects and text.length + self._total > text.span.tokens
         while self._done < self._total:
             end = self._batch_end(self._total)
             count = self._next(end, spare=rescore)
@@ -143,7 +143,7 @@ class Prefill:
         count = min(text.n_ubatch, end - self._done, text.table.room(start, spare=spare))
         if checkpoint is not None and not question and start < checkpoint < start + count:
             count = checkpoint - start
-        with text.salvage.told():
+        with text.recovery.told():
             text.checkpoints.before_step(start, wanted=self._done + count == self._total or start == checkpoint)
         text.relevance.take_overlapped()
         return count
@@ -207,7 +207,7 @@ class Prefill:
             text.evaluate(tokens, self._logits, self._after)
         elif ranking is not None:
             text.events.changed(text.length, text.table.resident_chunks, generating=False)
-        found = Found(
+        found = Replay(
             start=before.start,
             tokens=text.tokens[before.start :].copy(),
             table=before.table,
@@ -215,17 +215,17 @@ class Prefill:
             ranking=relevance.ranking,
             due=relevance.rebuild,
         )
-        relevance.scoring.findings.keep(found)
+        relevance.scoring.replays.keep(found)
 
 
-def in_one_step(text: Text, found: Found | None) -> Found | None:
+def in_one_step(text: Text, found: Replay | None) -> Replay | None:
     """The same if its tokens fit a step here, else None: a file may come from a session with longer steps."""
     if found is None or len(found.tokens) > min(text.pool.n_ubatch, text.table.room(found.start)):
         return None
     return found
 
 
-def mend(text: Text, repair: Repair, loss: Loss, after: AfterStep | None) -> None:
+def mend(text: Text, repair: Repair, loss: ReadStats, after: AfterStep | None) -> None:
     """Read the tokens that are due again, each step with the whole text in view, or as much as the stages can hold.
 
     What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by

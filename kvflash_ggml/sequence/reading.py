@@ -25,7 +25,7 @@ POOL = Reading()
 
 
 @dataclass(slots=True)
-class Loss:
+class ReadStats:
     """What the newest request has lost against full attention, in tokens.
 
     read: of its prompt, those that were not known already. read_whole: of these, those that saw the whole text before

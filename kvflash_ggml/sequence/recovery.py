@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..native.engine import Engine
 
 
-class Salvage:
+class Recovery:
     """How much of a text can be had back. None of this asks a device for anything."""
 
     def __init__(self, engine: Engine, table: PageTable, store: HostStore, checkpoints: Checkpoints) -> None:

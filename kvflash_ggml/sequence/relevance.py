@@ -101,7 +101,7 @@ class Relevance:
         if cut is None:
             return self.scoring.state(length // CHUNK)
         blank = self.scoring.blank_state()
-        blank.found = self.scoring.findings.state()
+        blank.found = self.scoring.replays.state()
         return blank.before(cut)
 
     def load(self, saved: PolicyState | None, tokens: Int32s, ranking: Ranking | None, *, rebuild: bool) -> None:

@@ -24,7 +24,7 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
     state or a sliding window is not known, HostMemoryError if there is no room for the copies, DeviceLost if a server
     was lost before all of it had been read.
     """
-    with text.salvage.told():
+    with text.recovery.told():
         return _state(text, length, drafts=drafts)
 
 
@@ -72,11 +72,11 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
 
 
 def kept_state(text: Text) -> SessionState:
-    """The first `text.salvage.kept` tokens of the session, from what this machine has: no device is asked for anything.
+    """Return the first `text.recovery.kept` tokens, from what this machine has. No device is asked for anything.
 
     SnapshotError if that is nothing, HostMemoryError if there is no room for the copy of a page.
     """
-    length = text.salvage.kept
+    length = text.recovery.kept
     if length == 0:
         raise SnapshotError("nothing of the text is on this machine: no chunk of it was sealed and read in time")
     chunks = -(-length // CHUNK)
@@ -160,7 +160,7 @@ def _put_state(text: Text, state: Blob, length: int) -> None:
 def _check_sound(text: Text, saved: SessionState) -> None:
     """DeviceLost unless every page was read before anything was lost."""
     if not all(text.engine.is_sound(page.filled) for page in saved.pages):
-        text.salvage.check()
+        text.recovery.check()
 
 
 def _state_at(text: Text, length: int) -> Blob:

@@ -20,7 +20,7 @@ from ..errors import HostMemoryError
 from ..native.streamed import NOBODY, Asked
 from ..policy.base import Lasting, Masses, Pairs, Reading, Resumable, Scorer, ScoreRequest, Selective
 from ..pool.residency import Chunks, few_moves
-from ..state.session import Found, PolicyState, Statistics, done
+from ..state.session import PolicyState, Replay, Statistics, done
 from .keys import HostKeys, most_threads
 from .masses import MassReader
 from .query_ring import QueryCopy, QueryRing
@@ -87,7 +87,7 @@ class Scoring:
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # asked once: that takes a while
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
-        self.findings = Findings()
+        self.replays = Replays()
         self.looks = 0
         self.seconds = 0.0
         self._engine = engine
@@ -150,7 +150,7 @@ class Scoring:
     def truncate(self, length: int) -> None:
         """Tokens from `length` on are gone."""
         self.restart()
-        self.findings.truncate(length)
+        self.replays.truncate(length)
         self._run(self._keys.truncate, length // CHUNK)
         self._run(self.scorer.truncate, length // CHUNK)
 
@@ -162,7 +162,7 @@ class Scoring:
 
     def use(self, heads: Pairs) -> None:
         """From the next look on a scorer that can ask some heads only asks these. What others have found is past."""
-        self.findings.load(())
+        self.replays.load(())
         self._run(self._use, heads)
 
     def _use(self, heads: Pairs) -> None:
@@ -262,7 +262,7 @@ class Scoring:
         self._raise_failure()
         saved = self.blank_state()
         saved.looks, saved.statistics, saved.reader = looks, statistics, reader
-        saved.found = self.findings.state()
+        saved.found = self.replays.state()
         self.selection.write(saved)
         return saved
 
@@ -303,7 +303,7 @@ class Scoring:
         if not taken:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
-        self.findings.load(saved.found if taken or known is None else ())  # else other heads have found them
+        self.replays.load(saved.found if taken or known is None else ())  # else other heads have found them
         self._pending.extend(done(scores) for scores in saved.looks)
 
     @property
@@ -364,22 +364,22 @@ class Scoring:
         return done(work(*args))
 
 
-class Findings:
+class Replays:
     """Of one text: each is good as long as nothing before its step changes, whatever has followed it since."""
 
     def __init__(self) -> None:
-        self._known: tuple[Found, ...] = ()
+        self._known: tuple[Replay, ...] = ()
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: Replay) -> None:
         """The newest one."""
         others = [one for one in self._known if not _asks(one, found.start, found.tokens)]
         self._known = (*others, found)[-MAX_FOUND:]
 
-    def at(self, start: int, tokens: Int32s) -> Found | None:
+    def at(self, start: int, tokens: Int32s) -> Replay | None:
         """What was found when a text of `start` tokens went on with these, and its prompt ended with them."""
         return next((one for one in self._known if _asks(one, start, tokens)), None)
 
-    def within(self, shared: int, prompt: Int32s) -> Found | None:
+    def within(self, shared: int, prompt: Int32s) -> Replay | None:
         """The same for a prompt of which the first `shared` tokens are those of the text."""
         return next(
             (one for one in self._known if one.start <= shared and _asks(one, one.start, prompt[one.start :])), None
@@ -389,14 +389,14 @@ class Findings:
         """The text was cut to `length` tokens. Can be called again."""
         self._known = tuple(one for one in self._known if one.start <= length)
 
-    def state(self) -> Sequence[Found]:
+    def state(self) -> Sequence[Replay]:
         """All of them, to be loaded later."""
         return self._known
 
-    def load(self, found: Sequence[Found]) -> None:
+    def load(self, found: Sequence[Replay]) -> None:
         """Take over those of a text that has been put back, or the newest of them."""
         self._known = tuple(found[-MAX_FOUND:])
 
 
-def _asks(one: Found, start: int, tokens: Int32s) -> bool:
+def _asks(one: Replay, start: int, tokens: Int32s) -> bool:
     return one.start == start and np.array_equal(one.tokens, tokens)

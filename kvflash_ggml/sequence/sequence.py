@@ -12,7 +12,7 @@ from ..pool.branches import Branches
 from ..state.session import Limits, PolicyState, SessionState
 from . import restore
 from .prefill import Prefill, in_one_step, mend
-from .reading import Loss
+from .reading import ReadStats
 from .step import EVERY, LAST, NO_LOGITS, AfterStep, Output
 from .text import Text
 
@@ -71,11 +71,11 @@ class Sequence(Text):
         """
         self._begin(len(tokens))
         if not len(tokens):  # the text goes on as it is
-            self.loss = Loss()
+            self.loss = ReadStats()
             return
         exact, known = self.reading.exact, None
         if self.scoring is not None and not exact and (prompt or len(tokens) > 1):
-            known = in_one_step(self, self.scoring.findings.at(self.length, tokens))
+            known = in_one_step(self, self.scoring.replays.at(self.length, tokens))
         if len(tokens) == 1 and known is None and not (prompt and exact):
             self._generate_step(tokens, EVERY if output_all else LAST, after)
             self._repair(after)
@@ -86,10 +86,10 @@ class Sequence(Text):
     @property
     def room_ahead(self) -> int:
         """How many tokens can be verified at once. A streamed step is computed as a whole."""
-        return min(self.places_ahead, self.n_ubatch if self.reading.answers_exactly else len(self.engine.token))
+        return min(self.draft_places, self.n_ubatch if self.reading.answers_exactly else len(self.engine.token))
 
     @property
-    def places_ahead(self) -> int:
+    def draft_places(self) -> int:
         """How many positions these can take: they leave a query of the text to score by, if but one is of it."""
         room = min(self.table.room(self.length), self.n_ctx - self.length)
         return min(room, self.queries.ring) if self.scoring is not None and self.queries.ring else room
@@ -100,7 +100,7 @@ class Sequence(Text):
 
         A window or recurrent state has no branches, and a stage shows rows in order.
         """
-        return self.places_ahead if self.engine.info.branches and not self.reading.answers_exactly else 0
+        return self.draft_places if self.engine.info.branches and not self.reading.answers_exactly else 0
 
     def verify(self, tokens: Int32s, branches: Branches | None = None, after: AfterStep | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
@@ -114,8 +114,8 @@ class Sequence(Text):
         self._repair(after)
         self._generate_step(tokens, EVERY, None, ahead=room, branches=branches)
 
-    def begin_sketch(self, room: int) -> None:
-        """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `Sketch`."""
+    def begin_self_draft(self, room: int) -> None:
+        """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `SelfDraft`."""
         self._begin(room)
         self.relevance.take_ready()
 
@@ -142,7 +142,7 @@ class Sequence(Text):
         """
         total, rows = len(prompt), self.queries.rows
         if self.scoring is not None and not self.reading.exact:
-            found = in_one_step(self, self.scoring.findings.within(shared, prompt))
+            found = in_one_step(self, self.scoring.replays.within(shared, prompt))
             if found is not None and self.truncates_to(found.start) == found.start:
                 return found.start
         valid_from = self.queries.valid_after(min(shared, self.length), self.length)
@@ -202,7 +202,7 @@ class Sequence(Text):
         """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
         start, repair = self.length, self.repair
         if repair is not None and start == repair.start:
-            with self.salvage.told():
+            with self.recovery.told():
                 self.checkpoints.before_step(start, wanted=True)
         self.checkpoints.before_answer()
         self.relevance.take_ready()

@@ -127,7 +127,7 @@ class Follower(Protocol):
         ...
 
 
-class Sight:
+class AttentionSpan:
     """What the steps of one text see: the pool, or in its place chunks in the stages.
 
     bounded: the text can outgrow the pool.

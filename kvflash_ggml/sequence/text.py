@@ -21,18 +21,18 @@ from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Moves, Plan
 from ..pool.view import View, everything_is_resident
 from ..trace.events import Events
-from .ahead import Ahead, gather, goes_back, place
 from .checkpoints import Checkpoints
+from .device_states import SavedState
+from .draft_rows import DraftRows, gather, goes_back, place
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .reading import POOL, Loss, Reading, Repair
-from .recovery import Salvage, Unfinished
+from .reading import POOL, Reading, ReadStats, Repair
+from .recovery import Recovery, Unfinished
 from .relevance import Relevance
 from .scoring import Scoring
 from .selection import TAU
-from .stash import Kept
-from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Sight, Step
+from .step import EVERY, NO_LOGITS, AfterStep, AttentionSpan, Follower, Logits, Output, Step
 
 if TYPE_CHECKING:
     from ..policy.base import Scorer
@@ -72,7 +72,7 @@ class Text:
         self.n_ubatch = pool.n_ubatch
         self.reading = reading
         self.repair: Repair | None = None
-        self.loss = Loss()
+        self.loss = ReadStats()
         self.bounded = pool.n_slots < n_ctx
         if self.bounded and engine.info.v_trans:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
@@ -81,7 +81,7 @@ class Text:
         self.logits = NO_LOGITS
         self.store = HostStore(pool.heap)
         self.table = PageTable(pool.blocks, self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
-        self.sight = Sight(pool, self.table, bounded=self.bounded)
+        self.span = AttentionSpan(pool, self.table, bounded=self.bounded)
         self.mask = pool.make_mask()
         self.queries = QueryRing(engine, None if scorer is None else scorer.query_rows)
         self.events = Events(scorer)
@@ -89,11 +89,11 @@ class Text:
         self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
         self.unfinished = Unfinished()
         self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
-        self.salvage = Salvage(engine, self.table, self.store, self.checkpoints)
+        self.recovery = Recovery(engine, self.table, self.store, self.checkpoints)
         self.streamed_steps = 0
         self.view: View | None = None
         self._told_of_memory = False
-        self._ahead: Ahead | None = None
+        self._ahead: DraftRows | None = None
         self._pin()
 
     def _open_scoring(self, scorer: Scorer | None) -> Scoring | None:
@@ -140,7 +140,7 @@ class Text:
         state cannot go back to them, those that were kept are read once more.
         """
         kept = 0 if self._ahead is None else self._ahead.kept
-        self.salvage.check()
+        self.recovery.check()
         self.unfinished.settle()
         ahead = self._ahead
         if ahead is not None:  # asked before each token
@@ -200,17 +200,17 @@ class Text:
             plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "rows ahead of the text are in the pool only"
-        seen = self.sight.of(plan, start, len(tokens), self.relevance.ranking, stream=stream)
+        seen = self.span.of(plan, start, len(tokens), self.relevance.ranking, stream=stream)
         step = Step(start, tokens, output, plan, ahead, branches, *seen)
         needed = ahead and before is None and self._needs_state(len(tokens), sketch=sketch)
-        state = self.pool.stash.keep() if needed else None
+        state = self.pool.device_states.keep() if needed else None
         self.unfinished.begin(partial(self._end, step, before, state))
         try:
             self._run(step, generated=generated)
             self._follow(step, after)
         except BaseException as err:
             if isinstance(err, DeviceLost):
-                self.salvage.tell(err)
+                self.recovery.tell(err)
             if isinstance(err, Exception):
                 self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
             self._follow(step, after)
@@ -246,7 +246,7 @@ class Text:
                 if not self._told_of_memory:  # once, not at each step
                     self._told_of_memory = True
                     logger.warning("from token %d on what is in the pool is in view: %s", start, err)
-                step.view, step.whole = None, self.sight.of(plan, start, n, None, stream=False)[1]
+                step.view, step.whole = None, self.span.of(plan, start, n, None, stream=False)[1]
         if step.branches is None:
             self.mask.fill(start, slots)
         else:
@@ -263,7 +263,7 @@ class Text:
         if self.bounded and not step.ahead:
             self.paging.save()
 
-    def _end(self, step: Step, before: Ahead | None, state: Kept | None) -> None:
+    def _end(self, step: Step, before: DraftRows | None, state: SavedState | None) -> None:
         """A step that was computed counts, also if it was interrupted then; of another one nothing stays.
 
         before: rows ahead of the text that it follows.
@@ -280,7 +280,7 @@ class Text:
                 self.table.commit(step.plan)
             elif before is None:
                 room, streamed = max(step.ahead, n), step.view is not None
-                self._ahead = Ahead(step.start, step.tokens, room, state, streamed, branches=step.branches)
+                self._ahead = DraftRows(step.start, step.tokens, room, state, streamed, branches=step.branches)
                 self.table.commit_ahead(step.plan)
             else:
                 tokens = np.concatenate([before.tokens, step.tokens])
@@ -303,7 +303,7 @@ class Text:
             cut()
         self.events.truncated(self.length, self.table.resident_chunks)
 
-    def _accept(self, ahead: Ahead, order: npt.NDArray[np.intp]) -> None:
+    def _accept(self, ahead: DraftRows, order: npt.NDArray[np.intp]) -> None:
         """Can be done again wherever it was interrupted. order: of the captured queries before."""
         length, written = ahead.start + ahead.kept, ahead.start + ahead.room
         if ahead.branches is not None and ahead.kept:

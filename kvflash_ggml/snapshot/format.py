@@ -16,7 +16,7 @@ from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..state.blob import Blob
 from ..state.session import DrafterState, Limits, PolicyState, SessionState, Statistics, TokenAlignment, done
-from . import drafts, findings, ledger
+from . import drafts, ledger, replays
 from .container import Container, Writer
 from .facts import LARGEST, count, fact
 from .fingerprint import Fingerprint
@@ -82,7 +82,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
             "since_reselect": policy.since_reselect,
             "due": policy.due,
             "looks": len(policy.looks),
-            findings.FACT: findings.write(writer, policy.found),
+            replays.FACT: replays.write(writer, policy.found),
         }
     return facts
 
@@ -248,7 +248,7 @@ def _policy(container: Container, length: int) -> PolicyState | None:
         due=due,
         looks=[_look(container, i, length // CHUNK) for i in range(looks)],
         statistics=done(None),
-        found=findings.read(container, facts, length),
+        found=replays.read(container, facts, length),
     )
 
 

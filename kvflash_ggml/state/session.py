@@ -96,7 +96,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class Replay:
     """What the end of a prompt has found. Its last step has read `tokens` from `start` on.
 
     table: before that step, with the scores that it went by. rebuild: did it bring the resident set to these?
@@ -134,7 +134,7 @@ class PolicyState:
     looks: list[Floats | None]
     statistics: Future[Statistics | None]
     reader: DrafterState | None = None
-    found: Sequence[Found] = ()
+    found: Sequence[Replay] = ()
 
     def before(self, length: int) -> PolicyState:
         """What it still is for a text that is cut to `length` tokens, without statistics."""

@@ -85,7 +85,7 @@ def test_a_text_that_was_cut_parked_and_saved(kind: str, llama: Any, prompts: An
     llm = llama(kind, **POOL)
     llm.load_snapshot(tmp_path / "answered")
     same()
-    (found,) = inside(llm).session.scoring.findings.state()
+    (found,) = inside(llm).session.scoring.replays.state()
     llm.save_snapshot(tmp_path / "cut", length=found.start)
     llm.load_snapshot(tmp_path / "cut")
     assert llm.n_tokens == found.start
@@ -157,21 +157,21 @@ def test_what_it_does_not_outlive(llama: Any, prompts: Any, tmp_path: Path) -> N
     llm = llama(**POOL)
     ask(llm, prompt, 4)
     session = inside(llm).session
-    (found,) = session.scoring.findings.state()
+    (found,) = session.scoring.replays.state()
     assert found.start == len(prompt) - 64
     session.truncate(found.start)
-    assert session.scoring.findings.state()
+    assert session.scoring.replays.state()
     llm.n_tokens = session.length
     ask(llm, prompt, 4)
     llm.save_snapshot(tmp_path / "asked")
     session.truncate(found.start - 1)
-    assert not session.scoring.findings.state()
+    assert not session.scoring.replays.state()
     llm.close()
     for policy in ("quest", "lru"):
         llm = llama(**{**POOL, "kvflash_policy": policy})
         llm.load_snapshot(tmp_path / "asked")
         assert inside(llm).session.relevance.ranking is None
-        assert inside(llm).session.scoring is None or not inside(llm).session.scoring.findings.state()
+        assert inside(llm).session.scoring is None or not inside(llm).session.scoring.replays.state()
         check(llm)
         llm.close()
 

@@ -15,7 +15,7 @@ PARTS = ("sequence", "prefill", "text", "query_ring", "recovery", "paging", "che
 SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "lease", "image", "slabs", "spill", "store")
-BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/turns.py")
+BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/call_lock.py")
 RESTORING = (*SESSION, "sequence/restore.py", "llama/state.py")
 
 

@@ -187,7 +187,13 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
     llm = nested("headed", "draft-mtp")
     first = told(llm, prompt, 2, temp=0.0)[0]
     begins = [*prompt, first[0]]
-    files = ("llama/sketch.py", "sequence/sketch.py", "spec/loop.py", "sequence/text.py", "llama/turns.py")
+    files = (
+        "llama/pool_drafter.py",
+        "sequence/self_draft.py",
+        "spec/loop.py",
+        "sequence/text.py",
+        "llama/call_lock.py",
+    )
 
     def answer() -> None:
         stream = llm.generate(begins, temp=0.0)

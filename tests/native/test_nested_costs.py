@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from support.inside import inside
 
-from kvflash_ggml.llama import sketch as pool_sketch
-from kvflash_ggml.llama.sketch import Draw, PoolDrafter
+from kvflash_ggml.llama import pool_drafter as pool_sketch
+from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
 from kvflash_ggml.spec.asked import Asked
 from kvflash_ggml.spec.base import Features
@@ -71,15 +71,15 @@ class Source:
     def close(self) -> None: ...
 
 
-class Sketch:
-    """`session.sketch.Sketch` as far as it takes time."""
+class SelfDraft:
+    """`sequence.self_draft.SelfDraft` as far as it takes time."""
 
     branch_room = 0
 
     def __init__(self, session: Any, room: int) -> None:
         self.world, self.room = session.world, room
 
-    def __enter__(self) -> Sketch:
+    def __enter__(self) -> SelfDraft:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -146,7 +146,7 @@ def speed(
     )
     speculator.begin(world.length)
     begin = world.length
-    with mock.patch.object(pool_sketch, "Sketch", Sketch):
+    with mock.patch.object(pool_sketch, "SelfDraft", SelfDraft):
         while world.length < begin + tokens:
             draft = speculator.propose(world, world.length % N_VOCAB)  # type: ignore[arg-type]
             if draft is None:

@@ -17,7 +17,7 @@ from support.inside import inside
 
 from kvflash_ggml import logs
 from kvflash_ggml.errors import EngineError
-from kvflash_ggml.sequence.step import Sight
+from kvflash_ggml.sequence.step import AttentionSpan
 
 POOL = 512
 N_CTX = 2048
@@ -179,16 +179,16 @@ def test_a_part_of_a_text_is_seen_as_a_pool_sees_it(
     """
     size = {"n_ctx": N_CTX, "n_ubatch": 128}
     ours, pool = bare("f32", pool=POOL, stages=1024, answers_exactly=True, **size), bare("f32", pool=N_CTX, **size)
-    views, real = [], Sight.of
+    views, real = [], AttentionSpan.of
 
-    def noted(self: Sight, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: AttentionSpan, *args: Any, **kwargs: Any) -> Any:
         views.append(real(self, *args, **kwargs))
         return views[-1]
 
     for one in (ours, pool):
         one.session.extend(tokens[:1500])
     put_pages(pool.session.engine, pages(ours.session))
-    monkeypatch.setattr(Sight, "of", noted)
+    monkeypatch.setattr(AttentionSpan, "of", noted)
     ours.session.extend(tokens[1500:1501])
     view, whole = views[-1]
     assert not whole

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvflash_ggml.cli import main, model
-from kvflash_ggml.sequence.reading import Loss
+from kvflash_ggml.sequence.reading import ReadStats
 from kvflash_ggml.snapshot.container import Container, Writer
 from kvflash_ggml.snapshot.source import FileSource
 from kvflash_ggml.trace.recorder import Trace
@@ -29,7 +29,7 @@ def stats() -> SimpleNamespace:
         bytes_out=2, host_bytes=3, device_bytes=4, policy="lru", epoch=5, type_k="f16",
         type_v="f16", pinned=False, evicted_mass=None, banner=lambda: BANNER, record=Trace,
         calibrated=lambda progress, most: False, reading="exact", stage=4096, stage_bytes=7, streamed_steps=8,
-        streamed_bytes=9, devices=(), last=Loss(read=4, read_whole=4, seen=4.0), spec=None,
+        streamed_bytes=9, devices=(), last=ReadStats(read=4, read_whole=4, seen=4.0), spec=None,
     )  # fmt: skip
 
 

@@ -15,7 +15,13 @@ from support.interrupter import Interrupter
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.sequence.sequence import Sequence
 
-FILES = ("sequence/sequence.py", "sequence/text.py", "sequence/stash.py", "sequence/recovery.py", "pool/page_table.py")
+FILES = (
+    "sequence/sequence.py",
+    "sequence/text.py",
+    "sequence/device_states.py",
+    "sequence/recovery.py",
+    "pool/page_table.py",
+)
 
 PROMPT = np.arange(10, 10 + 508, dtype=np.int32)
 DRAFT = np.arange(1000, 1012, dtype=np.int32)

@@ -125,7 +125,7 @@ def test_no_file_is_long() -> None:
 
 def test_locks_are_entered_by_with() -> None:
     """An interrupt of the main thread between an `acquire` and what gives the lock back would keep it."""
-    not_by_main = ["llama/turns.py: self.lock.acquire"]  # `Turns._leave`, which asks first which thread it is
+    not_by_main = ["llama/call_lock.py: self.lock.acquire"]  # `CallLock._leave`, which asks first which thread it is
     called = [
         f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}"
         for path in PACKAGE.rglob("*.py")

@@ -12,7 +12,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import HALF, SHARE, Room, open_reading, rooms, stage_slots
 from kvflash_ggml.sequence.pool import Pool
-from kvflash_ggml.sequence.reading import Loss, Repair
+from kvflash_ggml.sequence.reading import ReadStats, Repair
 
 GIB = 1 << 30
 
@@ -166,7 +166,7 @@ def test_a_repair_that_would_begin_at_the_beginning_each_time(kind: dict[str, An
 
 
 def test_what_was_lost() -> None:
-    loss = Loss()
+    loss = ReadStats()
     assert loss.view is None
     loss.add_read(100, 1)
     assert (loss.read, loss.read_whole, loss.view) == (100, 100, 1)

@@ -10,20 +10,20 @@ import pytest
 from support.interrupter import Interrupter, elsewhere, signalled
 
 from kvflash_ggml.errors import KVFlashError
-from kvflash_ggml.llama.turns import Turns, changing, in_turn, writing
+from kvflash_ggml.llama.call_lock import CallLock, changing, locked, writing
 
-FILES = ("llama/turns.py",)
+FILES = ("llama/call_lock.py",)
 
 
 class Writer:
     """A text of letters, written as `Llama` writes its own."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._call_lock = CallLock()
         self.text = ""
         self.ended: list[str] = []  # the texts that streams ended with
 
-    @in_turn
+    @locked
     def read(self) -> str:
         return self.text
 
@@ -53,16 +53,16 @@ class Writer:
             yield self.text
 
     def close(self) -> None:
-        with self._turns.lock:
-            self._turns.close()
+        with self._call_lock.lock:
+            self._call_lock.close()
 
 
 def whole(writer: Writer) -> None:
-    list(writer._turns.whole(writer.write("w")))
+    list(writer._call_lock.whole(writer.write("w")))
 
 
 def pieces(writer: Writer) -> None:
-    stream = writer._turns.pieces(writer.write("p"))
+    stream = writer._call_lock.pieces(writer.write("p"))
     next(stream)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
@@ -155,9 +155,9 @@ def test_a_piece_of_a_text_that_a_callback_has_replaced() -> None:
 def test_dropping_a_stream_waits_for_no_lock(through: str) -> None:
     """A garbage collector drops it on a thread for which the lock's holder waits, as `close` waits for its workers."""
     writer = Writer()
-    left = writer.write("a") if through == "writing" else writer._turns.pieces(writer.write("a"))
+    left = writer.write("a") if through == "writing" else writer._call_lock.pieces(writer.write("a"))
     next(left)
-    with writer._turns.lock:
+    with writer._call_lock.lock:
         elsewhere(left.close)  # type: ignore[attr-defined]
         assert writer.ended == []
     writer.close()

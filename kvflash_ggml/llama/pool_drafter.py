@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import Floats, Int32s
 from ..errors import KVFlashError
-from ..sequence.sketch import Sketch
+from ..sequence.self_draft import SelfDraft
 from ..spec.base import Features
 from ..spec.decision import PROMPT
 from ..spec.draft import Draft, chain
@@ -66,12 +66,12 @@ class PoolDrafter:
         copy = None if llm._greedy or sampler is None or sampler.custom_samplers else sampler.clone()
         if self._nested is not None:
             self._nested.apart()
-        with Sketch(llm._session, most) as sketch:
+        with SelfDraft(llm._session, most) as sketch:
             while len(drawn) < most and self._extend(sketch, root, drawn, copy):
                 root = drawn[-1]
         return chain(drawn, self.name) if drawn else None
 
-    def _extend(self, sketch: Sketch, root: int, drawn: list[int], copy: Any) -> bool:
+    def _extend(self, sketch: SelfDraft, root: int, drawn: list[int], copy: Any) -> bool:
         """One step of the pool, which draws a token, and one more for each that was drafted for it and is right.
 
         False if it was the last one: what follows could not be computed.

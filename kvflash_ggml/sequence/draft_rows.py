@@ -13,8 +13,8 @@ from ..arrays import Int32s
 from ..errors import SnapshotError
 from ..pool.branches import Branches, leaving, moving
 from ..pool.plan import Layout
+from .device_states import SavedState
 from .query_ring import QueryRing
-from .stash import Kept
 from .step import Step
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class DraftRows:
     """Rows that were written ahead of the text, from position `start` on, where there is `room` for so many.
 
     path: the rows that are of the text once they are settled, in its order. state: what is not pooled, as it was before
@@ -36,7 +36,7 @@ class Ahead:
     start: int
     tokens: Int32s
     room: int
-    state: Kept | None
+    state: SavedState | None
     streamed: bool
     path: tuple[int, ...] = ()
     branches: Branches | None = None
@@ -46,7 +46,7 @@ class Ahead:
     def kept(self) -> int:
         return len(self.path)
 
-    def with_row(self, row: int) -> Ahead:
+    def with_row(self, row: int) -> DraftRows:
         """One row more is of the text: the next one of a chain, a child of the last one of a tree."""
         before = row - 1 if self.branches is None else int(self.branches.parent[row])
         assert before == (self.path[-1] if self.path else -1)
@@ -71,7 +71,7 @@ def place(engine: Engine, queries: QueryRing, step: Step) -> Int32s:
 
 
 def gather(
-    engine: Engine, layout: Layout, queries: QueryRing, ahead: Ahead, tree: Branches, order: npt.NDArray[np.intp]
+    engine: Engine, layout: Layout, queries: QueryRing, ahead: DraftRows, tree: Branches, order: npt.NDArray[np.intp]
 ) -> None:
     """The rows of a tree's path go to their places, and the others are forgotten. Can be done again.
 
@@ -88,11 +88,11 @@ def gather(
         queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
 
 
-def goes_back(pool: Pool, ahead: Ahead, length: int) -> bool:
+def goes_back(pool: Pool, ahead: DraftRows, length: int) -> bool:
     """Can the memory forget the rows from `length` on? Then it has. Not where a window does not reach back so far."""
     try:
         if ahead.state is not None:
-            pool.stash.put(ahead.state, length)
+            pool.device_states.put(ahead.state, length)
     except SnapshotError as err:
         logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
         return False

@@ -17,34 +17,34 @@ logger = logging.getLogger("kvflash_ggml")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class SavedState:
     """copy: the state on the host; None if the device keeps it, and until it keeps another one."""
 
     copy: Buffer | None
 
 
-class Stash:
+class DeviceStates:
     """Keeps states of an engine, and puts them back. A device keeps one: what was kept there before is void."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._on_host = False
-        self._newest: Kept | None = None
+        self._newest: SavedState | None = None
 
-    def keep(self) -> Kept:
+    def keep(self) -> SavedState:
         """The state as it is now. On a device nothing waits for it."""
         if not self._on_host:
             try:
                 self._newest = None
                 self._engine.keep_state()
-                self._newest = Kept(None)
+                self._newest = SavedState(None)
                 return self._newest
             except HostMemoryError as err:
                 self._on_host = True  # for good: asking again would take its time at each draft
                 logger.warning("recurrent state goes to the host and back at each draft that needs it: %s", err)
-        return Kept(self._engine.get_state())
+        return SavedState(self._engine.get_state())
 
-    def put(self, kept: Kept, length: int) -> None:
+    def put(self, kept: SavedState, length: int) -> None:
         """Put back the state of a text of `length` tokens, as often as that is needed. Without it on SnapshotError."""
         if kept.copy is not None:
             self._engine.set_state(kept.copy, length)

@@ -1,4 +1,4 @@
-"""A sketch: what may follow a text, computed ahead of it by what is in the pool alone, and dropped as a whole."""
+"""A self-draft: what the pool alone predicts after a text, computed ahead of it and dropped as a whole."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
-class Sketch:
-    """A text and what is sketched after it, as those see it who draft for that. Used in a `with`, which drops it.
+class SelfDraft:
+    """A text and its self-draft, as the nested drafters see it. Used in a `with`, which drops the self-draft.
 
-    room: tokens that it evaluates at most; the text has room for them. A sketch is told to the text's follower, which
-    is told at the end that none of it has been.
+    room: tokens that it evaluates at most; the text has room for them. The text's follower hears of the self-draft, and
+    at the end that none of it counts.
     """
 
     branch_room = 0
@@ -29,8 +29,8 @@ class Sketch:
         self._session = session
         self._room = room
 
-    def __enter__(self) -> Sketch:
-        self._session.begin_sketch(self._room)
+    def __enter__(self) -> SelfDraft:
+        self._session.begin_self_draft(self._room)
         return self
 
     def __exit__(

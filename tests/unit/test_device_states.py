@@ -10,9 +10,9 @@ from support.fake_engine import FakeEngine, Faults, make_session
 from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.sequence.device_states import DeviceStates
+from kvflash_ggml.sequence.self_draft import SelfDraft
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.sequence.sketch import Sketch
-from kvflash_ggml.sequence.stash import Stash
 
 PROMPT = 300
 
@@ -44,7 +44,7 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
     engine.faults = Faults(full=full)
     copies, kept = counted(engine, "get_state"), counted(engine, "put_state")
     for accepted in (0, 2, 4):
-        with Sketch(one, 4) as sketch:
+        with SelfDraft(one, 4) as sketch:
             for token in (7, 8, 9):
                 sketch.write([token])
             assert engine.tokens == [*text, 7, 8, 9]
@@ -66,7 +66,7 @@ def test_a_sketch_goes_on_behind_the_rows_that_stay(recurrent: bool) -> None:
     """As often as it likes; where the memory cannot go back over the others nothing follows, and nothing is lost."""
     engine = FakeEngine(448, 128, recurrent=recurrent)
     one, text = session(engine), [*range(PROMPT)]
-    with Sketch(one, 8) as sketch:
+    with SelfDraft(one, 8) as sketch:
         assert sketch.room_ahead == (1 if recurrent else 8), "without planes there is no way back"
         sketch.write([7])
         assert sketch.retain(PROMPT + 1)
@@ -87,16 +87,16 @@ def test_a_sketch_goes_on_behind_the_rows_that_stay(recurrent: bool) -> None:
 
 def test_a_device_keeps_the_newest_one() -> None:
     engine = FakeEngine(448, 128, recurrent=True)
-    stash = Stash(engine)  # type: ignore[arg-type]
-    first = stash.keep()
-    second = stash.keep()
-    stash.put(second, 0)
+    states = DeviceStates(engine)  # type: ignore[arg-type]
+    first = states.keep()
+    second = states.keep()
+    states.put(second, 0)
     with pytest.raises(AssertionError, match="another state"):
-        stash.put(first, 0)
+        states.put(first, 0)
     engine.faults = Faults(full=True)
-    third, fourth = stash.keep(), stash.keep()
+    third, fourth = states.keep(), states.keep()
     for kept in (fourth, third):
-        stash.put(kept, 0)
+        states.put(kept, 0)
     with pytest.raises(AssertionError, match="another state"):
-        stash.put(second, 0)
+        states.put(second, 0)
     engine.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..constants import CHUNK
-from ..state.session import Found
+from ..state.session import Replay
 from . import ledger
 from .container import Container, Writer
 from .facts import count, fact
@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 16
 """Of one step."""
 
 
-def write(writer: Writer, found: Sequence[Found]) -> list[dict[str, Any]]:
+def write(writer: Writer, found: Sequence[Replay]) -> list[dict[str, Any]]:
     """A part for each, in sections of its own. Returns the facts."""
     facts = []
     for number, one in enumerate(found):
@@ -39,7 +39,7 @@ def write(writer: Writer, found: Sequence[Found]) -> list[dict[str, Any]]:
     return facts
 
 
-def read(container: Container, policy: dict[str, Any], length: int) -> list[Found]:
+def read(container: Container, policy: dict[str, Any], length: int) -> list[Replay]:
     """Those of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say."""
     facts = policy.get(FACT, [])
     if not isinstance(facts, list) or len(facts) > MAX_FOUND or not all(isinstance(one, dict) for one in facts):
@@ -47,13 +47,13 @@ def read(container: Container, policy: dict[str, Any], length: int) -> list[Foun
     return [_read(container.part(_prefix(number), one), length) for number, one in enumerate(facts)]
 
 
-def _read(part: Container, length: int) -> Found:
+def _read(part: Container, length: int) -> Replay:
     start = count(part, "start", most=length)
     tokens = part.section("tokens").array("<i4", most=MAX_TOKENS).astype(np.int32, copy=False)
     ranking = None
     if "ranking" in part:
         ranking = part.section("ranking").array("<f8", most=(start + len(tokens)) // CHUNK).copy()
-    return Found(
+    return Replay(
         start=start,
         tokens=tokens,
         table=replace(ledger.read(part, start), pins=frozenset()),  # these are of a request

@@ -20,7 +20,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
 from kvflash_ggml.sequence import scoring as kept
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.snapshot import findings as written
+from kvflash_ggml.snapshot import replays as written
 from kvflash_ggml.state.session import Layout
 
 PROMPT = text(900, 3)
@@ -110,7 +110,7 @@ def test_two_questions_take_turns(world: Any) -> None:
     for number in (0, 1, 1, 0):
         ask(session, prompts[number])
         assert answer(session, 20) == want[number]
-    assert len(session.scoring.findings.state()) == 2
+    assert len(session.scoring.replays.state()) == 2
 
 
 def test_only_the_newest_are_kept(world: Any) -> None:
@@ -118,23 +118,23 @@ def test_only_the_newest_are_kept(world: Any) -> None:
     session.extend(PROMPT)
     for _ in range(10):
         session.extend(text(20, session.length))
-    found = session.scoring.findings.state()
+    found = session.scoring.replays.state()
     assert [one.start for one in found] == [len(PROMPT) + 20 * at for at in range(2, 10)]
     session.truncate(found[4].start)
-    assert session.scoring.findings.state() == found[:5]
+    assert session.scoring.replays.state() == found[:5]
     assert session.state().own_size > sum(one.size for one in found[:5]) > 0
     saved = session.state(found[2].start)
     assert [one.start for one in saved.policy.found] == [one.start for one in found[:3]]
     saved.release()
     session.reset()
-    assert not session.scoring.findings.state()
+    assert not session.scoring.replays.state()
 
 
 def test_other_heads_have_found_nothing(world: Any) -> None:
     session = world()
     session.extend(PROMPT)
     session.scoring.use(np.zeros((1, 2), np.int32))
-    assert not session.scoring.findings.state()
+    assert not session.scoring.replays.state()
 
 
 def test_a_file_without(world: Any) -> None:
@@ -147,9 +147,9 @@ def test_a_file_without(world: Any) -> None:
     other = world()
     load(other, plain_reader.write(parts))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
-    assert not other.scoring.findings.state()
+    assert not other.scoring.replays.state()
     ask(other)
-    assert other.scoring.findings.state()
+    assert other.scoring.replays.state()
 
 
 @pytest.mark.parametrize("n_slots", [320, 704])
@@ -161,7 +161,7 @@ def test_in_another_pool(n_slots: int, world: Any) -> None:
     other = reload(session, world(n_slots))
     ask(other)
     assert other.length == len(PROMPT)
-    np.testing.assert_array_equal(other.relevance.ranking, session.scoring.findings.state()[0].ranking)
+    np.testing.assert_array_equal(other.relevance.ranking, session.scoring.replays.state()[0].ranking)
     assert sum(block != ABSENT for block in places(other)) <= n_slots // CHUNK
     answer(other, 30)
 
@@ -171,7 +171,7 @@ def test_what_the_steps_lead_to_is_what_the_plan_says(world: Any) -> None:
     session = world()
     ask(session)
     table = session.table
-    (found,) = session.scoring.findings.state()
+    (found,) = session.scoring.replays.state()
     session.truncate(found.start + 10)
     (newest,) = [chunk for chunk in range(len(table.chunks)) if chunk not in session.store]
     block = table.chunks[newest].block
@@ -187,26 +187,26 @@ def test_a_step_that_does_not_fit_here_is_none(world: Any) -> None:
     """A file of a session with longer steps: the prompt's end is read as that of any prompt."""
     session = world()
     ask(session)
-    (found,) = session.scoring.findings.state()
+    (found,) = session.scoring.replays.state()
     start = found.start - CHUNK
     table = replace(found.table, blocks=found.table.blocks[:-1], last_use=found.table.last_use[:-1])
-    session.scoring.findings.load((replace(found, start=start, tokens=PROMPT[start:], table=table),))
+    session.scoring.replays.load((replace(found, start=start, tokens=PROMPT[start:], table=table),))
     decode(session, 30)
     ask(session)
     assert session.length == len(PROMPT)
-    assert session.scoring.findings.state()[-1].start > found.start
+    assert session.scoring.replays.state()[-1].start > found.start
 
 
 def test_behind_a_table_with_an_older_clock(world: Any) -> None:
     """As a folder has the text at a checkpoint: what the step uses is the newest, and a file of it can be read."""
     session = world()
     ask(session)
-    (found,) = session.scoring.findings.state()
+    (found,) = session.scoring.replays.state()
     session.truncate(found.start)
     state = replace(found.table, clock=1000, last_use=[1000] * len(found.table.last_use))
     plan = session.table.reserve(session.length, 1, None, False, state)
     assert max(chunk.last_use for chunk in plan.layout.chunks) == plan.layout.clock == 1001
-    session.scoring.findings.load((replace(found, table=state),))
+    session.scoring.replays.load((replace(found, table=state),))
     ask(session)
     load(world(), dump(session))
 
@@ -236,7 +236,7 @@ def test_what_other_heads_have_found_is_not_taken_from_a_file(world: Any) -> Non
     ask(session)
     other = world(scorer=Other)
     load(other, dump(session))
-    assert not other.scoring.findings.state()
+    assert not other.scoring.replays.state()
 
 
 def test_what_a_text_keeps_has_room_in_a_file() -> None:

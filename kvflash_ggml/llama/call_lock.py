@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-class Turns:
+class CallLock:
     """A lock that a call holds to its end, and a generator while it makes its next piece.
 
     A generator may be advanced on another thread each time, or never again: so it keeps nobody waiting between two
@@ -115,13 +115,13 @@ class Turns:
                 self.lock.release()
 
 
-def in_turn(method: F) -> F:
+def locked(method: F) -> F:
     """A method that reads what the model holds."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turns.lock:
-            self._turns.check_open()
+        with self._call_lock.lock:
+            self._call_lock.check_open()
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -132,9 +132,9 @@ def changing(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turns.lock:
-            self._turns.check_open()
-            self._turns.take()
+        with self._call_lock.lock:
+            self._call_lock.check_open()
+            self._call_lock.take()
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -145,6 +145,6 @@ def writing(method: F) -> F:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._turns.writing(method(self, *args, **kwargs))
+        return self._call_lock.writing(method(self, *args, **kwargs))
 
     return call  # type: ignore[return-value]
