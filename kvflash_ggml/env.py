@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from . import notation
+from .errors import ConfigError
+
+_READ_BY_C = {"KVFLASH_KERNELS": ("stock",), "KVFLASH_LANE": ("stream", "sync")}
+_DAY = 24 * 60 * 60
+
 
 def cache_dir() -> Path:
     """The user's cache folder of this package, below XDG_CACHE_HOME."""
@@ -33,12 +39,35 @@ def llama_source() -> Path | None:
 
 def allow_cpu() -> bool:
     """KVFLASH_ALLOW_CPU=1: layers asked for run on the CPU, with a warning, where this build cannot use the GPU."""
-    return os.environ.get("KVFLASH_ALLOW_CPU", "") == "1"
+    return _switch("KVFLASH_ALLOW_CPU")
 
 
 def install() -> bool:
-    """KVFLASH_INSTALL=1, which `kvflash-run exec` sets: `llama_cpp.Llama` is replaced where llama_cpp is imported."""
-    return os.environ.get("KVFLASH_INSTALL", "") == "1"
+    """KVFLASH_INSTALL=1: `llama_cpp.Llama` is replaced where llama_cpp is imported. `kvflash-run exec` sets this."""
+    return _switch("KVFLASH_INSTALL")
+
+
+def check() -> None:
+    """Raise ConfigError for a wrong value of a switch here, or of a variable that C++ reads and would ignore."""
+    allow_cpu()
+    install()
+    for name, words in _READ_BY_C.items():
+        value = os.environ.get(name)
+        if value and value not in words:
+            raise ConfigError(f"{name}={value!r}: it is {' or '.join(words)}; correct it, or unset it")
+    seconds = os.environ.get("KVFLASH_RPC_TIMEOUT")
+    if seconds and not (seconds.isdecimal() and 1 <= int(seconds) <= _DAY):
+        raise ConfigError(
+            f"KVFLASH_RPC_TIMEOUT={seconds!r}: it is a whole number of seconds from 1 to {_DAY}; correct it, or unset"
+            " it for 120 seconds"
+        )
+
+
+def _switch(name: str) -> bool:
+    try:
+        return notation.switch(os.environ.get(name) or "0")
+    except ValueError as err:
+        raise ConfigError(f"{name}={os.environ[name]!r}: it is 1 or 0; correct it, or unset it") from err
 
 
 def _path(name: str) -> Path | None:

@@ -49,6 +49,7 @@ def load() -> None:
     Raises:
         LibraryError: a file is missing or cannot be loaded, llama_cpp has another version or was
             imported first from another libllama, or the parts were not built for each other.
+        ConfigError: an environment variable has a wrong value.
     """
     _load()
 
@@ -62,6 +63,7 @@ def announce() -> None:
 
 @functools.cache
 def _load() -> None:
+    env.check()
     libllama = libllama_path()
     folder = libllama.parent
     _refuse_other_version()

@@ -172,6 +172,12 @@ def test_parts_of_different_builds_are_refused(breakage: str, message: str) -> N
     assert message in done.stderr
 
 
+def test_a_wrong_value_of_a_variable_is_told_before_anything_is_loaded() -> None:
+    done = run(LOAD, KVFLASH_KERNELS="stok")
+    assert "ConfigError: KVFLASH_KERNELS='stok'" in done.stderr
+    assert run(LOAD, KVFLASH_KERNELS="stock").returncode == 0
+
+
 def test_a_gpu_that_the_build_cannot_use_is_told() -> None:
     if library.supports_gpu_offload():
         pytest.skip("this build has a GPU")
