@@ -11,6 +11,9 @@ POOL_STEP = 256
 MAX_CONTEXT = 2**31 - POOL_STEP
 """Tokens. llama.cpp counts positions with 32 bits, and rounds a context up to POOL_STEP."""
 
+MAX_THREADS = 512
+"""Threads of a CPU that ggml knows."""
+
 SPEED_CAP = 16_384
 """Slots. Beyond this, attention over the pool costs more time than a larger pool gains in recall."""
 

@@ -43,6 +43,30 @@ def pool(text: str) -> dict[str, Any] | None:
     return {"pool": count} if match[2] in ("", "k") and not match[3] else {"pool_bytes": count}
 
 
+def word(text: str) -> str:
+    """The text. ValueError for an empty one, as of a variable that is not set."""
+    if not text.strip():
+        raise ValueError(f"{text!r} names nothing: give a value, or leave it out")
+    return text
+
+
+def key(text: str) -> str:
+    """An API key: visible ASCII, as a header can carry it. ValueError for any other text, which is not repeated."""
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ValueError("an API key is of visible ASCII characters, at least one: no client could send this one")
+    return text
+
+
+def origin(text: str) -> str:
+    """An origin as browsers send it, or "*". ValueError if it is neither."""
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s,]+", text.lower()):
+        raise ValueError(
+            f"{text!r} is not an origin, as https://chat.example.org: no path, and no slash at the end. Repeat the"
+            " option for several, or give *"
+        )
+    return text.lower()
+
+
 def pin(text: str) -> tuple[int, int]:
     """A half-open range of tokens, LO:HI. ValueError if it is none."""
     lo, _, hi = text.partition(":")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ..native import library
+from ..notation import word
 from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
 from ..settings import in_section
@@ -54,7 +55,7 @@ class DeviceOptions:
     """Which devices hold what."""
 
     device: str | None = _device(
-        str, "-dev", metavar="NAME,...|none", help="Devices that hold layers, in their order.  [default: all GPUs]"
+        word, "-dev", metavar="NAME,...|none", help="Devices that hold layers, in their order.  [default: all GPUs]"
     )
     split_mode: str = _device(
         tuple(SPLIT_MODES), "-sm", metavar="|".join(SPLIT_MODES), default="layer",

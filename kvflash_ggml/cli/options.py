@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..constants import KV_TYPES, MAX_CONTEXT
+from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
+from ..notation import word
 from ..settings import in_section
 from .sections import collected
 
@@ -44,11 +45,13 @@ class ContextOptions:
         int, "-c", least=0, most=MAX_CONTEXT, default=0,
         help="Logical context in tokens; 0 is the length the model was trained for.",
     )  # fmt: skip
-    batch_size: int | None = _model(int, "-b", least=1, help="Logical batch.  [default: 512]")
+    batch_size: int | None = _model(int, "-b", least=1, most=MAX_CONTEXT, help="Logical batch.  [default: 512]")
     ubatch_size: int | None = _model(
-        int, "-ub", least=1, help="Tokens computed at once.  [default: 512, or what --fit finds]"
+        int, "-ub", least=1, most=MAX_CONTEXT, help="Tokens computed at once.  [default: 512, or what --fit finds]"
     )
-    threads_batch: int | None = _model(int, "-tb", least=1, help="CPU threads that read a prompt.  [default: as -t]")
+    threads_batch: int | None = _model(
+        int, "-tb", least=1, most=MAX_THREADS, help="CPU threads that read a prompt.  [default: as -t]"
+    )
     cache_type_k: str | None = _model(
         tuple(KV_TYPES), "-ctk", metavar="TYPE",
         help=f"Type of the K cache: {', '.join(KV_TYPES)}.  [default: f16, or q8_0 where --fit gains by it]",
@@ -70,9 +73,9 @@ class WeightOptions:
         read_layers, "-ngl", "--n-gpu-layers", "--gpu-layers", default="auto", metavar="N|auto|all",
         help="Layers on the GPU; auto is what --fit finds, or all, or 0 without a GPU.",
     )  # fmt: skip
-    threads: int | None = _model(int, "-t", least=1, help="CPU threads.  [default: half of them]")
+    threads: int | None = _model(int, "-t", least=1, most=MAX_THREADS, help="CPU threads.  [default: half of them]")
     rpc: str | None = _model(
-        str, metavar="HOST:PORT,...",
+        word, metavar="HOST:PORT,...",
         help="Use the devices of these servers (kvflash-run rpc serve) before those of this machine.",
     )  # fmt: skip
     rpc_trust: bool = _model(
@@ -131,10 +134,10 @@ class SamplerOptions:
     """The samplers. The defaults are llama.cpp's."""
 
     temp: float = _sampling(float, "--temp", "--temperature", least=0, default=0.8, help="Temperature; 0 is greedy.")
-    top_k: int = _sampling(int, least=0, default=40, metavar="X", help="0: off.")
+    top_k: int = _sampling(int, least=0, most=MAX_CONTEXT, default=40, metavar="X", help="0: off.")
     top_p: float = _sampling(float, least=0, most=1, default=0.95, help="1: off.")
     min_p: float = _sampling(float, least=0, most=1, default=0.05, help="0: off.")
-    repeat_penalty: float = _sampling(float, least=0, default=1.0, help="1: off.")
+    repeat_penalty: float = _sampling(float, least=0, above=True, default=1.0, help="1: off.")
 
     def settings(self) -> dict[str, Any]:
         """By the names of `Llama`'s methods and of requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from ..settings import Setting, settings
+from .terminal import note
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -24,6 +26,12 @@ class SectionOption(click.Option):
     def __init__(self, *args: Any, section: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = section or "Other"
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """The option, and its variable where the value comes from there."""
+        hint = super().get_error_hint(ctx)
+        source = None if ctx is None or self.name is None else ctx.get_parameter_source(self.name)
+        return f"{hint} (from {self.envvar})" if source is click.core.ParameterSource.ENVIRONMENT else hint
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Without the range: an error names it, and the help stays readable."""
@@ -55,6 +63,15 @@ class SectionCommand(click.Command):
                     help="Show every option and exit; --help shows the common ones.",
                 )
             )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, with a warning for a value that a later one replaces."""
+        given = Counter(self.make_parser(ctx).parse_args(args=[*args])[2]) if not ctx.resilient_parsing else {}
+        for param, count in given.items():
+            if count > 1 and isinstance(param, click.Option) and not (param.multiple or param.is_flag):
+                names = " or ".join(param.opts)
+                note(f"warning: {names} is given {count} times, and only the last one counts: leave out the others")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -88,6 +105,15 @@ class Written(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older
             return self.read(value) if isinstance(value, str) else value
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Place(click.Path):  # type: ignore[type-arg,unused-ignore]
+    """A path; an empty text, as of a variable that is not set, would be the folder where the program runs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty text is no path: name one, or leave the option out", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Number(click.FloatRange):
@@ -165,7 +191,5 @@ def _type(one: Setting) -> click.ParamType:  # type: ignore[type-arg,unused-igno
     if one.kind is float:
         return Number(one.least, one.most, min_open=one.above)
     if one.kind is Path:
-        return click.Path(
-            exists=one.exists, dir_okay=one.metavar != "FILE", file_okay=one.metavar != "DIR", path_type=Path
-        )
+        return Place(exists=one.exists, dir_okay=one.metavar != "FILE", file_okay=one.metavar != "DIR", path_type=Path)
     return click.STRING if one.kind is str else Written(one.kind)

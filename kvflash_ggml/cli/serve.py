@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .. import pip_line
+from .. import notation, pip_line
 from ..batching.messages import Sampling
 from ..server.settings import ServerSettings
 from ..settings import in_section
@@ -42,13 +42,16 @@ class ServerOptions:
     """What only a command line says of a server. fields: of `ServerSettings`, by name."""
 
     model: str | None = _server(str, "-m", metavar="PATH", help="The model, instead of the argument.")
-    alias: str | None = _server(str, "-a", metavar="NAME", help="What the model is called.  [default: the file's name]")
+    alias: str | None = _server(
+        notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name]"
+    )
     chat_template_file: Path | None = _server(
         Path, metavar="FILE", exists=True, help="Jinja template in place of the model's own."
     )
     api_key: tuple[str, ...] = _net(
-        str, default=(), many=True, metavar="KEY", help="Needed by every request; may be repeated.  [default: none]"
-    )
+        notation.key, default=(), many=True, metavar="KEY",
+        help="Needed by every request; may be repeated.  [default: none]",
+    )  # fmt: skip
     api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="More keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
     parallel: int | None = _limits(
@@ -64,11 +67,16 @@ class ServerOptions:
         return ServerSettings(alias=alias, keys=self._keys(), sampling=samplers, **self.fields)
 
     def _keys(self) -> tuple[str, ...]:
-        lines = [] if self.api_key_file is None else self.api_key_file.read_text(encoding="utf-8").splitlines()
-        keys = tuple(key for key in (*self.api_key, *(line.strip() for line in lines)) if key)
-        if self.api_key_file is not None and not keys:
-            raise click.UsageError(f"{self.api_key_file} has no key: write one a line")
-        return keys
+        file, keys = self.api_key_file, list(self.api_key)
+        lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(map(str.strip, lines), 1):
+            try:
+                keys += [notation.key(line)] if line else []
+            except ValueError as err:
+                raise click.UsageError(f"line {number} of {file}: {err}") from err
+        if file is not None and not keys:
+            raise click.UsageError(f"{file} has no key: write one a line")
+        return tuple(keys)
 
 
 _COMMON = (

@@ -15,7 +15,7 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
 from ..config import KVFlashConfig, SpecConfig
-from ..constants import MAX_CONTEXT
+from ..constants import MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
 from ..gguf import types
 from ..logs import Progress, warn_once
@@ -105,9 +105,12 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
 
 def check_numbers(upstream: dict[str, Any]) -> None:
     """ConfigError for what upstream passes on as another number, and for what ends the process in llama.cpp."""
-    for name, least in (("n_ctx", 0), ("n_batch", 1)):
+    for name, least in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 0)):
         if (value := upstream.get(name)) is not None and not least <= value <= MAX_CONTEXT:
             raise ConfigError(f"{name}={value}: a number of tokens from {least} to {MAX_CONTEXT}")
+    for name in ("n_threads", "n_threads_batch"):
+        if (value := upstream.get(name)) is not None and value > MAX_THREADS:
+            raise ConfigError(f"{name}={value}: at most {MAX_THREADS} threads, and no more than there are cores")
     for name in ("type_k", "type_v"):
         if (value := upstream.get(name)) is not None and value not in types.BY_ID:
             raise ConfigError(f"{name}={value} is no type of ggml: 1 is f16, 8 is q8_0")

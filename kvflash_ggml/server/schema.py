@@ -175,7 +175,7 @@ class _Sampled(_Known):
     top_k: int | None = Field(None, ge=-1, le=1 << 20)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(
-        None, ge=0, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+        None, gt=0, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)

@@ -28,10 +28,10 @@ class ServerSettings:
     strict: bool = _server(
         bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
     )
-    host: str = _net(str, default="127.0.0.1", metavar="NAME", help="Address to listen at.")
+    host: str = _net(notation.word, default="127.0.0.1", metavar="NAME", help="Address to listen at.")
     port: int = _net(int, least=0, most=65535, default=8080, help="Port to listen at; 0 is any free one.")
     cors: tuple[str, ...] = _net(
-        str, "--cors-origins", default=(), many=True, metavar="ORIGIN",
+        notation.origin, "--cors-origins", default=(), many=True, metavar="ORIGIN",
         help="Pages that may ask; may be repeated.  [default: none]",
     )  # fmt: skip
     isolate_keys: bool = _net(bool, default=False, help="A key sees, uses and changes its own conversations only.")

@@ -21,6 +21,10 @@ POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
         ({"n_ctx": 99_999_999_999}, r"n_ctx=99999999999: .* to 2147483392"),
         ({"n_batch": 0}, "n_batch=0: a number of tokens from 1"),
         ({"n_batch": -5}, "n_batch=-5: a number of tokens from 1"),
+        ({"n_ubatch": -5}, "n_ubatch=-5: a number of tokens from 0"),
+        ({"n_ubatch": 1 << 32}, "n_ubatch=4294967296: a number of tokens from 0"),
+        ({"n_threads": (1 << 32) + 1}, "n_threads=4294967297: at most 512 threads"),
+        ({"n_threads_batch": 513}, "n_threads_batch=513: at most 512 threads"),
         ({"type_k": 99}, "type_k=99 is no type of ggml"),
         ({"type_v": 4}, "type_v=4 is no type of ggml"),  # was one once
     ],

@@ -199,3 +199,61 @@ def test_the_start_says_what_the_session_folder_has(serve: Serving, tmp_path: Pa
     assert f"2 conversations found in {tmp_path}" in serve("m.gguf", "--session-dir", tmp_path).stderr
     assert "found" not in serve("m.gguf", "--session-dir", tmp_path, "-q").stderr
     assert "found" not in serve("m.gguf").stderr
+
+
+# --- values that cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [
+        ("--api-key", "", "visible ASCII"),
+        ("--cors-origins", "https://a.example/", "no slash at the end"),
+        ("--alias", "", "names nothing"),
+        ("--rpc", "", "names nothing"),
+        ("--device", "", "names nothing"),
+        ("--session-dir", "", "an empty text is no path"),
+        ("--kvflash-cache", "", "an empty text is no path"),
+        ("--kvflash-spill", "", "an empty text is no path"),
+        ("--repeat-penalty", "0", "x>0"),
+        ("--threads", "513", "1<=x<=512"),
+        ("--threads-batch", "99999999999", "1<=x<=512"),
+        ("--batch-size", "99999999999", "1<=x<=2147483392"),
+        ("--ubatch-size", "99999999999", "1<=x<=2147483392"),
+        ("--top-k", "99999999999", "0<=x<=2147483392"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_before_loading(
+    option: str, value: str, limit: str, serve: Serving
+) -> None:
+    result = serve("m.gguf", option, value)
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert option in told
+    assert limit in told
+    assert not serve.cli.made
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_a_value_that_a_later_one_replaces_brings_a_warning(verb: str, serve: Serving) -> None:
+    line = ["m.gguf", "--kvflash", "1024", *(["-p", "hi"] if verb == "run" else [])]
+    assert "warning" not in serve.cli(verb, *line, "-c", "4096", "--no-mmap", "--no-mmap", "-v", "-v").stderr
+    result = serve.cli(verb, *line, "-c", "4096", "--ctx-size", "8192")
+    assert result.exit_code == 0
+    assert "warning: -c or --ctx-size is given 2 times, and only the last one counts" in result.stderr
+    assert serve.cli.settings["n_ctx"] == 8192
+
+
+def test_a_key_in_a_file_that_no_header_can_carry_is_refused(serve: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text("alice-1\n\n# of bob\nbob-1\n", encoding="utf-8")
+    result = serve("m.gguf", "--api-key-file", file)
+    assert (result.exit_code, "line 3 of" in " ".join(result.stderr.split())) == (2, True)
+    assert "of bob" not in result.stderr
+
+
+def test_a_wrong_value_of_a_variable_names_the_variable(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_PORT", "soon")
+    told = " ".join(serve("m.gguf").stderr.split())
+    assert "Invalid value for '--port' (from KVFLASH_PORT): 'soon'" in told
+    assert "KVFLASH_PORT" not in serve("m.gguf", "--port", "now").stderr

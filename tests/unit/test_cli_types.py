@@ -7,7 +7,7 @@ import pytest
 
 from kvflash_ggml import notation
 from kvflash_ggml.cli.options import read_layers, read_limit
-from kvflash_ggml.cli.sections import Number, Written
+from kvflash_ggml.cli.sections import Number, Place, Written
 from kvflash_ggml.config import POOL_SETTINGS
 from kvflash_ggml.constants import KV_TYPES
 
@@ -16,6 +16,10 @@ LAYERS = Written(read_layers)
 LIMIT = Written(read_limit)
 PIN = Written(notation.pin)
 SIZE = Written(notation.size)
+WORD = Written(notation.word)
+KEY = Written(notation.key)
+ORIGIN = Written(notation.origin)
+FILE = Place()
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,11 @@ SIZE = Written(notation.size)
         (SIZE, "8 GiB", 8 << 30),
         (SIZE, "64KB", 64 << 10),
         (PIN, "0:512", (0, 512)),
+        (WORD, "CUDA0", "CUDA0"),
+        (KEY, "sk-0_A~", "sk-0_A~"),
+        (ORIGIN, "https://Chat.example.org:8443", "https://chat.example.org:8443"),
+        (ORIGIN, "*", "*"),
+        (ORIGIN, "vscode-webview://a1b2", "vscode-webview://a1b2"),
         (LIMIT, "-1", -1),
         (LIMIT, "20", 20),
     ],
@@ -56,6 +65,10 @@ def test_values(kind: click.ParamType, text: str, value: object) -> None:
         *((Number(min=0), text) for text in ("", "nan", "-0.1", "warm")),
         *((SIZE, text) for text in ("", "G", "-1G", "1X", "1e9")),
         *((PIN, text) for text in ("", "5", "5:5", "-1:5", "a:b", "1:2:3")),
+        *((WORD, text) for text in ("", " ")),
+        *((KEY, text) for text in ("", " ", "a b", "clé", "a\n")),
+        *((ORIGIN, text) for text in ("", "chat.example.org", "https://a.example/", "https://a,https://b", "https://")),
+        *((FILE, text) for text in ("",)),
         *((LIMIT, text) for text in ("", "0", "-2", "many")),
     ],
 )

@@ -162,6 +162,12 @@ def test_names_of_other_servers(path: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert sent(monkeypatch, path, max_tokens=3, n_predict=None, max_completion_tokens=None).max_tokens == 3
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_penalty_that_divides_by_nothing_is_refused(path: str) -> None:
+    assert ask(path, repeat_penalty=0).status == 400
+    assert ask(path, repetition_penalty=0).status == 400
+
+
 def test_null_is_as_good_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = dict.fromkeys(("stream", "stop", "tools", "kvflash", "logit_bias", "ignore_eos", "n", "nobody", "seed"))
     assert sent(monkeypatch, CHAT, **nothing).stop == ()
