@@ -134,7 +134,7 @@ def test_llm(question: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server(tmp_path: Path) -> Iterator[str]:
     """The server of llama-cpp-python with a pool; its address."""
     needs("fastapi")
     with socket.socket() as free:
@@ -143,9 +143,9 @@ def server() -> Iterator[str]:
     line = f"kvflash-run exec {' '.join(POOL)} -- python -m llama_cpp.server --model {MODEL} --n_ctx 8192 --port {port}"
     command = [*line.split(), "--logits_all", "false"]
     command[0] = str(BIN / command[0])
-    process = subprocess.Popen(
-        command, cwd=PROGRAMS, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    log = tmp_path / "log"  # a pipe that nobody reads would hold a server that tells much
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=PROGRAMS, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}/v1"
     try:
         for _ in range(240):
@@ -158,7 +158,8 @@ def server() -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        told = process.communicate()[0].decode()
+        process.wait()
+        told = log.read_text()
         print(told)
     assert "kvflash: pool 1024 of 8192 tokens" in told
     assert "flash_attn=False of the program is raised to True" in told
