@@ -48,6 +48,10 @@ class Conversations:
             counts[conversation.where] += access.may(conversation.salt)
         return counts
 
+    def keeps(self, id: str, access: Access) -> bool:
+        """Is a conversation known? From any thread; one that moves meanwhile may be missed on any but the engine's."""
+        return self._seated(id, access) or self._shelved(id, access) is not None
+
     def describe(self, access: Access) -> list[dict[str, Any]]:
         """Describe all that are known, the one used last at the end. No text."""
         seated = self._seat.conversation

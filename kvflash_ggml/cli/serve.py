@@ -29,8 +29,8 @@ Any number of conversations share the pool: one is computed at a time, the other
 aside and go on bit for bit. A prompt is read from where it leaves what is known.
 
 \b
-Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /props,
-/slots, /tokenize, /detokenize, /apply-template, /completion, /kvflash/state and more:
+Endpoints: /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions, /v1/models,
+/health, /metrics, /props, /slots, /tokenize, /detokenize, /apply-template, /completion, /kvflash/state and more:
 docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does not.
 
 \b

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -12,7 +14,9 @@ from .front import Front
 
 async def health(front: Front, request: HttpRequest) -> Response:
     if front.draining:
-        return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response()
+        return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response(
+            request.url.path
+        )
     return JSONResponse({"status": "ok"})
 
 
@@ -41,7 +45,9 @@ async def models(front: Front, request: HttpRequest) -> Response:
     }
     wanted = request.path_params.get("model")
     if wanted is None:
-        return JSONResponse({"object": "list", "data": [entry]})
+        # Codex asks with its version, and wants what it knows of models of its own
+        codex: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
+        return JSONResponse({"object": "list", "data": [entry], **codex})
     if wanted != entry["id"]:
         raise ApiError(404, f"there is no model {wanted[:80]!r}: {entry['id']!r} is served", code="model_not_found")
     return JSONResponse(entry)

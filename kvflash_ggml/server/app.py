@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import about, chat, completions, conversations, events, fields, llamacpp
+from . import about, anthropic, chat, completions, conversations, events, fields, llamacpp, responses
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
@@ -24,9 +24,6 @@ Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
 NOT_HERE = {
     "/v1/embeddings": "a server of embeddings needs a context of its own: run one beside this",
-    "/v1/messages": "use /v1/chat/completions",
-    "/v1/messages/count_tokens": "use /apply-template and /tokenize",
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/rerank": "this server makes text only",
     "/rerank": "this server makes text only",
     "/infill": "use /completion with the marks of the model",
@@ -38,11 +35,12 @@ NOT_HERE = {
 
 def make_app(front: Front, metrics: Metrics) -> Starlette:
     """All endpoints, behind the guard."""
+    logged: set[tuple[str, ...]] = set()
 
     def route(path: str, endpoint: Endpoint, *methods: str) -> Route:
         async def call(request: Request) -> Response:
             response = await endpoint(front, request)
-            fields.tell(request, response)
+            fields.tell(request, response, logged)
             return response
 
         return Route(path, call, methods=list(methods) or ["GET"])
@@ -59,6 +57,10 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
     routes = [
         route("/v1/chat/completions", chat.chat, "POST"),
         route("/chat/completions", chat.chat, "POST"),
+        route("/v1/messages", anthropic.messages, "POST"),
+        route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
+        route("/v1/responses", responses.responses, "POST"),
+        route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
         route("/v1/completions", completions.completions, "POST"),
         route("/v1/models", about.models),
         route("/v1/models/{model:path}", about.models),
@@ -92,17 +94,19 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
 
 async def _api_error(request: Request, err: Exception) -> Response:
     assert isinstance(err, ApiError)
-    return err.response()
+    return err.response(request.url.path)
 
 
 async def _http_error(request: Request, err: Exception) -> Response:
     assert isinstance(err, HTTPException)
     said = {404: f"there is nothing at {request.url.path[:100]}", 405: f"{request.method} is not for this path"}
-    answer = ApiError(err.status_code, said.get(err.status_code, str(err.detail))).response()
+    answer = ApiError(err.status_code, said.get(err.status_code, str(err.detail))).response(request.url.path)
     answer.headers.update(err.headers or {})
     return answer
 
 
 async def _any_error(request: Request, err: Exception) -> Response:
     logger.error("%.16s %.100a", request.method, request.url.path, exc_info=err)
-    return ApiError(500, "the server failed at this request: its log says why", code="internal_error").response()
+    return ApiError(500, "the server failed at this request: its log says why", code="internal_error").response(
+        request.url.path
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ..batching.messages import Request
 from .chat_answer import ChatAnswer
 from .errors import ApiError
 from .front import Front, several
@@ -18,6 +19,14 @@ from .tools import ToolPlan, messages_for, plan
 async def chat(front: Front, http: HttpRequest) -> Response:
     asked: ChatRequest = await front.asked(http, ChatRequest)
     front.admit()
+    requests, tools = await prepared(front, http, asked)
+    id = requests[0].id
+    answers = [ChatAnswer(front.settings.alias, id, asked, tools, index=i) for i in range(len(requests))]
+    return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
+
+
+async def prepared(front: Front, http: HttpRequest, asked: ChatRequest) -> tuple[list[Request], ToolPlan]:
+    """The requests of a chat, one for each answer, and how these are read. ApiError."""
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     tools, tokens, shared_until = await front.work(http, _prompt, front, asked)
@@ -38,9 +47,12 @@ async def chat(front: Front, http: HttpRequest) -> Response:
         grammar=grammar,
         shared_until=shared_until,
     )
-    requests = several(request, asked.n or 1)
-    answers = [ChatAnswer(front.settings.alias, request.id, asked, tools, index=i) for i in range(len(requests))]
-    return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
+    return several(request, asked.n or 1), tools
+
+
+def tokens_of(front: Front, asked: ChatRequest) -> int:
+    """How many tokens the prompt of a chat has. On a thread of the front's."""
+    return len(_prompt(front, asked)[1])
 
 
 def _prompt(front: Front, asked: ChatRequest) -> tuple[ToolPlan, list[int], int]:

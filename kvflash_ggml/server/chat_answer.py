@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..batching.messages import Event, Finished, Logprob, Piece
-from .exchange import DONE, dumps, frame
+from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest
 from .took import FINGERPRINT, report, timings, usage
 from .tools import CallReader, ToolPlan, made_call
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, tools: ToolPlan, *, index: int) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Logprob, Piece, Request, Started
 from .errors import ApiError
-from .exchange import DONE, frame
+from .exchange import DONE, Answer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest
 from .took import FINGERPRINT, report, timings, usage
@@ -68,7 +68,7 @@ def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:
     return tokens
 
 
-class TextAnswer:
+class TextAnswer(Answer):
     """Events as OpenAI's completion objects."""
 
     def __init__(self, alias: str, id: str, asked: CompletionRequest, echoed: str, *, index: int) -> None:

@@ -120,7 +120,7 @@ def bounded(stall_s: float) -> type[Connection]:
 def _too_late() -> bytes:
     answer = ApiError(
         408, "the head of a request did not come to its end in time: --stall-timeout", code="timeout"
-    ).response()
+    ).response("")
     answer.headers["Connection"] = "close"
     head = b"".join(name + b": " + value + b"\r\n" for name, value in answer.raw_headers)
     return b"HTTP/1.1 408 Request Timeout\r\n" + head + b"\r\n" + bytes(answer.body)

@@ -1,4 +1,4 @@
-"""What a client is told when it cannot have what it asks for, in the shape that OpenAI's clients read."""
+"""What a client is told when it cannot have what it asks for, in the shape that its interface has for that."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+_ANTHROPICS_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+ANTHROPICS_PATH = "/v1/messages"
+"""What lies at or below it answers as Anthropic's interface does, errors too."""
 
 _STATUS = {
     messages.CANCELLED: 499,
@@ -62,7 +75,13 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    @property
+    def anthropics_body(self) -> dict[str, Any]:
+        kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """path: of the request, for the shape that its clients read."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -71,7 +90,8 @@ class ApiError(Exception):
             headers["X-Should-Retry"] = "false"  # OpenAI's client asks again otherwise
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(json.dumps(self.body), self.status, headers, media_type="application/json")
+        body = self.anthropics_body if path.startswith(ANTHROPICS_PATH) else self.body
+        return Response(json.dumps(body), self.status, headers, media_type="application/json")
 
 
 def from_failure(failed: messages.Failed, *, retry_after_s: float) -> ApiError:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -22,11 +22,15 @@ MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 
 
 class Answer(Protocol):
-    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
+    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole.
+
+    ping: what goes to the client where there is nothing to say for a while.
+    """
+
+    ping: ClassVar[bytes] = b": ping\n\n"
 
     def opening(self) -> bytes:
         """Of a stream, before any event."""
@@ -37,6 +41,10 @@ class Answer(Protocol):
     def ending(self, finished: Finished, /) -> Iterable[bytes]:
         """Of a stream, behind the last of several answers; finished: of all of them together."""
         ...
+
+    def failed(self, error: ApiError, /) -> bytes:
+        """Of a stream, the last of it if it cannot come to its end."""
+        return frame(error.body) + DONE
 
     def take(self, event: Event, /) -> None: ...
 
@@ -189,11 +197,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            failed = await self._all(send)
-            if failed is not None and failed.code == CANCELLED:
+            if await self._all(send):
                 return
-            if failed is not None:
-                await self._send(send, _more(frame(self._exchanges[0].error(failed).body) + DONE))
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             return  # the client is gone
@@ -204,19 +209,21 @@ class EventStream(Response):
             for exchange in self._exchanges:
                 exchange.close()
 
-    async def _all(self, send: Send) -> Failed | None:
-        """Send what comes; what has failed ends it."""
+    async def _all(self, send: Send) -> bool:
+        """Send what comes; what has failed ends it. Returns whether the client has left."""
         ended = []
         for exchange, answer in zip(self._exchanges, self._answers, strict=True):
             await self._bytes(send, answer.opening())
             async for event in exchange.events(ping_s=self._ping_s):
                 if isinstance(event, Failed):
-                    return event
-                await self._bytes(send, PING if event is None else b"".join(answer.frames(event)))
+                    if event.code != CANCELLED:
+                        await self._bytes(send, answer.failed(exchange.error(event)))
+                    return event.code == CANCELLED
+                await self._bytes(send, answer.ping if event is None else b"".join(answer.frames(event)))
                 if isinstance(event, Finished):
                     ended.append(event)
         await self._bytes(send, b"".join(answer.ending(together(ended, each=self._each))))
-        return None
+        return False
 
     async def _bytes(self, send: Send, data: bytes) -> None:
         if data:

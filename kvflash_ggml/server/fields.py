@@ -21,6 +21,9 @@ IGNORED = "kvflash.ignored"
 MAX_TOLD = 16
 MAX_NAME = 48
 
+MAX_LOGGED = 1 << 10
+"""Requests that differ in what was ignored of them; what further ones have is logged each time."""
+
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -74,14 +77,28 @@ def told(name: str, value: Any) -> str | None:
     return f"{name}={value}"[:MAX_NAME] if isinstance(value, str | int | float) else f"{name}=..."
 
 
-def tell(request: HttpRequest, response: Response) -> None:
-    """Name what was ignored of a request, in a header of its answer and in the log."""
+def note(request: HttpRequest, names: Sequence[str]) -> None:
+    """Add names of what was left out of a request: items, blocks and tools of kinds that are not known."""
+    known = request.scope.setdefault(IGNORED, [])
+    known += dict.fromkeys(name for name in names if name not in known)
+
+
+def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:
+    """Name what was ignored of a request, in a header of its answer, and once in the log.
+
+    logged: what has been logged already, which is added to: agents send the same again and again.
+    """
     names: Sequence[str] = request.scope.get(IGNORED, ())
     if not names:
         return
     shown = [quote(name, safe="=[]:") for name in names[:MAX_TOLD]]
     more = len(names) - MAX_TOLD
     response.headers[HEADER] = ", ".join([*shown, f"and {more} more"] if more > 0 else shown)
+    known = (request.scope["path"], *shown)
+    if known in logged:
+        return
+    if len(logged) < MAX_LOGGED:
+        logged.add(known)
     level = logging.WARNING if any("=" in name for name in names) else logging.INFO
     line = {"path": request.scope["path"], "ignored": shown, "count": len(names)}
     requestlog.logger.log(level, "%s", json.dumps(line))

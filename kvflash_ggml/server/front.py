@@ -25,6 +25,7 @@ from ..errors import ConfigError, ContextFull
 from . import bodies, fields, schemas
 from .errors import ApiError
 from .exchange import Answer, EventStream, collected, submitted, whole
+from .kept import KeptItems
 from .prompts import Prompts
 from .schema import _Sampled, parse
 from .settings import ServerSettings
@@ -60,6 +61,7 @@ class Front:
         self.draining = False
         self.viewers: Counter[str] = Counter()  # by key
         self.speed = Speed(scheduler)
+        self.items = KeptItems()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 

@@ -18,6 +18,8 @@ from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
+_HEADERS = "anthropic-beta, anthropic-version, authorization, content-type, x-api-key"
+
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/", "/favicon.ico"))
 """Answered without a key, and to pages of any origin."""
 
@@ -60,12 +62,12 @@ class Guard:
         try:
             self._check_host(headers)
             if scope["method"] == "OPTIONS":
-                await self._preflight(headers, allowed)(scope, receive, answer)
+                await self._preflight(scope["path"], headers, allowed)(scope, receive, answer)
                 return
             self._check_origin(scope["path"], headers, allowed)
             scope[KEY] = self._key(scope["path"], headers)
         except ApiError as err:
-            await err.response()(scope, receive, answer)
+            await err.response(scope["path"])(scope, receive, answer)
             return
         client, held = client_of(scope), 0
 
@@ -142,16 +144,18 @@ class Guard:
             return digest.hex()[:16]
         if path in OPEN_PATHS or (path == "/metrics" and self._settings.public_metrics):
             return ""
-        raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        raise ApiError(
+            401, "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", code="invalid_api_key"
+        )
 
-    def _preflight(self, headers: Headers, allowed: bool) -> Response:
+    def _preflight(self, path: str, headers: Headers, allowed: bool) -> Response:
         if not allowed or "access-control-request-method" not in headers:
-            return ApiError(403, "browsers may not ask from this origin: --cors-origins", code="cors").response()
+            return ApiError(403, "browsers may not ask from this origin: --cors-origins", code="cors").response(path)
         return Response(
             status_code=204,
             headers={
                 "Access-Control-Allow-Methods": "GET, POST, DELETE",
-                "Access-Control-Allow-Headers": "authorization, content-type, x-api-key",
+                "Access-Control-Allow-Headers": _HEADERS,
                 "Access-Control-Max-Age": "600",
             },
         )

@@ -14,7 +14,7 @@ from ..errors import KVFlashError
 from .chat import render
 from .completions import known_tokens, prompt_tokens
 from .errors import ApiError
-from .exchange import dumps, frame
+from .exchange import Answer, dumps, frame
 from .front import Front
 from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest
 from .took import report, timings
@@ -130,7 +130,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
     return await front.respond(http, [request], [RawAnswer(front.settings.alias, asked)], each=1, stream=asked.stream)
 
 
-class RawAnswer:
+class RawAnswer(Answer):
     """Events in llama-server's own shape."""
 
     def __init__(self, alias: str, asked: RawRequest) -> None:

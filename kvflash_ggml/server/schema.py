@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -19,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from . import fields
+from . import fields, schemas
 from .errors import ApiError
 
 MAX_ANSWERS = 16
@@ -222,7 +223,7 @@ class ToolChoice(_Known):
 class Function(_Known):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(schemas.loosened)] | None = None
     strict: bool | None = None
 
 

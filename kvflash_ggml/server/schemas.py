@@ -63,6 +63,32 @@ def check(schema: Any, where: str) -> None:
         sound |= _follow(schema, reference, where, sound)
 
 
+def loosened(schema: Any, *, named: bool = False) -> Any:
+    """A tool's schema without the bounds and patterns that `check` refuses.
+
+    Agents send tools with a `maxLength` of half a million. Their calls are checked by the agent in any case. named: the
+    keys are somebody's names.
+    """
+    if isinstance(schema, list):
+        return [loosened(child) for child in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: child if not named and key in _VALUES else loosened(child, named=not named and key in _NAMING)
+        for key, child in schema.items()
+        if named or not _refuses(key, child)
+    }
+
+
+def _refuses(key: str, value: Any) -> bool:
+    if key == "pattern" and isinstance(value, str):
+        try:
+            _check_pattern(value, key)
+        except ApiError:
+            return True
+    return key in _COUNTS and isinstance(value, int) and value > MAX_REPEAT
+
+
 _PATTERN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{([^}]*)\}|([\]}])", re.DOTALL)
 """Escapes and classes, whose braces are characters; a quantifier; and a bracket that closes nothing."""
 

@@ -28,6 +28,10 @@ class ServerSettings:
     strict: bool = _server(
         bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
     )
+    steady_prompts: bool = _server(
+        bool, "--steady-prompts/--no-steady-prompts", default=True,
+        help="Leave out of prompts what Claude Code changes in each request: cch= at their beginning.",
+    )  # fmt: skip
     host: str = _net(notation.word, default="127.0.0.1", metavar="NAME", help="Address to listen at.")
     port: int = _net(int, least=0, most=65535, default=8080, help="Port to listen at; 0 is any free one.")
     cors: tuple[str, ...] = _net(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..chat.reader import AnswerReader
+from ..chat.values import Call, Delta, Said
 from . import bodies, schemas
 from .errors import ApiError
 from .prompts import Prompts
@@ -41,6 +43,10 @@ class ToolPlan:
     grammar: str | None = None
     named: str | None = None
     reads: bool = False
+
+    def reader(self) -> AnswerReader:
+        """For one answer."""
+        return _Reader(self)
 
 
 def plan(request: ChatRequest, prompts: Prompts) -> ToolPlan:
@@ -180,6 +186,35 @@ class CallReader:
         if self.calls and not out.strip():
             out = ""  # the line breaks around calls
         return out, made
+
+
+class _Reader(AnswerReader):
+    def __init__(self, tools: ToolPlan) -> None:
+        self.said, self.odd = Said(), False
+        self._named = tools.named
+        self._calls = CallReader() if tools.reads else None
+
+    def push(self, text: str, *, end: bool = False) -> list[Delta]:
+        said, deltas = self.said, []
+        if self._named is not None:
+            first = not said.calls
+            before = (
+                Call(id=f"call_{secrets.token_hex(12)}", name=self._named, arguments="") if first else said.calls[0]
+            )
+            self.said = Said(calls=(replace(before, arguments=before.arguments + text),))
+            return [Delta(index=0, id=before.id, name=self._named, arguments=text)] if text or first else []
+        calls: list[dict[str, Any]] = []
+        if self._calls is not None:
+            text, calls = self._calls.push(text, end=end)
+        if text:
+            deltas.append(Delta(content=text))
+        for one in calls:
+            function = one["function"]
+            made = Call(id=one["id"], name=function["name"], arguments=function["arguments"])
+            deltas.append(Delta(index=one["index"], id=made.id, name=made.name, arguments=made.arguments))
+            said = replace(said, calls=(*said.calls, made))
+        self.said = replace(said, content=said.content + text)
+        return deltas
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -355,10 +355,10 @@ def test_other_kinds_of_bodies() -> None:
 def test_where_nothing_is() -> None:
     assert Server().get("/nowhere").status == 404
     assert Server().get("/v1/chat/completions").status == 405
-    refused = Server().post("/v1/messages", {"messages": HELLO})
+    refused = Server().post("/infill", {"input": "x"})
     assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
     assert refused.headers["x-should-retry"] == "false"
-    assert "/v1/messages is not served: use /v1/chat/completions" in refused.message
+    assert "/infill is not served: use /completion" in refused.message
     reply = Server().post("/v1/embeddings", {})
     assert reply.status == 501
     assert "run one beside this" in reply.message

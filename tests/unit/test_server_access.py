@@ -30,23 +30,30 @@ Asked = tuple[str, Any]
 
 PROMPT, MESSAGES = {"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}
 
+UNKNOWN = "resp_0123456789abcdef01234567"
+
+GOES_ON = {"input": "go on", "previous_response_id": UNKNOWN}
+
+
 COMPLETING: dict[str, list[Asked]] = {
     "/v1/chat/completions": [("/v1/chat/completions", MESSAGES)],
     "/chat/completions": [("/chat/completions", MESSAGES)],
     "/v1/completions": [("/v1/completions", PROMPT)],
+    "/v1/messages": [("/v1/messages?beta=true", MESSAGES)],
+    "/v1/responses": [("/v1/responses", {"input": TEXT}), ("/v1/responses", GOES_ON)],
     "/completion": [("/completion", PROMPT)],
     "/completions": [("/completions", PROMPT)],
 }
 
 NOTHING = [
-    "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/rerank", "/rerank", "/infill",
+    "/v1/embeddings", "/v1/rerank", "/rerank", "/infill",
     "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
     "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
 ]  # fmt: skip
 
 
 def asked(id: str) -> dict[str, list[Asked]]:
-    """What to ask of each route; id: a conversation of somebody else."""
+    """What to ask of each route; id: a conversation of somebody else, as UNKNOWN is a response."""
     return {
         **{path: [(path, None)] for path in NOTHING},
         "/v1/models/{model:path}": [("/v1/models/fake", None)],
@@ -56,6 +63,11 @@ def asked(id: str) -> dict[str, list[Asked]]:
             ("/slots/0?action=restore", {"filename": "theirs"}),
             ("/slots/0?action=restore", {"filename": "theirs.kvs"}),
             ("/slots/0?action=erase", None),
+        ],
+        "/v1/messages/count_tokens": [("/v1/messages/count_tokens", MESSAGES)],
+        "/v1/responses/input_tokens": [
+            ("/v1/responses/input_tokens", {"input": TEXT}),
+            ("/v1/responses/input_tokens", GOES_ON),
         ],
         "/tokenize": [("/tokenize", {"content": "x"})],
         "/detokenize": [("/detokenize", {"tokens": [120]})],
@@ -71,8 +83,9 @@ def asked(id: str) -> dict[str, list[Asked]]:
     }
 
 
-async def ask(client: Client, method: str, one: Asked, key: str) -> Reply:
+async def ask(client: Client, method: str, one: Asked, key: str, response: str) -> Reply:
     path, body = one
+    body = {**GOES_ON, "previous_response_id": response} if body is GOES_ON else body
     call = client.call(method, path, body, x_api_key=key)
     if path == "/kvflash/events":
         reply = await call.until(lambda reply: bool(reply.frames) or reply.ended)
@@ -82,7 +95,9 @@ async def ask(client: Client, method: str, one: Asked, key: str) -> Reply:
     return await call.done()
 
 
-async def walk(server: Server, client: Client, id: str, *, completing: bool) -> dict[str, tuple[int, str]]:
+async def walk(
+    server: Server, client: Client, id: str, response: str, *, completing: bool
+) -> dict[str, tuple[int, str]]:
     """The replies to key two of all routes of the application that complete, or of the others."""
     replies = {}
     for route in server.app.routes:
@@ -92,8 +107,8 @@ async def walk(server: Server, client: Client, id: str, *, completing: bool) -> 
         assert route.path in asked(id), "a route is new: say in `asked` what to ask of it"
         for method in sorted((route.methods or set()) - {"HEAD"}):
             for one in asked(id)[route.path]:
-                reply = await ask(client, method, one, "two")
-                said = plain(one[0], bytes(reply.body).decode()).replace(id, "ID")
+                reply = await ask(client, method, one, "two", response)
+                said = plain(one[0], bytes(reply.body).decode()).replace(id, "ID").replace(response, UNKNOWN)
                 replies[f"{method} {one[0]} {one[1]}".replace(id, "ID")] = (reply.status, said)
     return replies
 
@@ -102,7 +117,7 @@ def plain(path: str, body: str) -> str:
     """Without times, random names and totals of the server, which is all of the metrics but for one."""
     if path == "/metrics":
         return "\n".join(line for line in body.splitlines() if "kv_cache_usage" in line)
-    varying = r'"(?:id|created|[a-z_]*_ms|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
+    varying = r'"(?:id|created|created_at|[a-z_]*_ms|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
     return re.sub(rf'({varying})("[^"]*"|[-+0-9.e]+)', r"\1_", body)
 
 
@@ -117,7 +132,10 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
 
     async def work(client: Client) -> dict[str, tuple[int, str]]:
         ids, before = {"memory": "c-0123456789abcdef", "device": "c-fedcba9876543210"}, None
+        response = UNKNOWN
         if other:
+            said = await client.post("/v1/responses", {"input": "x"}, x_api_key="one")
+            response = said.json["id"]
             texts = ({"prompt": "an earlier text " * 30}, {"prompt": TEXT, "kvflash": {"conversation": NAME}})
             for one in texts:
                 assert (await client.post("/v1/completions", one, x_api_key="one")).status == 200
@@ -128,11 +146,11 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
             assert (sorted(ids), before[1]["text"]) == (["device", "memory"], TEXT[:64])
         told = {}
         for place, id in ids.items():
-            replies = await walk(server, client, id, completing=False)
+            replies = await walk(server, client, id, response, completing=False)
             told |= {f"{place}: {name}": reply for name, reply in replies.items()}
             if other:
                 assert await own(client) == before
-        return told | await walk(server, client, ids["device"], completing=True)
+        return told | await walk(server, client, ids["device"], response, completing=True)
 
     server = Server(keys=KEYS, isolate_keys=True, folder=folder)
     replies = server.run(work)

@@ -1,0 +1,313 @@
+"""`/v1/messages`: Anthropic's interface, translated to a chat and back. Claude Code speaks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..batching.messages import Event, Finished, Usage
+from ..chat.reader import AnswerReader
+from ..chat.values import Delta
+from . import bodies
+from .chat import prepared, tokens_of
+from .errors import ApiError
+from .exchange import Answer, dumps
+from .fields import note
+from .front import Front
+from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
+from .spoken import Spoken
+from .took import report
+from .turns import Turns, as_json, kind_of, parts_of, text_of
+
+_CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
+"""In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
+
+_BILLING = "x-anthropic-billing-header:"
+
+_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+
+
+class MessagesRequest(_Known):
+    """A request for an answer, or for its tokens to be counted."""
+
+    model: str | None = None
+    messages: Objects
+    system: Any = None
+    max_tokens: int = Field(-1, ge=-1)
+    stop_sequences: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kvflash: PoolFields = PoolFields.model_construct()
+    # known to Anthropic's clients, without effect here
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+async def messages(front: Front, http: HttpRequest) -> Response:
+    asked: MessagesRequest = await front.asked(http, MessagesRequest)
+    front.admit()
+    chat = await front.work(http, _translated, front, http, asked)
+    requests, rendered = await prepared(front, http, chat)
+    answer = MessageAnswer(front.settings.alias, requests[0].id, chat, rendered.reader(), len(requests[0].tokens))
+    return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
+
+
+async def count_tokens(front: Front, http: HttpRequest) -> Response:
+    """As many as `messages` would read. It takes no seat, and asks nothing of the engine's thread."""
+    asked: MessagesRequest = await front.asked(http, MessagesRequest)
+    chat = await front.work(http, _translated, front, http, asked)
+    return JSONResponse({"input_tokens": await front.work(http, tokens_of, front, chat)})
+
+
+def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> ChatRequest:
+    """The same as a chat. What is not understood is left out, and noted. ApiError names what is no such request."""
+    turns = Turns(front.settings.alias)
+    for i, part in enumerate(parts_of(asked.system, "system")):
+        text = text_of(part.get("text"), f"system.{i}.text")
+        if front.settings.steady_prompts and text.startswith(_BILLING):
+            text = _CHANGING.sub("0", text)
+        turns.system(text)
+    for i, message in enumerate(asked.messages):
+        _message(turns, message, f"messages.{i}")
+    data = {
+        "messages": turns.ended(),
+        "tools": _tools(turns, asked.tools or ()),
+        "max_tokens": asked.max_tokens,
+        "stop": list(asked.stop_sequences),
+        **{name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "top_k", "chat_template_kwargs")},
+        **_choice(asked.tool_choice or {}),
+        **_effort(asked),
+    }
+    chat: ChatRequest
+    chat, _ = parse(ChatRequest, data, strict=False)
+    chat.kvflash = asked.kvflash
+    note(http, turns.left_out)
+    return chat
+
+
+def _message(turns: Turns, message: dict[str, Any], where: str) -> None:
+    role = message.get("role")
+    parts = parts_of(message.get("content"), f"{where}.content")
+    if role in ("system", "developer"):
+        turns.system("\n\n".join(text_of(part.get("text"), f"{where}.content") for part in parts))
+        return
+    if role not in ("user", "assistant"):
+        raise ApiError(400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or system", param=where)
+    for i, part in enumerate(parts):
+        _block(turns, str(role), part, f"{where}.content.{i}")
+    if not parts:
+        turns.say(str(role), "")
+
+
+def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
+    kind = kind_of(part)
+    if kind == "text":
+        turns.say(role, text_of(part.get("text"), f"{where}.text"))
+    elif kind == "thinking" and role == "assistant":
+        turns.think(text_of(part.get("thinking"), f"{where}.thinking"))
+    elif kind == "tool_use" and role == "assistant":
+        id, name = text_of(part.get("id"), f"{where}.id"), text_of(part.get("name"), f"{where}.name")
+        turns.call(id, name, as_json(part.get("input") or {}))
+    elif kind == "tool_result":
+        id, content = text_of(part.get("tool_use_id"), f"{where}.tool_use_id"), part.get("content")
+        turns.result(id, "\n".join(_result(turns, one, where) for one in parts_of(content, f"{where}.content")))
+    elif kind == "image" and role == "user":
+        raise turns.blind(where)
+    elif kind == "document" and isinstance(source := part.get("source"), dict) and source.get("type") == "text":
+        turns.say(role, text_of(source.get("data"), f"{where}.source.data"))
+    else:
+        turns.leave_out(kind)
+
+
+def _result(turns: Turns, part: dict[str, Any], where: str) -> str:
+    """A part of a tool's result as text: what a tool has sent must not end the conversation for good."""
+    kind = kind_of(part)
+    if kind == "text":
+        return text_of(part.get("text"), f"{where}.content")
+    if kind == "tool_reference":
+        return f"The tool {part.get('tool_name')} can be called now."
+    turns.leave_out(f"tool_result.{kind}")
+    return f"[{kind}: left out, since this model reads text only]"
+
+
+def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Functions; tools that Anthropic's servers have themselves are left out."""
+    made = []
+    for tool in tools:
+        if "input_schema" not in tool:
+            turns.leave_out(f"tools.{kind_of(tool)}")
+            continue
+        function = {
+            "name": tool.get("name"),
+            "description": tool.get("description"),
+            "parameters": tool["input_schema"],
+        }
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    given: dict[str, Any] = {}
+    if kind == "tool":
+        given["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in ("any", "none", "auto"):
+        given["tool_choice"] = "required" if kind == "any" else kind
+    if choice.get("disable_parallel_tool_use") is True:
+        given["parallel_tool_calls"] = False
+    return given
+
+
+def _effort(asked: MessagesRequest) -> dict[str, Any]:
+    """Whether to think, and the form of the answer."""
+    given: dict[str, Any] = {}
+    if (asked.thinking or {}).get("type") in ("enabled", "disabled"):
+        given["enable_thinking"] = asked.thinking["type"] == "enabled"  # type: ignore[index]
+    form = (asked.output_config or {}).get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return given
+
+
+class MessageAnswer(Answer):
+    """Events of an answer as Anthropic's: blocks of text, thinking and calls, one after the other."""
+
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, alias: str, id: str, asked: ChatRequest, reader: AnswerReader, prompt: int) -> None:
+        self._alias, self._id, self._asked, self._prompt = alias, f"msg_{id.partition('-')[2]}", asked, prompt
+        self._spoken = Spoken(reader)
+        self._index = -1
+        self._open: tuple[str, int | None] | None = None  # the block that is being written: its kind, and its call
+
+    # --- as a whole
+
+    def take(self, event: Event) -> None:
+        self._spoken.keep(event)
+
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        said = self._spoken.whole()
+        blocks: list[dict[str, Any]] = []
+        if said.reasoning:
+            blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.content:
+            blocks.append({"type": "text", "text": said.content})
+        for call in said.calls:
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
+        return {**self._message(finished.usage), "content": blocks, **self._end(finished)}
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        return {**choices[0], **report(self._asked.kvflash.report, finished)}
+
+    # --- as a stream
+
+    def opening(self) -> bytes:
+        """How much was not read again is known at the end only."""
+        return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        for delta in self._spoken.deltas(event):
+            yield from self._delta(delta)
+        if isinstance(event, Finished):
+            yield from self._close()
+            yield _event(
+                "message_delta",
+                delta=self._end(event),
+                usage=_usage(event.usage),
+                **report(self._asked.kvflash.report, event),
+            )
+            yield _event("message_stop")
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        return iter(())
+
+    def failed(self, error: ApiError) -> bytes:
+        return _event("error", error=error.anthropics_body["error"])
+
+    def _delta(self, delta: Delta) -> Iterator[bytes]:
+        if delta.index is not None:
+            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            yield from self._start(("tool_use", delta.index), block)
+            if delta.arguments:
+                yield self._more({"type": "input_json_delta", "partial_json": delta.arguments})
+        elif delta.reasoning:
+            yield from self._start(("thinking", None), {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._more({"type": "thinking_delta", "thinking": delta.reasoning})
+        else:
+            yield from self._start(("text", None), {"type": "text", "text": ""})
+            yield self._more({"type": "text_delta", "text": delta.content})
+
+    def _start(self, what: tuple[str, int | None], block: dict[str, Any]) -> Iterator[bytes]:
+        if self._open != what:
+            yield from self._close()
+            self._open = what
+            self._index += 1
+            yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _more(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        if self._open[0] == "thinking":
+            yield self._more({"type": "signature_delta", "signature": ""})
+        yield _event("content_block_stop", index=self._index)
+        self._open = None
+
+    def _message(self, took: Usage) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._alias,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(took),
+        }
+
+    def _end(self, finished: Finished) -> dict[str, Any]:
+        reason = _REASONS.get(finished.reason, finished.reason)
+        if finished.reason == "stop" and self._spoken.calls:
+            reason = "tool_use"
+        elif finished.stop is not None:
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": finished.stop if reason == "stop_sequence" else None}
+
+
+def _usage(took: Usage) -> dict[str, Any]:
+    """Tokens of the prompt that were read, and those that were known. Each is kept, and none is told of as created."""
+    return {
+        "input_tokens": took.prompt - took.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": took.cached,
+        "output_tokens": took.generated,
+    }
+
+
+def _object(arguments: str) -> Any:
+    """Arguments as an object, as clients want them. What is none stays as it was written, under a name."""
+    try:
+        value = bodies.loads(arguments.encode() or b"{}")
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _event(kind: str, **more: Any) -> bytes:
+    return f"event: {kind}\ndata: {dumps({'type': kind, **more})}\n\n".encode()

@@ -1,0 +1,520 @@
+"""`/v1/responses`: OpenAI's newer interface, translated to a chat and back. Codex speaks nothing else."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..batching.messages import Event, Finished, Started, Usage
+from ..chat.reader import AnswerReader
+from ..chat.values import Call, Delta
+from . import bodies
+from .chat import prepared, tokens_of
+from .errors import ApiError
+from .exchange import Answer, dumps
+from .fields import note
+from .front import Front
+from .schema import ChatRequest, Objects, PoolFields, _Known, parse
+from .spoken import Spoken
+from .took import report
+from .turns import Turns, as_json, kind_of, parts_of, text_of
+
+_TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+
+_OURS = "kvflash:"
+"""How reasoning begins that a client carries to and fro as `encrypted_content`. It is not encrypted, only opaque: some
+clients send nothing else of it, and the prompt would differ from what was read.
+"""
+
+
+class ResponsesRequest(_Known):
+    """A request for a response, or for its tokens to be counted."""
+
+    model: str | None = None
+    input: str | Objects = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int = Field(-1, ge=-1)
+    stream: bool = False
+    store: bool = True
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    kvflash: PoolFields = PoolFields.model_construct()
+    # known to OpenAI's clients, without effect here
+    client_metadata: dict[str, Any] | None = None
+    include: list[Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    stream_options: dict[str, Any] | None = None
+    truncation: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a function of the chat is to the client. custom: its input is a text."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+async def responses(front: Front, http: HttpRequest) -> Response:
+    asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
+    front.admit()
+    items = await _items(front, http, asked)
+    chat, tools = await front.work(http, _translated, front, http, asked, items)
+    requests, rendered = await prepared(front, http, chat)
+    (request,) = requests
+
+    def keep(output: list[dict[str, Any]], conversation: str) -> None:
+        if asked.store and request.reuse:
+            front.items.keep(answer.id, [*items, *output], conversation=conversation, salt=request.salt)
+
+    answer = ResponseAnswer(front.settings.alias, request.id, asked, tools, rendered.reader(), keep)
+    return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
+
+
+async def input_tokens(front: Front, http: HttpRequest) -> Response:
+    """As many as `responses` would read. It takes no seat."""
+    asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
+    items = await _items(front, http, asked)
+    chat, _ = await front.work(http, _translated, front, http, asked, items)
+    count = await front.work(http, tokens_of, front, chat)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _items(front: Front, http: HttpRequest, asked: ResponsesRequest) -> list[dict[str, Any]]:
+    """All items of a request, behind those of the response that it goes on from."""
+    given = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    id = asked.previous_response_id
+    if id is None:
+        return given
+    access, conversations = front.access(http), front.scheduler.conversations
+    kept = front.items.find(id, access)
+    # one that moves just now may be seen nowhere from here
+    if kept is None or not (
+        conversations.keeps(kept.conversation, access)
+        or await front.engine(lambda: conversations.keeps(kept.conversation, access))
+    ):
+        raise ApiError(
+            400,
+            f"previous_response_id: {id[:80]!r} is not kept, or not any more: send all items of the conversation",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return [*kept.items, *given]
+
+
+def _translated(
+    front: Front, http: HttpRequest, asked: ResponsesRequest, items: Sequence[dict[str, Any]]
+) -> tuple[ChatRequest, dict[str, Tool]]:
+    """The same as a chat, and what its functions are. What is not understood is left out, and noted. ApiError."""
+    turns = Turns(front.settings.alias)
+    turns.system(asked.instructions or "")
+    given: list[dict[str, Any]] = list(asked.tools or ())
+    for i, item in enumerate(items):
+        if item.get("type") == "additional_tools":
+            given += _objects(item.get("tools"), f"input.{i}.tools")
+        else:
+            _item(turns, item, f"input.{i}")
+    functions, tools = _functions(turns, given)
+    data = {
+        "messages": turns.ended(),
+        "tools": functions,
+        "max_tokens": asked.max_output_tokens,
+        **{
+            name: getattr(asked, name)
+            for name in ("stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs")
+        },
+        **_choice(turns, asked.tool_choice),
+        **_form(asked),
+    }
+    chat: ChatRequest
+    chat, _ = parse(ChatRequest, data, strict=False)
+    chat.kvflash = asked.kvflash
+    note(http, turns.left_out)
+    return chat, tools
+
+
+def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
+    kind = kind_of(item) if "type" in item else "message"
+    if kind == "message":
+        _message(turns, item, where)
+    elif kind in ("function_call", "custom_tool_call"):
+        id, name = text_of(item.get("call_id"), f"{where}.call_id"), text_of(item.get("name"), f"{where}.name")
+        space = text_of(item.get("namespace"), f"{where}.namespace")
+        arguments = text_of(item.get("arguments"), f"{where}.arguments")
+        if kind == "custom_tool_call":
+            arguments = as_json({"input": text_of(item.get("input"), f"{where}.input")})
+        turns.call(id, f"{space}__{name}" if space else name, arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        parts = parts_of(item.get("output"), f"{where}.output")
+        told = [_said(turns, part, where) for part in parts]
+        turns.result(text_of(item.get("call_id"), f"{where}.call_id"), "\n".join(told))
+    elif kind == "reasoning":
+        turns.think(_reasoning(item, where))
+    else:
+        turns.leave_out(f"input.{kind}")
+
+
+def _message(turns: Turns, item: dict[str, Any], where: str) -> None:
+    role, parts = item.get("role"), parts_of(item.get("content"), f"{where}.content")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise ApiError(
+            400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or developer", param=where
+        )
+    if role == "user" and any(kind_of(part) == "input_image" for part in parts):
+        raise turns.blind(where)
+    text = "".join(_said(turns, part, where) for part in parts)
+    if role in ("system", "developer"):
+        turns.system(text)
+    else:
+        turns.say(str(role), text)
+
+
+def _said(turns: Turns, part: dict[str, Any], where: str) -> str:
+    kind = kind_of(part)
+    if kind in _TEXTS:
+        return text_of(part.get("refusal" if kind == "refusal" else "text"), where)
+    turns.leave_out(kind)
+    return f"[{kind}: left out, since this model reads text only]"
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """Of its content, of what this server gave to be carried along, or of its summary."""
+    for name in ("content", "summary"):
+        sealed = item.get("encrypted_content")
+        if name == "summary" and isinstance(sealed, str) and sealed.startswith(_OURS):
+            try:
+                return base64.b64decode(sealed[len(_OURS) :], validate=True).decode()
+            except (binascii.Error, UnicodeDecodeError):
+                pass
+        texts = [text_of(part.get("text"), where) for part in parts_of(item.get(name), f"{where}.{name}")]
+        if any(texts):
+            return "".join(texts)
+    return ""
+
+
+def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return value
+    raise ApiError(400, f"{where}: it must be a list of objects", code="invalid_value", param=where)
+
+
+def _functions(turns: Turns, given: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tool]]:
+    """Tools as functions, and what they are by the names of these. What OpenAI's servers do themselves is left out."""
+    made: list[dict[str, Any]] = []
+    tools: dict[str, Tool] = {}
+
+    def add(tool: dict[str, Any], space: str | None) -> None:
+        kind, name = kind_of(tool), text_of(tool.get("name"), "tools.name")
+        if kind == "namespace" and space is None:
+            for inner in _objects(tool.get("tools"), "tools.tools"):
+                add(inner, name)
+            return
+        if kind not in ("function", "custom"):
+            turns.leave_out(f"tools.{kind}")
+            return
+        flat = f"{space}__{name}" if space else name
+        if flat in tools:
+            return
+        tools[flat] = Tool(name, space, custom=kind == "custom")
+        function = {"name": flat, "description": tool.get("description"), "parameters": tool.get("parameters")}
+        if kind == "custom":
+            function |= {"description": _explained(tool), "parameters": _ONE_TEXT}
+        made.append({"type": "function", "function": function})
+
+    for tool in given:
+        add(tool, None)
+    return made, tools
+
+
+_ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _explained(tool: dict[str, Any]) -> str:
+    """The description of a tool whose input is a text, with the grammar of that text if it has one."""
+    form = tool.get("format")
+    grammar = form.get("definition") if isinstance(form, dict) else None
+    said = text_of(tool.get("description"), "tools.description")
+    return f"{said}\n\nThe input follows this grammar:\n{grammar}" if isinstance(grammar, str) else said
+
+
+def _choice(turns: Turns, choice: str | dict[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(choice, dict):
+        return {} if choice is None else {"tool_choice": choice}
+    kind, name = kind_of(choice), choice.get("name")
+    if kind in ("function", "custom"):
+        space = choice.get("namespace")
+        return {"tool_choice": {"type": "function", "function": {"name": f"{space}__{name}" if space else name}}}
+    turns.leave_out(f"tool_choice.{kind}")
+    return {"tool_choice": "required"} if choice.get("mode") == "required" else {}
+
+
+def _form(asked: ResponsesRequest) -> dict[str, Any]:
+    """Whether to think, and the form of the answer."""
+    given: dict[str, Any] = {}
+    effort, form = (asked.reasoning or {}).get("effort"), (asked.text or {}).get("format")
+    if isinstance(effort, str):
+        given["reasoning_effort"] = effort
+        if effort == "none":
+            given["enable_thinking"] = False
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    elif isinstance(form, dict) and form.get("type") == "json_object":
+        given["response_format"] = {"type": "json_object"}
+    return given
+
+
+class ResponseAnswer(Answer):
+    """Events of an answer as OpenAI's: items of reasoning, text and calls, one after the other.
+
+    tools: what the chat's functions are to the client. keep: called with the items of the whole answer, and the name of
+    the conversation that has it.
+    """
+
+    def __init__(
+        self,
+        alias: str,
+        id: str,
+        asked: ResponsesRequest,
+        tools: Mapping[str, Tool],
+        reader: AnswerReader,
+        keep: Callable[[list[dict[str, Any]], str], None],
+    ) -> None:
+        self.id = f"resp_{id.partition('-')[2]}"
+        self._alias, self._asked, self._tools, self._keep = alias, asked, tools, keep
+        self._created = int(time.time())
+        self._spoken = Spoken(reader)
+        self._conversation = ""
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: tuple[str, int | None] | None = None  # the item that is being written: its kind, and its call
+        self._written: list[str] = []
+
+    # --- as a whole
+
+    def take(self, event: Event) -> None:
+        self._begun(event)
+        self._spoken.keep(event)
+
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        said = self._spoken.whole()
+        items = []
+        if said.reasoning:
+            items.append(self._reasoning(said.reasoning))
+        if said.content:
+            items.append(self._message(said.content))
+        items += [self._call(call) for call in said.calls]
+        self._keep(items, self._conversation)
+        return self._response(*_ended(finished), output=items, usage=_usage(finished.usage))
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        return {**choices[0], **report(self._asked.kvflash.report, finished)}
+
+    # --- as a stream
+
+    def opening(self) -> bytes:
+        begun = self._response("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        self._begun(event)
+        for delta in self._spoken.deltas(event):
+            yield from self._delta(delta)
+        if isinstance(event, Finished):
+            yield from self._close()
+            self._keep(self._output, self._conversation)
+            status, why = _ended(event)
+            told = self._response(status, why, output=self._output, usage=_usage(event.usage))
+            told |= report(self._asked.kvflash.report, event)
+            yield self._event(f"response.{status}", response=told)
+
+    def ending(self, finished: Finished) -> Iterator[bytes]:
+        return iter(())
+
+    def failed(self, error: ApiError) -> bytes:
+        told = {"code": error.code or "server_error", "message": error.message}
+        response = {**self._response("failed"), "output": self._output, "error": told}
+        return self._event("response.failed", response=response)
+
+    def _delta(self, delta: Delta) -> Iterator[bytes]:
+        if delta.index is not None:
+            yield from self._start(("call", delta.index), Call(id=delta.id, name=delta.name, arguments=""))
+            self._written.append(delta.arguments)
+            if delta.arguments and self._item["type"] == "function_call":
+                yield self._at("response.function_call_arguments.delta", delta=delta.arguments)
+            return
+        kind, text = ("reasoning", delta.reasoning) if delta.reasoning else ("message", delta.content)
+        yield from self._start((kind, None), None)
+        self._written.append(text)
+        more: dict[str, Any] = {"content_index": 0, "delta": text}
+        if kind == "reasoning":
+            yield self._at("response.reasoning_text.delta", **more)
+        else:
+            yield self._at("response.output_text.delta", **more, logprobs=[])
+
+    def _start(self, what: tuple[str, int | None], call: Call | None) -> Iterator[bytes]:
+        if self._open == what:
+            return
+        yield from self._close()
+        self._open, self._written = what, []
+        if call is not None:
+            self._opened = call
+            self._item = self._call(call, status="in_progress")
+        else:
+            self._item = self._reasoning("") if what[0] == "reasoning" else self._message("")
+            self._item |= {"status": "in_progress", "content": []}
+        yield self._at("response.output_item.added", item=self._item)
+        if call is None:
+            part = _text("reasoning_text" if what[0] == "reasoning" else "output_text", "")
+            yield self._at("response.content_part.added", content_index=0, part=part)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        (kind, _), self._open, text, id = self._open, None, "".join(self._written), self._item["id"]
+        if kind == "call":
+            item = self._call(Call(id=self._opened.id, name=self._opened.name, arguments=text), id=id)
+            if item["type"] == "function_call":
+                name = {"name": item["name"], "arguments": text}
+                yield self._at("response.function_call_arguments.done", **name)
+            else:
+                yield self._at("response.custom_tool_call_input.delta", delta=item["input"])
+                yield self._at("response.custom_tool_call_input.done", input=item["input"])
+        else:
+            item = self._reasoning(text, id=id) if kind == "reasoning" else self._message(text, id=id)
+            (part,) = item["content"]
+            if kind == "reasoning":
+                yield self._at("response.reasoning_text.done", content_index=0, text=text)
+            else:
+                yield self._at("response.output_text.done", content_index=0, text=text, logprobs=[])
+            yield self._at("response.content_part.done", content_index=0, part=part)
+        yield self._at("response.output_item.done", item=item)
+        self._output.append(item)
+
+    def _at(self, kind: str, **more: Any) -> bytes:
+        """An event of the item that is being written."""
+        where = {} if "item" in more else {"item_id": self._item["id"]}
+        return self._event(kind, **where, output_index=len(self._output), **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **more}
+        self._number += 1
+        return f"event: {kind}\ndata: {dumps(data)}\n\n".encode()
+
+    # --- items
+
+    def _begun(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._conversation = event.conversation
+
+    def _message(self, text: str, *, id: str | None = None) -> dict[str, Any]:
+        content = [_text("output_text", text)]
+        return {
+            "id": id or _id("msg"), "type": "message", "role": "assistant", "status": "completed", "content": content,
+        }  # fmt: skip
+
+    def _reasoning(self, text: str, *, id: str | None = None) -> dict[str, Any]:
+        item = {"id": id or _id("rs"), "type": "reasoning", "summary": [], "status": "completed"}
+        if "reasoning.encrypted_content" in (self._asked.include or ()):
+            item["encrypted_content"] = _OURS + base64.b64encode(text.encode()).decode()
+        return {**item, "content": [_text("reasoning_text", text)]}
+
+    def _call(self, call: Call, *, id: str | None = None, status: str = "completed") -> dict[str, Any]:
+        tool = self._tools.get(call.name, Tool(call.name))
+        item = {
+            "id": id or _id("ctc" if tool.custom else "fc"),
+            "call_id": call.id,
+            "name": tool.name,
+            "status": status,
+        }
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        if tool.custom:
+            return {**item, "type": "custom_tool_call", "input": _input(call.arguments)}
+        return {**item, "type": "function_call", "arguments": call.arguments}
+
+    def _response(
+        self,
+        status: str,
+        why: str | None = None,
+        *,
+        output: Sequence[dict[str, Any]] = (),
+        usage: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The tools, which clients know, are not told again."""
+        asked = self._asked
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None if why is None else {"reason": why},
+            "instructions": None,
+            "max_output_tokens": None if asked.max_output_tokens < 0 else asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self._alias,
+            "output": list(output),
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "store": asked.store,
+            "temperature": asked.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+        }
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+def _text(kind: str, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}
+
+
+def _ended(finished: Finished) -> tuple[str, str | None]:
+    return ("incomplete", "max_output_tokens") if finished.reason == "length" else ("completed", None)
+
+
+def _usage(took: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": took.prompt,
+        "input_tokens_details": {"cached_tokens": took.cached},
+        "output_tokens": took.generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": took.prompt + took.generated,
+    }
+
+
+def _input(arguments: str) -> str:
+    """The text that a custom tool is called with; what is none stays as it was written."""
+    try:
+        value = bodies.loads(arguments.encode())
+    except ValueError:
+        return arguments
+    return value["input"] if isinstance(value, dict) and isinstance(value.get("input"), str) else arguments

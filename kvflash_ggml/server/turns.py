@@ -1,0 +1,108 @@
+"""Messages of a chat, made from the items of another interface: in their order, and so that any template takes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .errors import ApiError
+
+LATE = "<system-reminder>\n{}\n</system-reminder>"
+"""How a system message in the middle of a conversation is told. At the front it would change the prompt's beginning in
+every turn, and all that follows would be read again. In the middle many templates refuse it.
+"""
+
+
+class Turns:
+    """Collects `messages` as `ChatRequest` has them.
+
+    Texts of one role that follow each other are one message, since many templates want roles to alternate. left_out:
+    names of parts that are not understood, for the header. model: its name, for errors.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self._model = model
+        self._names: dict[str, str] = {}  # of calls, by their ids
+
+    def system(self, text: str) -> None:
+        """At the front a system message; later a user's turn in place."""
+        if not text:
+            return
+        if all(message["role"] == "system" for message in self.messages):
+            self._join("system", text)
+        else:
+            self._join("user", LATE.format(text))
+
+    def say(self, role: str, text: str) -> None:
+        if role == "assistant":
+            self._answer()["content"] += text
+        else:
+            self._join("user", text)
+
+    def think(self, text: str) -> None:
+        answer = self._answer()
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        self._names[id] = name
+        calls = self._answer().setdefault("tool_calls", [])
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def result(self, id: str, text: str) -> None:
+        named = {"name": self._names[id]} if id in self._names else {}
+        self.messages.append({"role": "tool", "tool_call_id": id, **named, "content": text})
+
+    def leave_out(self, what: str) -> None:
+        self.left_out.append(what)
+
+    def blind(self, where: str) -> ApiError:
+        """The error for a picture that somebody wants to be seen."""
+        message = f"{where}: the model {self._model!r} is served for text and sees no images: leave the image out"
+        return ApiError(400, message, code="not_text", param=where)
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The messages. Templates want a question; some programs send none to see whether the server is there."""
+        if all(message["role"] == "system" for message in self.messages):
+            self.messages.append({"role": "user", "content": ""})
+        return self.messages
+
+    def _join(self, role: str, text: str) -> None:
+        if self.messages and self.messages[-1]["role"] == role:
+            before = self.messages[-1]["content"]
+            self.messages[-1]["content"] = f"{before}\n\n{text}" if before else text
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _answer(self) -> dict[str, Any]:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+
+def text_of(value: Any, where: str) -> str:
+    """A field that must be a text; "" where it is left out."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise ApiError(400, f"{where}: it must be a text", code="invalid_value", param=where)
+
+
+def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """Content that may be a text or a list of parts, as parts."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        return value
+    raise ApiError(400, f"{where}: it must be a text or a list of parts", code="invalid_value", param=where)
+
+
+def kind_of(part: dict[str, Any]) -> str:
+    """The type of a part, for comparisons and for the header."""
+    return str(part.get("type"))[:40]
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,274 @@
+"""OpenAI's responses, on a model made of a few lines."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from typing import Any
+
+import pytest
+from support.asgi import Client, Reply
+from support.fake_model import FakeModel
+from support.fake_server import Server
+
+from kvflash_ggml.server import requestlog
+
+TOOLS = [
+    {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": False},
+    {"type": "custom", "name": "patch", "description": "Changes.", "format": {"type": "grammar", "definition": "x: y"}},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close", "parameters": {}}]},
+    {"type": "web_search"},
+]
+
+USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+
+
+def call(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def ask(data: dict[str, Any] | None = None, *, server: Server | None = None, **more: Any) -> Reply:
+    return (server or Server()).post("/v1/responses", {"model": "any", "input": "hello", **(data or {}), **more})
+
+
+def saying(text: str) -> Server:
+    return Server(FakeModel(reply=lambda prompt: text.encode()))
+
+
+def told(items: list[Any], **more: Any) -> list[dict[str, Any]]:
+    """What the template gets of these items."""
+    server = Server()
+    reply = ask(server=server, input=items, **more)
+    assert reply.status == 200, reply.json
+    return server.prompts.rendered[-1]
+
+
+# --- answers
+
+
+def test_a_response() -> None:
+    reply = ask(max_output_tokens=50, metadata={"a": "b"}).json
+    (item,) = reply["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "an answer", "annotations": [], "logprobs": []}]
+    assert (reply["status"], reply["object"], reply["metadata"]) == ("completed", "response", {"a": "b"})
+    assert reply["usage"] == {
+        "input_tokens": 23, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 9,
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 32,
+    }  # fmt: skip
+    cut = ask(max_output_tokens=2).json
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+
+
+def test_a_stream_has_every_event_in_its_order() -> None:
+    said = (
+        "Let me see."
+        + call("clock", {"zone": "CET"})
+        + call("patch", {"input": "*** Begin"})
+        + call("agents__close", {})
+    )
+    reply = ask(server=saying(said), tools=TOOLS, stream=True)
+    kinds = [frame["type"].removeprefix("response.") for frame in reply.frames]
+    names = [line[16:] for line in bytes(reply.body).decode().split("\n") if line.startswith("event: ")]
+    assert names == kinds
+    short = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    assert short == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert [frame["sequence_number"] for frame in reply.frames] == list(range(len(kinds)))
+    whole = reply.frames[-1]["response"]
+    assert whole["output"] == [f["item"] for f in reply.frames if f["type"] == "response.output_item.done"]
+    text, clock, patch, close = whole["output"]
+    assert text["content"][0]["text"] == "Let me see."
+    assert (clock["type"], clock["name"], json.loads(clock["arguments"])) == ("function_call", "clock", {"zone": "CET"})
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "*** Begin")
+    assert (close["name"], close["namespace"]) == ("close", "agents")
+    added = [frame["item"]["id"] for frame in reply.frames if frame["type"] == "response.output_item.added"]
+    assert added == [item["id"] for item in whole["output"]]
+
+
+def test_tokens_are_counted_as_they_are_read() -> None:
+    asked = {"instructions": "Be brief.", "input": [USER], "tools": TOOLS}
+    counted = Server().post("/v1/responses/input_tokens", asked).json
+    assert counted == {"object": "response.input_tokens", "input_tokens": ask(asked).json["usage"]["input_tokens"]}
+
+
+def test_an_empty_input_is_answered() -> None:
+    """Codex sends one to see whether the server is there."""
+    assert ask(input=[], max_output_tokens=1).status == 200
+    assert ask(input="", max_output_tokens=1).status == 200
+
+
+def test_what_codex_wants_of_the_models() -> None:
+    assert "models" not in Server().get("/v1/models").json
+    reply = Server().get("/v1/models?client_version=0.169.0").json
+    assert (reply["models"], reply["data"][0]["id"]) == ([], "fake")
+
+
+# --- what a model is told
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": "One."},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
+        {"role": "user", "content": "hello"},
+        {"type": "message", "role": "user", "content": [{"type": "text", "text": "what time?"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": '{"zone": "CET"}'},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "x"},
+        {"type": "function_call", "call_id": "c", "namespace": "agents", "name": "close", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "noon"},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": [{"type": "output_text", "text": "done"}]},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]},
+        {"type": "message", "role": "developer", "content": "Three."},
+    ]
+    system, user, answer, *results, late = told(items, instructions="Zero.", tools=TOOLS)
+    assert (system["role"], system["content"]) == ("system", "Zero.\n\nOne.\n\nTwo.")
+    assert user["content"] == "hello\n\nwhat time?"
+    assert (answer["content"], answer["reasoning_content"]) == ("I look.", "Hm.")
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in answer["tool_calls"]]
+    assert calls == [("clock", {"zone": "CET"}), ("patch", {"input": "x"}), ("agents__close", {})]
+    assert [(one["role"], one["tool_call_id"], one["name"], one["content"]) for one in results] == [
+        ("tool", "a", "clock", "noon"), ("tool", "b", "patch", "done"),
+        ("tool", "c", "agents__close", "[input_image: left out, since this model reads text only]"),
+    ]  # fmt: skip
+    assert (late["role"], late["content"]) == ("user", "<system-reminder>\nThree.\n</system-reminder>")
+
+
+@pytest.mark.parametrize(
+    ("item", "thought"),
+    [
+        ({"content": [{"type": "reasoning_text", "text": "Hm."}], "summary": []}, "Hm."),
+        ({"summary": [{"type": "summary_text", "text": "Hm."}], "content": None}, "Hm."),
+        ({"summary": []}, ""),
+        ({"encrypted_content": "gAAAA"}, ""),
+        ({"summary": [], "encrypted_content": "kvflash:" + base64.b64encode(b"Hm.").decode()}, "Hm."),
+        ({"summary": [], "encrypted_content": "kvflash:?"}, ""),
+    ],
+)
+def test_reasoning_with_content_or_summary_or_neither(item: dict[str, Any], thought: str) -> None:
+    _, answer, _ = told([USER, {"type": "reasoning", **item}, {"role": "assistant", "content": "x"}, USER])
+    assert answer["reasoning_content"] == thought
+
+
+def test_tools_that_come_as_an_item() -> None:
+    server = saying(call("clock", {}))
+    more = {"type": "additional_tools", "role": "developer", "tools": TOOLS}
+    assert ask(server=server, input=[more, USER]).json["output"][0]["name"] == "clock"
+    reply = Server().post("/v1/responses/input_tokens", {"input": [more, USER]})
+    assert reply.json["input_tokens"] == len("tools\nuser: hello\nassistant: ")
+
+
+# --- going on from a response
+
+
+def test_a_response_goes_on_from_another() -> None:
+    async def work(client: Client) -> None:
+        first = (await client.post("/v1/responses", {"input": "x" * 300})).json
+        asked = {"input": "and now?", "previous_response_id": first["id"], "stream": True}
+        second = (await client.post("/v1/responses", asked)).frames[-1]["response"]
+        third = (
+            await client.post("/v1/responses", {**asked, "previous_response_id": second["id"], "stream": False})
+        ).json
+        assert second["previous_response_id"] == first["id"]
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] >= 300
+        cached, read = (third["usage"][name] for name in ("input_tokens_details", "input_tokens"))
+        assert read - cached["cached_tokens"] < 40
+
+    server = Server()
+    server.run(work)
+    roles = [message["role"] for message in server.prompts.rendered[-1]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("how", ["unknown", "not stored", "private", "erased"])
+def test_a_response_that_is_not_kept(how: str) -> None:
+    async def work(client: Client) -> Reply:
+        more = {"not stored": {"store": False}, "private": {"kvflash": {"cache_prompt": False}}}.get(how, {})
+        id = (await client.post("/v1/responses", {"input": "x" * 300, **more})).json["id"]
+        if how == "erased":
+            (known,) = (await client.get("/kvflash/conversations")).json["data"]
+            await client.call("DELETE", f"/kvflash/conversations/{known['id']}").done()
+        id = "resp_1" if how == "unknown" else id
+        return await client.post("/v1/responses", {"input": "go on", "previous_response_id": id})
+
+    reply = Server().run(work)
+    assert (reply.status, reply.json["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_a_response_of_another_key_is_not_known() -> None:
+    async def work(client: Client) -> list[Reply]:
+        id = (await client.post("/v1/responses", {"input": "x" * 300}, x_api_key="one")).json["id"]
+        asked = {"input": "go on", "previous_response_id": id}
+        paths = ("/v1/responses", "/v1/responses/input_tokens")
+        return [await client.post(path, asked, x_api_key=key) for key in ("two", "one") for path in paths]
+
+    *theirs, mine, counted = Server(keys=("one", "two"), isolate_keys=True).run(work)
+    assert [reply.status for reply in theirs] == [400, 400]
+    assert {reply.json["error"]["code"] for reply in theirs} == {"previous_response_not_found"}
+    assert (mine.status, counted.status) == (200, 200)
+
+
+# --- tolerance
+
+
+def test_what_is_not_known_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    items = [USER, {"type": "hologram"}, {"type": "item_reference", "id": "x"}, {"type": "compaction"}]
+    asked = {"input": items, "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}, "novelty": 1}
+
+    async def work(client: Client) -> list[Reply]:
+        return [await client.post("/v1/responses", asked) for _ in range(3)]
+
+    caplog.set_level(logging.INFO, logger=requestlog.NAME)
+    replies = Server().run(work)
+    assert [reply.status for reply in replies] == [200] * 3
+    left_out = "novelty, input.hologram, input.item_reference, input.compaction, tools.web_search"
+    assert replies[0].headers["x-kvflash-ignored"] == f"{left_out}, tool_choice.allowed_tools"
+    assert len([record for record in caplog.records if "ignored" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"input": 5},
+        {"input": [5]},
+        {"input": [{"role": "wizard", "content": "x"}]},
+        {"input": [{"role": "user", "content": 5}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [{"type": "function_call", "call_id": 5}]},
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": 5}]},
+        {"input": [{"type": "reasoning", "summary": 5}]},
+        {"input": [{"type": "additional_tools", "tools": 5}]},
+        {"tools": 5},
+        {"tools": [{"type": "function", "name": "a b"}]},
+        {"tools": [{"type": "function", "name": 5}]},
+        {"tools": [{"type": "namespace", "name": "a", "tools": [5]}]},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}},
+        {"tool_choice": "sometimes"},
+        {"text": {"format": {"type": "json_schema", "schema": 5}}},
+        {"max_output_tokens": "x"},
+        {"previous_response_id": 5},
+    ],
+)
+def test_what_is_refused(data: dict[str, Any]) -> None:
+    reply = ask(data)
+    assert reply.status == 400
+    assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    reply = ask(server=Server(FakeModel(on_step=fail)), stream=True)
+    assert reply.frames[-1]["type"] == "response.failed"
+    assert reply.frames[-1]["response"]["error"]["code"] == "internal_error"
