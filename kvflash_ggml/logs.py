@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from logging.handlers import MemoryHandler
 
 NAME = "kvflash_ggml"
 
@@ -44,6 +43,8 @@ def warn_once(text: str) -> None:
 @contextmanager
 def held() -> Iterator[None]:
     """Show warnings after the answer, which they would cut in two on a terminal. With `-v` each comes at once."""
+    from logging.handlers import MemoryHandler  # late: it brings sockets and pickle
+
     logger = logging.getLogger(NAME)
     if logger.getEffectiveLevel() < logging.WARNING or not logger.handlers:
         yield

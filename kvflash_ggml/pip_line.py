@@ -1,17 +1,16 @@
 """The pip command that installs this package again, or more of it: no package index is asked to have it.
 
 pip records in direct_url.json (PEP 610) where it took a package from: a folder, a file, a repository, or an index.
+Imports stand in the functions: an error needs them, and every program that imports the package would pay for them.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 _NAME = "kvflash-ggml"
 
@@ -49,6 +48,8 @@ def _line(*words: str) -> str:
 
 def _flags() -> str:
     """The variable with the CMake definitions of this build, where pip would build it: for a folder or a repository."""
+    import importlib.metadata
+
     origin = _origin()
     if origin is None or not origin.keys() & {"dir_info", "vcs_info"}:
         return ""
@@ -60,6 +61,8 @@ def _flags() -> str:
 
 def _requirement(extra: str) -> str:
     """The words that name this copy to pip."""
+    from urllib.request import url2pathname
+
     origin = _origin()
     if origin is None:
         return shlex.quote(_NAME + extra)
@@ -77,6 +80,8 @@ def _requirement(extra: str) -> str:
 
 def _origin() -> dict[str, Any] | None:
     """The record of pip; of a checkout that was never installed its folder; None for a package from an index."""
+    import importlib.metadata
+
     try:
         record = importlib.metadata.distribution(_NAME).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
-from .calibrate import calibrate
-from .doctor import doctor
-from .execute import execute
 from .report import version_line
-from .rpc import rpc
-from .run import run
-from .serve import serve
-from .snapshot import snapshot
 from .terminal import is_dumb
 
 INTERRUPTED = 130
 _OWN_OPTIONS = ("-h", "--help", "--version")
 _MODEL_OPTIONS = {"-m", "--model"}
+
+
+_MODULES = {
+    "run": "run",
+    "serve": "serve",
+    "doctor": "doctor",
+    "exec": "execute",
+    "calibrate": "calibrate",
+    "snapshot": "snapshot",
+    "rpc": "rpc",
+}
+"""Verb to module and name in it."""
+
+
+class Imported(Mapping[str, click.Command]):
+    """The verbs, each imported when it is looked up: `--version` and an error need none of them."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module = _MODULES[name]
+        command: click.Command = getattr(import_module(f".{module}", __package__), module)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
 
 
 class Verbs(click.Group):
@@ -63,6 +85,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> N
 
 @click.group(
     cls=DefaultRun,
+    commands=cast("MutableMapping[str, click.Command]", Imported()),  # a group of no further verbs
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="The verb 'run' may be left out; its options: kvflash-run run --help, and all of them: --help-all",
 )
@@ -89,12 +112,3 @@ def main() -> None:
     kvflash-run rpc serve                                   lend this machine's devices to another
     kvflash-run doctor                                      what is installed, and does it work
     """
-
-
-main.add_command(run)
-main.add_command(serve)
-main.add_command(doctor)
-main.add_command(execute)
-main.add_command(calibrate)
-main.add_command(snapshot)
-main.add_command(rpc)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .. import __version__
 from ..errors import DoesNotFit, KVFlashError, LibraryError
 from ..native import library
-from ..trace.html import mass_warning
-from .answer import Answer
+
+if TYPE_CHECKING:
+    from .answer import Answer
 
 DOES_NOT_FIT = 3
 """The exit code of --dry-run then."""
@@ -39,6 +40,8 @@ def say(lines: Iterable[str], document: object, *, as_json: bool, indent: int | 
 
 
 def package_version() -> str:
+    import importlib.metadata  # late: it brings the email package
+
     try:
         return importlib.metadata.version("kvflash-ggml")
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +50,7 @@ def package_version() -> str:
 
 def version_line() -> str:
     """Package, llama.cpp, ggml, and what the build can compute on."""
-    name = f"kvflash-run {package_version()}"
+    name = f"kvflash-run {__version__}"
     try:
         info = library.build_info()
     except LibraryError:
@@ -72,6 +75,8 @@ def closing_line(answer: Answer, stats: Any) -> str:
         parts[0] += f" ({answer.reused} more reused)"
     if stats is not None:
         parts += residency(stats)
+        from ..trace.html import mass_warning  # late: it brings numpy, and `--version` prints without
+
         warning = mass_warning(stats.evicted_mass)
         if warning is not None:
             parts.append(f"warning: {warning}")

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -370,6 +369,8 @@ class Engine:
 
     def head_keys(self, page: npt.NDArray[np.uint8], layer: int, head: int) -> Floats:
         """The keys of one KV head of a page image, dequantised: [CHUNK, head_k]."""
+        import gguf  # late: it takes a sixth of the time that this package's import takes
+
         kind = gguf.GGMLQuantizationType[self.info.type_k.upper()]
         x = self.layers[layer]
         block, size = gguf.GGML_QUANT_SIZES[kind]

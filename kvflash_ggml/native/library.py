@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -196,6 +195,8 @@ def _package_root() -> Path:
 
 
 def _refuse_other_version() -> None:
+    import importlib.metadata  # late: it brings the email package
+
     pin = build_info()["llama_cpp_python"]
     try:
         found = importlib.metadata.version("llama_cpp_python")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -639,3 +641,15 @@ def test_version(cli: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kvflash_ggml.cli.report.library.build_info", unbuilt)
     assert "doctor" in cli("--version").stdout
+
+
+def test_the_version_is_told_without_numpy() -> None:
+    code = """
+import sys
+from kvflash_ggml.cli import main
+main(["--version"], standalone_mode=False)
+print("numpy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("kvflash-run ")
+    assert done.stdout.endswith("False\n")
