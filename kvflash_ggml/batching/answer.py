@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 from ..errors import ContextFull
-from .messages import Finished, Logprob, Piece, Started, Usage
+from .messages import Finished, Logprob, Missed, Piece, Request, Started, Usage
 from .model import Model, Paused
 from .seat import Seat
 from .text import TextStream
@@ -44,6 +45,7 @@ class Answer:
         self._before: Mapping[str, Any] = {}
         self._text = TextStream(job.request.stop)
         self._paused: Paused | None = None
+        self._missed: Missed | None = None
 
     @property
     def generated(self) -> int:
@@ -63,6 +65,7 @@ class Answer:
             restore_s=(self._seated or now) - self._began,
             prompt_s=(self._first or now) - (self._seated or now),
             generation_s=self._last - self._first if read else 0.0,
+            missed=self._missed,
         )
 
     def make(self) -> Finished:
@@ -74,6 +77,8 @@ class Answer:
                 f"Requested tokens ({len(request.tokens) + 1}) exceed context window of {model.n_ctx}: shorten the "
                 f"prompt, or start the server with a larger -c"
             )
+        if self._paused is None:
+            self._missed = missed_of(request, self._seat.differs(request), model.piece)
         conversation = self._seat.take(request, drawn=self._tokens)
         if self._paused is None:
             self._before = model.counters()
@@ -129,4 +134,27 @@ class Answer:
         now, before = self._model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs") if name in now}
         kept = ("length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly")
-        return {**{name: now[name] for name in kept if name in now}, **moved}
+        missed = {} if self._missed is None else {"missed": asdict(self._missed)}
+        return {**{name: now[name] for name in kept if name in now}, **moved, **missed}
+
+
+def missed_of(request: Request, at: int | None, piece: Callable[[int], bytes]) -> Missed | None:
+    """Which message of a prompt differs at a token; None for none, or for the last one, which is news.
+
+    at: None for nowhere. piece: the bytes of a token.
+    """
+    if at is None:
+        return None
+    before = _dense(b"".join(map(piece, request.tokens[:at].tolist())).decode("utf-8", "replace"))
+    place = 0
+    for number, (role, text) in enumerate(request.messages[:-1]):
+        found = before.find(_dense(text), place)
+        if found < 0:
+            return Missed(at_token=at, message=number, role=role)
+        place = found + len(_dense(text))
+    return None
+
+
+def _dense(text: str) -> str:
+    """Without white space, which templates and tokenizers change."""
+    return "".join(text.split())

@@ -35,7 +35,8 @@ class Request:
     may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will
     probably begin with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what
     tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way.
-    drafts: may they be verified?
+    drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
+    text that is known.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Request:
     reading: str | None = None
     answer: str | None = None
     drafts: bool = True
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,19 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """Why messages were read again: `message`, of this role, differs from the kept text from `at_token` on."""
+
+    at_token: int
+    message: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an answer took. cached: tokens of the prompt that were not read again. Times in seconds."""
+    """What an answer took. cached: tokens of the prompt that were not read again. missed: why not more, None where only
+    the last message was new. Times in seconds.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -80,6 +93,7 @@ class Usage:
     restore_s: float = 0.0
     prompt_s: float = 0.0
     generation_s: float = 0.0
+    missed: Missed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

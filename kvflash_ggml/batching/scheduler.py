@@ -56,11 +56,12 @@ class Limits:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start. finished: answers by how they ended."""
+    """Since the start. finished: answers by how they ended. missed: see `Usage`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    missed: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
     def add(self, usage: Usage, reason: str) -> None:
@@ -68,6 +69,7 @@ class Totals:
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
         self.generated_tokens += usage.generated
+        self.missed += usage.missed is not None
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
 

@@ -104,6 +104,18 @@ class Seat:
         again.prompt = len(request.tokens)
         return again
 
+    def differs(self, request: Request) -> int | None:
+        """From which token on a prompt differs from the text that has most of it; None if it goes on from all of that.
+
+        A text that shares less than a chunk is another one. Call it before `take`.
+        """
+        mine, tokens = self.conversation, request.tokens
+        known = [(0, 0)]
+        if mine is not None and mine.salt == request.salt and not self._private:
+            known.append((common_prefix(self._model.tokens, tokens), len(self._model.tokens)))
+        shared, length = max(*known, self._shelf.nearest(tokens, salt=request.salt))
+        return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
+
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
         return branch_of(self._model, request, lambda: self._shelf.known(request.tokens, salt=request.salt))

@@ -27,7 +27,7 @@ from .errors import ApiError
 from .exchange import Answer, EventStream, collected, submitted, whole
 from .kept import KeptItems
 from .prompts import Prompts
-from .schema import _Sampled, parse
+from .schema import ChatRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
 from .speed import Speed
 
@@ -204,6 +204,7 @@ class Front:
             reading=pool.reading,
             answer=pool.answer,
             drafts=pool.drafts,
+            messages=_texts(asked),
         )
 
     def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:
@@ -280,6 +281,12 @@ class Front:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:
+    """Role and text of each message of a chat."""
+    messages = asked.messages if isinstance(asked, ChatRequest) else ()
+    return tuple((message.role, text_of_content(message.content)) for message in messages)
 
 
 def client_of(scope: Scope) -> str:

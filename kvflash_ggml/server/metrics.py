@@ -90,6 +90,7 @@ class Metrics:
             "generation_tokens": ("Tokens of answers.", totals.generated_tokens),
             "prefix_cache_queries": ("Tokens of prompts that were looked for.", totals.prompt_tokens),
             "prefix_cache_hits": ("Tokens of prompts that were not read again.", totals.cached_tokens),
+            "prefix_missed": ("Prompts that differ from a kept text before their last message.", totals.missed),
             "num_preemptions": ("Answers that were put aside for their readers.", scheduler.stalls),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),

@@ -31,6 +31,8 @@ class RequestLog:
             "itl_ms": _ms(usage.generation_s / (made - 1)) if made > 1 else None,
             "finish": reason,
         }
+        if usage.missed is not None:
+            line["missed"] = f"message {usage.missed.message} differs from token {usage.missed.at_token} on"
         logger.info("%s", json.dumps(line))
 
 

@@ -108,6 +108,14 @@ def _content(value: Any) -> Any:
     return _all(value, dict, "an object")
 
 
+def text_of_content(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message, as far as it has one."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (part.get("text", part.get("refusal")) for part in content)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 Tokens = Annotated[list[int], PlainValidator(_tokens)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Messages = Annotated[

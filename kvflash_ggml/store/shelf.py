@@ -128,6 +128,11 @@ class Shelf:
                 best, most = found, key
         return best, most[0]
 
+    def nearest(self, tokens: Int32s, *, salt: str) -> tuple[int, int]:
+        """How much of a prompt the text has that has most of it, and how long that text is."""
+        alike = self._texts.alike(tokens, salt=salt)
+        return max(((common_prefix(one.tokens, tokens), len(one.tokens)) for one in alike), default=(0, 0))
+
     def known(self, tokens: Int32s, *, salt: str) -> int:
         """How long a beginning of a prompt is known, whether or not it can be gone on from there."""
         return self._texts.known(tokens, salt=salt)
