@@ -136,7 +136,9 @@ def ask(
     emit: gets the text piece by piece, None to only collect it. Ctrl-C ends the answer with
     finish_reason "interrupted"; a second one raises KeyboardInterrupt.
     """
-    meter, progress = Meter(), Progress(shown=show_progress)
+    view = llm.kvflash
+    how: dict[str, Any] = {} if view is None else {"pool": view.pool, "exact": view.reading == "exact"}
+    meter, progress = Meter(), Progress(shown=show_progress, **how)
     pieces: list[str] = []
     finish = "stop"
 

@@ -14,6 +14,8 @@ import click
 
 _REDRAW_S = 0.1
 _ERASE = "\r\x1b[K"
+_SAMPLES = 4  # of a reading's time, before it is told
+_LONG_S = 30.0  # a reading that takes longer names the option that is faster
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -89,16 +91,71 @@ def busy(text: str, *, shown: bool) -> Iterator[None]:
             click.echo(_ERASE, err=True, nl=False)
 
 
-class Progress:
-    """Percent and speed of some work, redrawn in place, and erased at the end of a `with`.
+def _minutes(seconds: float) -> str:
+    """As 1:05, or 1:01:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
-    unit: of what is counted; bytes that are shown as "MiB".
+
+class ReadingTime:
+    """What a text takes to be read, from its first steps: a token costs a part of its own and one of all that it sees.
+
+    So n tokens take a n + b n^2 seconds, by least squares over what was seen.
     """
 
-    def __init__(self, *, shown: bool, doing: str = "reading the prompt", unit: str = "tokens") -> None:
+    def __init__(self) -> None:
+        self._s2 = self._s3 = self._s4 = self._t1 = self._t2 = 0.0
+        self.samples = 0
+
+    def add(self, n: int, seconds: float) -> None:
+        """The first n tokens took so long."""
+        self._s2 += n**2
+        self._s3 += n**3
+        self._s4 += n**4
+        self._t1 += n * seconds
+        self._t2 += n**2 * seconds
+        self.samples += 1
+
+    def seconds(self, n: int, *, seen: int | None = None) -> float:
+        """Of n tokens, each of which sees all before it, or `seen` tokens at most. There has been a sample."""
+        a, b = self._costs()
+        seen = n if seen is None else min(seen, n)
+        return a * n + b * (seen**2 + 2 * seen * (n - seen))
+
+    def _costs(self) -> tuple[float, float]:
+        determinant = self._s2 * self._s4 - self._s3**2
+        if determinant > 1e-9 * self._s2 * self._s4:
+            a = (self._t1 * self._s4 - self._t2 * self._s3) / determinant
+            b = (self._t2 * self._s2 - self._t1 * self._s3) / determinant
+            if a < 0:
+                return 0.0, self._t2 / self._s4
+            if b >= 0:
+                return a, b
+        return self._t1 / self._s2, 0.0
+
+
+class Progress:
+    """Percent, speed and time left of some work, redrawn in place, and erased at the end of a `with`.
+
+    unit: of what is counted; bytes that are shown as "MiB". pool: tokens of the pool that reads, None without one.
+    exact: does a token of a prompt see more than the pool? What takes long then names the option that is faster.
+    """
+
+    def __init__(
+        self,
+        *,
+        shown: bool,
+        doing: str = "reading the prompt",
+        unit: str = "tokens",
+        pool: int | None = None,
+        exact: bool = False,
+    ) -> None:
         self._shown = shown
         self._doing = doing
         self._unit = unit
+        self._pool = pool
+        self._exact = exact
+        self._time = ReadingTime()
         self._start = time.perf_counter()
         self._drawn_at = 0.0
         self._drawn = False
@@ -113,12 +170,25 @@ class Progress:
         if self._unit == "MiB":
             done, total = done >> 20, total >> 20
         now = time.perf_counter()
+        if done:
+            self._time.add(done, now - self._start)
         if not self._shown or total < 2 or (now - self._drawn_at < _REDRAW_S and self._drawn):
             return
         speed = f"{done / max(now - self._start, 1e-9):.0f} {'t/s' if self._unit == 'tokens' else f'{self._unit}/s'}"
-        text = f"{self._doing}: {100 * done // total:3d}% of {total} {self._unit}, {speed}"
+        text = f"{self._doing}: {100 * done // total:3d}% of {total} {self._unit}, {speed}{self._left(done, total)}"
         click.secho(f"{_ERASE}{text}", err=True, dim=True, nl=False)
         self._drawn_at, self._drawn = now, True
+
+    def _left(self, done: int, total: int) -> str:
+        """What it still takes, once that can be told."""
+        if self._time.samples < _SAMPLES:
+            return ""
+        seen = None if self._exact else self._pool
+        whole = self._time.seconds(total, seen=seen)
+        text = f", {_minutes(whole - self._time.seconds(done, seen=seen))} left"
+        if self._exact and self._pool is not None and self._pool < total and whole > _LONG_S:
+            text += f" (--kvflash-reading pool: {_minutes(self._time.seconds(total, seen=self._pool))} in all)"
+        return text
 
     def erase(self) -> None:
         if self._drawn:
