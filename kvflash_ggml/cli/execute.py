@@ -78,6 +78,9 @@ def resolve(command: list[str]) -> list[str]:
         return [sys.executable, *command]
     here = str(Path(sys.executable).parent)
     found = shutil.which(name, path=os.pathsep.join([here, os.environ.get("PATH", os.defpath)]))
+    there = found or (name if os.sep in name and Path(name).exists() else None)
+    if there is not None and not (found and Path(found).is_file()):
+        raise click.UsageError(f"{there!r} is not an executable file: name a script or a program, or chmod +x it")
     if found is None:
         raise click.UsageError(f"there is no program {name!r} in {here} or on the PATH")
     python = _interpreter(Path(found))

@@ -201,6 +201,23 @@ def test_what_cannot_be_run_is_said(line: str, message: str, started: Any) -> No
     assert not started
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "not executable", "folder.py"])
+def test_what_is_there_and_is_no_program_is_said(kind: str, started: Any, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    if kind == "pipe":
+        os.mkfifo(path, mode=0o755)
+    elif kind == "not executable":
+        path.touch(mode=0o644)
+    else:
+        path.mkdir()
+    result = run("--kvflash", "auto", "--", path)
+    told = " ".join(result.stderr.split())
+    assert result.exit_code == 2
+    assert f"{str(path)!r} is not an executable file" in told
+    assert "chmod +x" in told
+    assert not started
+
+
 def test_without_the_startup_file_nothing_could_be_told(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "_STARTUP", "no_such_module_here")
     result = run("--kvflash", "auto", "--", "python")
