@@ -36,6 +36,9 @@ RECALLS = 0.3
 MIN_SCORE = 0.1
 """By how much more of its attention that head gives to a fact when it is asked for."""
 
+MAX_BYTES = 1 << 20
+"""Size of a file of heads; those that are written take a few KiB."""
+
 LISTED = 32
 """Heads that the file tells of, for a person to read."""
 
@@ -177,9 +180,13 @@ def save(calibration: Calibration, path: Path) -> None:
 def read(path: Path) -> Calibration:
     """What a file says, of whatever model. ConfigError if it is none."""
     try:
+        if path.stat().st_size > MAX_BYTES or not path.is_file():  # a pipe would wait for a writer
+            raise ValueError
         return _parse(json.loads(path.read_bytes()))
     except OSError as err:
-        raise ConfigError(f"the calibration {path} cannot be read: {err.strerror}") from err
+        raise ConfigError(
+            f"the calibration {path} cannot be read: {err.strerror}: make it with 'kvflash-run calibrate MODEL --save'"
+        ) from err
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as err:
         raise ConfigError(f"{path} is no file of retrieval heads: make one with 'kvflash-run calibrate'") from err
 

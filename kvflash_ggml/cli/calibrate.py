@@ -9,8 +9,11 @@ from typing import Any
 
 import click
 
+from .. import env
 from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
+from ..errors import ConfigError
+from ..files import check_writable
 from .device_options import DeviceOptions, device_options
 from .model import load_model, log_to_stderr, plain_errors
 from .options import LogOptions, WeightOptions, log_options, weight_options
@@ -57,6 +60,7 @@ def calibrate(
     """
     log_to_stderr(log)
     with plain_errors(verbose=log.verbose):
+        _check_place(save)
         found = _find(model, loading, devices, log)
         path = save or heads_file(found.model)
         choice.save(found, path)
@@ -83,6 +87,16 @@ def table(found: Calibration) -> list[str]:
     else:
         lines.append("no head of this model finds what a question asks for: all are asked")
     return lines
+
+
+def _check_place(save: Path | None) -> None:
+    """Raise ConfigError if the result cannot be written; finding it takes minutes. Makes its folder."""
+    folder = env.heads_dir() if save is None else save.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}: name a file with --save") from error
+    check_writable(folder / "heads.json" if save is None else save)
 
 
 def _find(model: str, loading: WeightOptions, devices: DeviceOptions, log: LogOptions) -> Calibration:

@@ -14,6 +14,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
+from ..calibration import choice
 from ..config import KVFlashConfig, SpecConfig
 from ..constants import MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
@@ -88,6 +89,8 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
     if config is not None:
         upstream.setdefault("n_ctx", 0)
         upstream.setdefault("swa_full", False)
+    if config is not None and isinstance(config.calibrate, Path):
+        choice.read(config.calibrate)  # before a model is loaded, which takes minutes
     if config is not None and config.deterministic and store is not None:
         raise ConfigError("kvflash_deterministic reads each prompt from its beginning: leave out kvflash_cache")
     if isinstance(store, (str, Path)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
 POOLS = pytest.mark.parametrize("pool", [None, 512, 4096])
@@ -39,6 +40,13 @@ def test_objects_of_another_kind(llama: Any) -> None:
         llama(kvflash=512, kvflash_cache=5)
     with pytest.raises(ConfigError, match=r"kvflash_progress=5: what is called as \(done, total\)"):
         llama(kvflash=512, kvflash_progress=5)
+
+
+def test_a_calibration_that_is_none_is_told_before_the_model_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("none.json", "pipe"):
+        with pytest.raises(ConfigError, match="calibrate"):
+            Llama("missing.gguf", kvflash=512, kvflash_calibrate=tmp_path / name)
 
 
 def test_attention_to_what_comes_later(llama: Any) -> None:

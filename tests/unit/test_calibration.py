@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.fake_llama import Stage, staged
 
 from kvflash_ggml.calibration import choice, measure
 from kvflash_ggml.calibration.choice import Calibration, Subject, choose, load, save
@@ -280,6 +282,53 @@ def test_what_is_no_file_at_all_is_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text)
     with pytest.raises(ConfigError, match="no file of retrieval heads"):
         load(tmp_path / "x", subject=MODEL, layers=LAYERS, shapes=SHAPES)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "too large"])
+def test_what_is_no_ordinary_file_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"x is no file of retrieval heads.*kvflash-run calibrate"):
+        load(path, subject=MODEL, layers=LAYERS, shapes=SHAPES)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    yield from staged(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "below a file"])
+def test_a_result_that_cannot_be_written_is_said_before_the_model_is_loaded(
+    kind: str, cli: Stage, tmp_path: Path
+) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        path = path / "heads.json"
+    result = cli("calibrate", "m.gguf", "--save", path)
+    assert str(tmp_path / "x") in " ".join(result.stderr.split())
+    assert (result.exit_code in (1, 2), cli.made) == (True, [])
+
+
+def test_a_cache_folder_that_cannot_be_made_is_said_before_the_model_is_loaded(
+    cli: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVFLASH_HEADS", str(tmp_path / "file"))
+    result = cli("calibrate", "m.gguf")
+    assert (result.exit_code, cli.made) == (1, [])
+    assert f"{tmp_path}/file" in " ".join(result.stderr.split())
+    assert "--save" in result.stderr
 
 
 def test_the_question_is_what_the_model_is_asked() -> None:
