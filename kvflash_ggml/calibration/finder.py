@@ -45,6 +45,8 @@ class HeadFinder:
         self._idle.set()
         self._tried = False
         self._thread: Thread | None = None
+        # until Python 3.13 an interrupted `Thread.join` says of a thread that runs that it has ended
+        self._ended = Event()
         self._outlived = ExitStack()  # what the thread frees in the end
         self._progress: Progress | None = None
         self._pace = Pace(STEP)
@@ -64,7 +66,7 @@ class HeadFinder:
 
     @property
     def is_finding(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set()
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -81,6 +83,7 @@ class HeadFinder:
         if self.calibration is not None or self.is_finding or self._stop.is_set() or (tried and not again):
             return
         thread = Thread(target=self._run, name="kvflash-calibrate", daemon=True)
+        self._ended.clear()
         self._thread = thread  # before it runs: a garbage collector may call `close` on it at once
         atexit.register(self.close)  # the model must not go while the thread computes with it
         try:
@@ -104,8 +107,7 @@ class HeadFinder:
         if self._thread is not None:
             self._progress = progress
             try:
-                while self._thread.is_alive():
-                    self._thread.join(0.1)  # so that Ctrl-C is heard
+                while not self._ended.wait(0.1):
                     if most is not None and self._expected is not None and self._expected > most:
                         logger.warning(
                             "all heads count for the policy: to find those that retrieve takes about %.0f s here. "
@@ -126,9 +128,9 @@ class HeadFinder:
             atexit.unregister(self.close)
             return
         interrupted = False
-        while self._thread is not None and self._thread.is_alive():
+        while self.is_finding:
             try:
-                self._thread.join(0.1)
+                self._ended.wait()
             except KeyboardInterrupt:  # what is closed next must not go while the thread computes with it
                 interrupted = True
         atexit.unregister(self.close)
@@ -152,8 +154,11 @@ class HeadFinder:
             self._session.scoring.use(heads)
 
     def _run(self) -> None:
-        with self._outlived:
-            self._find()
+        try:
+            with self._outlived:
+                self._find()
+        finally:
+            self._ended.set()
 
     def _find(self) -> None:
         try:

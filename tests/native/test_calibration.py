@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pytest
 from support.drafter_models import with_context, with_other_tokens
 from support.inside import inside
+from support.interrupter import signalled
 
 from kvflash_ggml.calibration import finder, run
 from kvflash_ggml.calibration.choice import Calibration, Subject, heads_file, load, of_llama, save
@@ -154,6 +156,35 @@ def test_a_model_that_is_closed_meanwhile_stops_it(
     llm.close()
     assert not thread.is_alive()
     assert not list(cache.rglob("*.json"))
+
+
+@pytest.mark.parametrize("interrupted", ["the wait", "the end", "both"])
+def test_an_interrupted_wait_does_not_free_the_model_under_the_thread(
+    interrupted: str, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until Python 3.13 an interrupted `Thread.join` says of a thread that runs that it has ended."""
+    from kvflash_ggml import Llama
+
+    ended, computing = [], Event()
+
+    def calibrate(of: Any, *, stop: Event, **_: Any) -> Any:
+        computing.set()
+        stop.wait(30)
+        time.sleep(0.5)  # the step that is being computed
+        ended.append(of.model is not None)
+        raise Stopped
+
+    monkeypatch.setattr(finder, "calibrate", calibrate)
+    llm = Llama(str(models["dense"]), n_ctx=1024, kvflash=512, verbose=False)
+    inside(llm).finder.start()
+    assert computing.wait(30)
+    if interrupted != "the end":
+        assert signalled(lambda: llm.kvflash.calibrated(lambda done, total: None), lambda: None, 0.2)
+    if interrupted == "the wait":
+        llm.close()
+    else:
+        signalled(llm.close, lambda: None, 0.2)
+    assert ended == [True]
 
 
 def test_it_can_be_stopped(pooled: Callable[..., Any]) -> None:
