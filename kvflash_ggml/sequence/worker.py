@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import get_ident
 
+from ..interrupts import held_back
+
 
 class Worker:
     """The thread begins with the first work, and ends with `close`, not when nobody knows it any more."""
@@ -35,4 +37,5 @@ class Worker:
 
     def close(self) -> None:
         """Do what was submitted, and end. Waits for that, but for a caller on its thread."""
-        self._executor.shutdown(wait=not self.is_here)
+        with held_back():
+            self._executor.shutdown(wait=not self.is_here)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import SnapshotError
 from ..files import replacing
+from ..interrupts import held_back
 from ..sequence.sequence import Sequence
 from ..state.session import SessionState
 from . import codec, format
@@ -111,7 +112,8 @@ class SnapshotStore:
 
     def close(self) -> None:
         """Wait for files that are being written."""
-        self._writer.shutdown()
+        with held_back():
+            self._writer.shutdown()
 
 
 def _place(path: Path) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError, SnapshotError
+from ..interrupts import held_back
 from ..sequence.sequence import Sequence
 from ..snapshot.container import StoredPage
 from ..snapshot.store import SnapshotStore
@@ -190,8 +191,9 @@ class Prefixes:
             wait(self._writing)
 
     def close(self) -> None:
-        self.flush()
-        self._writer.shutdown()
+        with held_back():
+            self.flush()
+            self._writer.shutdown()
         self._memory.clear()
         self._session.paging.no_images_for(self)
         self._session.paging.heap.remove_reclaimer(self._memory.evict)

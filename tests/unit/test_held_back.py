@@ -1,0 +1,74 @@
+"""What a thread uses is not freed before the thread has done with it, whatever Ctrl-C interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from support.saving import make, snapshot_store, text
+
+from kvflash_ggml.interrupts import held_back
+from kvflash_ggml.sequence.worker import Worker
+
+
+def interrupted(close: Callable[[], None]) -> None:
+    """Ctrl-C while it closes, which is raised."""
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        close()
+    timer.join()
+
+
+def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Event()
+
+    def slow(_handle: int) -> None:
+        begun.set()
+        time.sleep(0.5)
+
+    session = make()
+    session.extend(text(300))
+    store = snapshot_store(session)
+    monkeypatch.setattr(os, "fsync", slow)
+    done = store.save(session.state(), tmp_path / "x", compress=False)
+    assert begun.wait(30)
+    interrupted(store.close)
+    assert done.done()
+    session.close()
+
+
+def test_work_of_a_worker_is_waited_for() -> None:
+    begun = Event()
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.5)
+
+    worker = Worker("test")
+    done: Future[Any] = worker.submit(slow)
+    assert begun.wait(30)
+    interrupted(worker.close)
+    assert done.done()
+    worker.close()
+
+
+def test_a_handler_of_the_program_is_put_back_and_called() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: called.append(number))
+    try:
+        handler = signal.getsignal(signal.SIGINT)
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            assert not called
+        assert (called, signal.getsignal(signal.SIGINT)) == ([signal.SIGINT], handler)
+    finally:
+        signal.signal(signal.SIGINT, before)
