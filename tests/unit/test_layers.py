@@ -31,7 +31,19 @@ FLOORS = [
     {"chat", "state"},
     {"native", "pool", "trace"},
     {"host", "gguf"},
-    {"arrays", "constants", "env", "errors", "files", "logs", "notation", "pip_line", "remote", "settings"},
+    {
+        "arrays",
+        "constants",
+        "env",
+        "errors",
+        "files",
+        "interrupts",
+        "logs",
+        "notation",
+        "pip_line",
+        "remote",
+        "settings",
+    },
 ]
 """From the top down. A room imports itself and the floors below; on the ground the files are in no order."""
 
