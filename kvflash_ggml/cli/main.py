@@ -27,6 +27,7 @@ _MODULES = {
     "calibrate": "calibrate",
     "snapshot": "snapshot",
     "rpc": "rpc",
+    "launch": "launch",
 }
 """Verb to module and name in it."""
 
@@ -106,6 +107,7 @@ def main() -> None:
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
     kvflash-run serve model.gguf                            OpenAI's API, and a page
+    kvflash-run launch claude                               a coding agent on that server
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
     kvflash-run calibrate model.gguf                        which heads find what is asked for

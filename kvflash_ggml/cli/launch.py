@@ -1,0 +1,218 @@
+"""`kvflash-run launch PROGRAM`: a coding agent, pointed at a server by its environment and its command line alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from .terminal import note
+
+_SECONDS = 10
+"""To wait for a server that should be there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A server. model: what it calls its model. n_ctx: tokens that a prompt and its answer may have."""
+
+    url: str
+    key: str
+    model: str
+    n_ctx: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a program is started. program: its file. arguments: before those of the user."""
+
+    program: str
+    package: str
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+def _claude(served: Served) -> Launch:
+    names = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")))
+    environment = {
+        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_AUTH_TOKEN": served.key,
+        **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.n_ctx),
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Launch(program="claude", package="@anthropic-ai/claude-code", environment=environment)
+
+
+def _codex(served: Served) -> Launch:
+    settings = {
+        "model": served.model,
+        "model_provider": "kvflash",
+        "model_context_window": served.n_ctx,
+        "model_providers.kvflash.name": "kvflash",
+        "model_providers.kvflash.base_url": f"{served.url}/v1",
+        "model_providers.kvflash.env_key": "KVFLASH_API_KEY",
+        "model_providers.kvflash.wire_api": "responses",
+        "model_providers.kvflash.stream_idle_timeout_ms": 3_600_000,
+    }
+    # a JSON text or number is one of TOML
+    arguments = (part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))
+    return Launch(
+        program="codex",
+        package="@openai/codex",
+        environment={"KVFLASH_API_KEY": served.key},
+        arguments=tuple(arguments),
+    )
+
+
+def _opencode(served: Served) -> Launch:
+    model = {"name": served.model, "limit": {"context": served.n_ctx, "output": min(served.n_ctx // 4, 32_000)}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "kvflash",
+        "options": {"baseURL": f"{served.url}/v1", "apiKey": served.key},
+        "models": {served.model: model},
+    }
+    name = f"kvflash/{served.model}"
+    config = {"provider": {"kvflash": provider}, "model": name, "small_model": name}
+    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    return Launch(program="opencode", package="opencode-ai", environment=environment)
+
+
+def _qwen_code(served: Served) -> Launch:
+    environment = {
+        "OPENAI_BASE_URL": f"{served.url}/v1",
+        "OPENAI_API_KEY": served.key,
+        "OPENAI_MODEL": served.model,
+    }
+    return Launch(
+        program="qwen",
+        package="@qwen-code/qwen-code",
+        environment=environment,
+        arguments=("--auth-type", "openai"),
+    )
+
+
+PROGRAMS: Mapping[str, Callable[[Served], Launch]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+    "qwen-code": _qwen_code,
+}
+
+
+@click.command(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "KVFLASH",
+        "allow_interspersed_args": False,
+    }
+)
+@click.option(
+    "--url", metavar="URL", default="http://127.0.0.1:8080", show_default=True, help="A server that runs already."
+)
+@click.option("--api-key", metavar="KEY", default="none", help="Of the server, if it needs one.")
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PATH",
+    help="Serve this model while the program runs, instead. Options of the server are taken from their variables.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
+@click.argument("program", type=click.Choice(list(PROGRAMS)))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]...")
+def launch(
+    *, url: str, api_key: str, model: Path | None, dry_run: bool, program: str, arguments: tuple[str, ...]
+) -> None:
+    """Start a coding agent on a server of this package, and change no file.
+
+    \b
+    kvflash-run launch claude                                  on the server at port 8080
+    kvflash-run launch -m model.gguf codex -- exec "Fix it"    on a server of its own
+    kvflash-run launch --dry-run opencode                      what to set
+    """
+    with _server(model, api_key) if model is not None else _given(url) as address:
+        start = PROGRAMS[program](_served(address, api_key))
+        line = [start.program, *start.arguments, *(one for one in arguments if one != "--")]
+        for name, value in start.environment.items():
+            shown = "..." if value == api_key != "none" else value
+            note(f"{name}={shlex.quote(shown)}")
+        note(shlex.join(line))
+        if dry_run:
+            return
+        found = shutil.which(line[0])
+        if found is None:
+            raise click.UsageError(f"there is no program {line[0]!r} on the PATH: npm install -g {start.package}")
+        code = _run([found, *line[1:]], {**os.environ, **start.environment})
+    sys.exit(code)
+
+
+@contextmanager
+def _given(url: str) -> Iterator[str]:
+    yield url.rstrip("/").removesuffix("/v1")
+
+
+@contextmanager
+def _server(model: Path, key: str) -> Iterator[str]:
+    """The address of a new server, which ends with the program. ClickException if it does not come up."""
+    line = [sys.executable, "-m", "kvflash_ggml", "serve", str(model), "--host", "127.0.0.1", "--port", "0", "-q"]
+    keys = {} if key == "none" else {"KVFLASH_API_KEY": key}
+    # in a session of its own, so that Ctrl-C reaches the program alone
+    process = subprocess.Popen(
+        line, stderr=subprocess.PIPE, text=True, env={**os.environ, **keys}, start_new_session=True
+    )
+    assert process.stderr is not None
+    try:
+        for said in process.stderr:
+            if found := re.search(r"serving .* at (http://\S+)", said):
+                # a pipe that nobody reads would stop the server in time
+                threading.Thread(target=deque, args=(process.stderr, 0), daemon=True).start()
+                yield found[1]
+                return
+            note(said.rstrip("\n"))
+        raise click.ClickException(f"the server has ended with {process.wait()}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _served(url: str, key: str) -> Served:
+    """What is served at an address. ClickException if nothing is."""
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
+            (entry,) = json.load(reply)["data"]
+            return Served(url=url, key=key, model=entry["id"], n_ctx=entry["meta"]["n_ctx"])
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        if isinstance(err, urllib.error.HTTPError):
+            err.close()
+        raise click.ClickException(
+            f"no server of kvflash_ggml answers at {url} ({err}): start one with kvflash-run serve MODEL, name it with "
+            f"--url, its key with --api-key, or give --model"
+        ) from err
+
+
+def _run(line: list[str], environment: dict[str, str]) -> int:
+    """The program's exit code. Ctrl-C is the program's: it may mean something else there than the end."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return subprocess.run(line, env=environment, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)

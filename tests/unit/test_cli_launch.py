@@ -1,0 +1,97 @@
+"""`kvflash-run launch` on a server and programs made of a few lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvflash_ggml.cli import main
+from kvflash_ggml.cli.launch import PROGRAMS
+
+FILES = {"claude": "claude", "codex": "codex", "opencode": "opencode", "qwen-code": "qwen"}
+
+
+class Models(BaseHTTPRequestHandler):
+    """Tells of a model those who have the key."""
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(200 if known and self.path == "/v1/models" else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "mine", "meta": {"n_ctx": 65536}}]}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Models)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs that write down how they were started, and end with 7."""
+    for name in FILES.values():
+        (tmp_path / name).write_text('#!/bin/sh\n{ echo "$@"; env; } > "$0.said"\nexit 7\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def run(*line: str) -> Result:
+    return CliRunner().invoke(main, ["launch", *line], prog_name="kvflash-run")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_is_told_of_the_server(program: str, url: str, programs: Path) -> None:
+    result = run("--url", f"{url}/v1", "--api-key", "secret", program, "--", "-p", "go")
+    assert result.exit_code == 7, result.output
+    said = (programs / f"{FILES[program]}.said").read_text()
+    first = said.splitlines()[0]
+    assert first.endswith("-p go")
+    assert url in said
+    assert "mine" in said
+    assert "secret" in said
+    assert url in result.output
+    assert sorted(path.name for path in programs.iterdir() if path.suffix) == [f"{FILES[program]}.said"]
+
+
+def test_a_dry_run_starts_nothing(url: str, programs: Path) -> None:
+    result = run("--url", url, "--api-key", "secret", "--dry-run", "claude")
+    assert result.exit_code == 0
+    assert f"ANTHROPIC_BASE_URL={url}" in result.output
+    assert "secret" not in result.output
+    assert not (programs / "claude.said").exists()
+
+
+def test_what_codex_is_told_is_toml(url: str) -> None:
+    result = run("--url", url, "--api-key", "secret", "--dry-run", "codex")
+    assert f"""model_providers.kvflash.base_url="{url}/v1\"""" in result.output
+    assert "model_context_window=65536" in result.output
+
+
+def test_without_a_server(url: str) -> None:
+    for line in (("--url", "http://127.0.0.1:9"), ("--url", url, "--api-key", "wrong")):
+        result = run(*line, "claude")
+        assert result.exit_code == 1
+        assert "kvflash-run serve MODEL" in result.output
+
+
+def test_a_program_that_is_not_there(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = run("--url", url, "--api-key", "secret", "claude")
+    assert result.exit_code == 2
+    assert "npm install -g @anthropic-ai/claude-code" in result.output
+    assert run("--url", url, "emacs").exit_code == 2
