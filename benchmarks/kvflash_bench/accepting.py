@@ -159,9 +159,9 @@ def _walk(llm: Llama, text: Forced, plan: Plan, drafts: Sequence[Draft | None] |
     assert speculator is not None
     llm.reset()
     speculator.begin(len(text.prompt))
-    before = session.page_ins
+    before = session.paging.page_ins
     llm.eval(text.prompt)
-    read = session.page_ins
+    read = session.paging.page_ins
     tally, made, chosen = Tally(), list[Draft | None](), list[int]()
     for place, root in enumerate(text.goes_on):
         draft = drafted(llm, root) if drafts is None else drafts[place]
@@ -176,5 +176,5 @@ def _walk(llm: Llama, text: Forced, plan: Plan, drafts: Sequence[Draft | None] |
         chosen.append(int(picks[0]))
     if speculator.off is not None:
         raise ConfigError(f"{', '.join(speculator.types) or 'the drafter'} does not draft any more: {speculator.off}")
-    page_ins = {"read_page_ins": read - before, "page_ins": session.page_ins - read}
+    page_ins = {"read_page_ins": read - before, "page_ins": session.paging.page_ins - read}
     return Walk(drafts=made, chosen=chosen, tally=tally, **page_ins)

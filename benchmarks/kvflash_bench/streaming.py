@@ -152,7 +152,7 @@ def _turns(llm: Llama, text: npt.NDArray[np.int32], repeats: int) -> dict[str, f
         read = time.perf_counter()
         llm.eval([int(text[at + QUESTION])])
         _finish(llm)
-        ranked = session.loss.ranked
+        ranked = session.stats.ranked
         took.setdefault(ranked, []).append(read - began)
         took.setdefault(f"{ranked}, first token", []).append(time.perf_counter() - began)
     scorer.measures = True

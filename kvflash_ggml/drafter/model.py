@@ -23,6 +23,7 @@ from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
 from ..policy.edges import boost_successors
 from ..policy.heads import every_head
+from ..sequence import restore
 from ..sequence.sidecar import Sidecar
 from ..snapshot.fingerprint import ModelFile
 from ..state.session import DrafterState, SessionState
@@ -162,12 +163,12 @@ class SmallModel:
         return self._file.identity()
 
     def state(self) -> SessionState:
-        return self._session.state()
+        return restore.state(self._session)
 
     def load(self, saved: DrafterState) -> None:
         session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
         try:
-            self._session.load(session)
+            restore.load(self._session, session)
         finally:
             session.release()
 

@@ -18,6 +18,7 @@ from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
 from ..pool.branches import Branches
+from ..sequence import prefill
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
 from ..spec.tree import Rows
@@ -64,24 +65,25 @@ class GeneratingLlama(SavingLlama):
             super().eval(tokens)
             return
         progress = self.kvflash_progress if len(data) > 1 else None
-        extend = partial(self._session.extend, output_all=self._logits_all, after=self._after_step, progress=progress)
+        session, logits, step = self._session, self._logits_all, self._after_step
+        read = partial(prefill.extend, session, output_all=logits, after=step, progress=progress)
         known: int | None = None
         try:
             try:
                 self._catch_up(self._session)
                 known = self._session.length
-                extend(data, checkpoint=checkpoint, prompt=prompt)
+                read(data, checkpoint=checkpoint, prompt=prompt)
             except SnapshotError as err:
                 # a chunk that was restored lazily is lost, so what was read with it cannot go on
                 logger.warning("%s: the whole text is read again", err)
                 self._discard_lost()
                 text = np.concatenate([self.input_ids[: self.n_tokens if known is None else known], data])
-                lost = self._session.loss
+                lost = self._session.stats
                 self._session.reset()
-                extend(text)
+                read(text)
                 if len(data) == 1 and not prompt:  # of the same answer
                     lost.add_generated(1, whole=bool(self._session.whole[len(text) - 1]))
-                    self._session.loss = lost
+                    self._session.stats = lost
         except BaseException:
             self._requires_eval = True  # the last step that was done may have kept no logits
             raise
@@ -226,7 +228,7 @@ class GeneratingLlama(SavingLlama):
                 self._keep_prefix()
                 if self._session is not None and not self._session.engine.closed:
                     self._session.settle()
-                    if self._finder is not None and self._session.outgrown:
+                    if self._finder is not None and self._session.length > self._session.pool.n_slots:
                         self._finder.start()
 
     def _step(self, pending: list[int], stopping: Stopping) -> Tokens:
@@ -311,7 +313,7 @@ class GeneratingLlama(SavingLlama):
         if shared == len(tokens):
             shared -= 1  # one token has to be evaluated for its logits
         if self._session is not None:
-            shared = self._session.prefix_to_keep(shared, tokens)
+            shared = prefill.prefix_to_keep(self._session, shared, tokens)
         left = self._cut(shared) if shared > 0 else 0
         if left == 0:
             self.reset()

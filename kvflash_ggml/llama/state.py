@@ -19,6 +19,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from ..arrays import common_prefix
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite
+from ..sequence import prefill, restore
 from ..sequence.sequence import Sequence
 from ..sequence.step import Logits
 from ..snapshot import fingerprint
@@ -53,9 +54,9 @@ class SavingLlama(llama_cpp.Llama):
             raise ConfigError(f"n_tokens = {self.n_tokens} must be from 0 to n_ctx = {self._n_ctx}")
         session.settle()
         if self.n_tokens < session.length:
-            session.rewind_to(self.n_tokens)
+            prefill.rewind_to(session, self.n_tokens)
         elif self.n_tokens > session.length:
-            session.extend(self.input_ids[session.length : self.n_tokens].astype(np.int32))
+            prefill.extend(session, self.input_ids[session.length : self.n_tokens].astype(np.int32))
 
     @property
     def _logits_at_hand(self) -> bool:
@@ -204,7 +205,7 @@ class SavingLlama(llama_cpp.Llama):
     def _saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
         assert self._session is not None
         self._catch_up(self._session)
-        saved = self._session.state(length, drafts=drafts)
+        saved = restore.state(self._session, length, drafts=drafts)
         saved.seed = self._seed
         if length in (None, self.n_tokens) and self._logits_at_hand:
             saved.logits = self._logits_row(self.n_tokens - 1).copy()
@@ -212,7 +213,7 @@ class SavingLlama(llama_cpp.Llama):
 
     def _recovered(self) -> SessionState:
         assert self._session is not None
-        saved = self._session.kept_state()
+        saved = restore.kept_state(self._session)
         saved.seed = self._seed
         return saved
 
@@ -221,7 +222,7 @@ class SavingLlama(llama_cpp.Llama):
         assert self._session is not None
         try:
             self._session.settle()  # the text that stays if the load is refused
-            self._session.load(saved, self._follow)
+            restore.load(self._session, saved, self._follow)
         finally:
             saved.release()
         self._seed = saved.seed
@@ -325,7 +326,7 @@ class SavingLlama(llama_cpp.Llama):
         shared = common_prefix(self._session.tokens, tokens)
         if shared == len(tokens) == self._session.length and self._logits_at_hand:
             return
-        mine = self._session.truncates_to(self._session.prefix_to_keep(min(shared, len(tokens) - 1), tokens))
+        mine = self._session.truncates_to(prefill.prefix_to_keep(self._session, min(shared, len(tokens) - 1), tokens))
         self._keep_prefix()
         prefixes.load(tokens, mine, self._follow)
 

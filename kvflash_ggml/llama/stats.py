@@ -97,12 +97,12 @@ class PoolStats:
     @property
     def page_ins(self) -> int:
         """Chunks that came back from the host."""
-        return self._session.page_ins
+        return self._session.paging.page_ins
 
     @property
     def page_outs(self) -> int:
         """Chunks that were copied to the host: each once, when it is full. Leaving the device moves nothing then."""
-        return self._session.page_outs
+        return self._session.paging.page_outs
 
     @property
     def bytes_in(self) -> int:
@@ -173,7 +173,7 @@ class PoolStats:
     @property
     def last(self) -> ReadStats:
         """What the newest request has lost against full attention: a copy, as it stands."""
-        return replace(self._session.loss)
+        return replace(self._session.stats)
 
     @property
     def spec(self) -> SpecStats | None:
@@ -342,7 +342,8 @@ class PoolStats:
         return f", sliding-window layers keep {kept} tokens (swa_full={self._swa_full})"
 
     def _index(self) -> str:
-        size = self._session.index_bytes
+        scoring = self._session.scoring
+        size = 0 if scoring is None else scoring.scorer.index_bytes
         if not size:
             return ""
         return f" ({self._heads}{size / 2**20:.1f} MiB of index)"

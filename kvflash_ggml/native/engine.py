@@ -447,8 +447,9 @@ class Engine:
 
     @property
     def is_lost(self) -> bool:
-        """Does a server of its devices not answer any more?"""
-        return bool(lib.kvf_check_lost(self._engine) != lib.KVF_STATUS_SUCCESS)
+        """Does a server of its devices not answer any more? Of a closed engine nobody asks."""
+        engine = vars(self).get("_engine")
+        return engine is not None and bool(lib.kvf_check_lost(engine) != lib.KVF_STATUS_SUCCESS)
 
     def check_lost(self) -> None:
         """DeviceLost if a server of its devices does not answer any more."""

@@ -29,12 +29,12 @@ class Checkpoints:
         self._step = max(8192, 2 * n_ctx // max(1, most))
         self._copies = StateCopies(engine)
         self._states: dict[int, Blob] = {}
-        # what was put back and not gone on from yet, so that it need not be read again
-        self._restored: tuple[int, Blob] | None = None
+        self.restored: tuple[int, Blob] | None = None
+        """The position and state that were put back, while no step has followed: it need not be read again."""
 
     def before_step(self, pos: int, *, wanted: bool) -> None:
         """The text has `pos` tokens and a step of a prompt follows. wanted: going back to here is likely."""
-        restored, self._restored = self._restored, None
+        restored, self.restored = self.restored, None
         newest = max(self._states, default=0)
         if self._most == 0 or pos == newest:
             return
@@ -45,10 +45,6 @@ class Checkpoints:
                 self._states[pos] = restored[1]
             else:
                 self._states[pos] = self._copies.copy()
-
-    def before_answer(self) -> None:
-        """A step of an answer follows: nothing goes on from where the text was put back."""
-        self._restored = None
 
     def state(self) -> dict[int, Blob]:
         """All states by position, to be loaded later."""
@@ -61,7 +57,7 @@ class Checkpoints:
         milliseconds to read. A sliding window is read in any case: rows that were rejected may lie elsewhere in it.
         """
         if self._engine.info.n_swa == 0:
-            restored = self._restored
+            restored = self.restored
             known = restored[1] if restored is not None and restored[0] == length else self._states.get(length)
             if is_in_memory(known):
                 return known
@@ -73,7 +69,7 @@ class Checkpoints:
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
         """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
-        self._restored = (length, state) if self._most else None
+        self.restored = (length, state) if self._most else None
         newest = sorted(states)[-self._most :] if self._most else []
         self._states = {pos: states[pos] for pos in newest}
 
@@ -86,7 +82,7 @@ class Checkpoints:
     def truncate(self, length: int) -> None:
         """The text has been cut: states of what came later are void."""
         self._states = {pos: data for pos, data in self._states.items() if 0 < pos <= length}
-        self._restored = None
+        self.restored = None
 
     def nearest(self, pos: int) -> int:
         """The newest state at or before `pos`, or the beginning."""

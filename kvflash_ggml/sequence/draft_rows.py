@@ -13,13 +13,11 @@ from ..arrays import Int32s
 from ..errors import SnapshotError
 from ..pool.branches import Branches, leaving, moving
 from ..pool.plan import Layout
-from .device_states import SavedState
+from .device_states import DeviceStates, SavedState
 from .query_ring import QueryRing
-from .step import Step
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
-    from .pool import Pool
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -54,22 +52,6 @@ class DraftRows:
         return replace(self, path=(*self.path, row))
 
 
-def place(engine: Engine, queries: QueryRing, step: Step) -> Int32s:
-    """Tell the engine the positions of a step's tokens, and the rows that take their queries. Returns their slots."""
-    layout, start, n, branches = step.plan.layout, step.start, len(step.tokens), step.branches
-    if branches is None:
-        engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
-        if queries.rows:
-            queries.capture(start, n)
-        return layout.slots(start, engine.slot[:n])
-    engine.pos[:n] = start + branches.depth
-    if queries.rows:
-        queries.capture_at(start + branches.where)
-    slots = engine.slot[:n]
-    slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
-    return slots
-
-
 def gather(
     engine: Engine, layout: Layout, queries: QueryRing, ahead: DraftRows, tree: Branches, order: npt.NDArray[np.intp]
 ) -> None:
@@ -88,12 +70,12 @@ def gather(
         queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
 
 
-def goes_back(pool: Pool, ahead: DraftRows, length: int) -> bool:
+def goes_back(engine: Engine, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
     """Can the memory forget the rows from `length` on? Then it has. Not where a window does not reach back so far."""
     try:
         if ahead.state is not None:
-            pool.device_states.put(ahead.state, length)
+            states.put(ahead.state, length)
     except SnapshotError as err:
         logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
         return False
-    return pool.engine.truncate(length)
+    return engine.truncate(length)

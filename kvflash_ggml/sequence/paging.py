@@ -27,7 +27,8 @@ class Paging:
     """Between a page table and the engine.
 
     ids: the tokens of the text, [n_ctx]. sealed: called with chunks whose images are in `store`, before they count as
-    on the host; again if that was interrupted.
+    on the host; again if that was interrupted. saved: how many sealed chunks there were when all of
+    them were last on the host.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Paging:
         self.store = store
         self.page_ins = 0
         self.page_outs = 0
+        self.saved = 0
         self._engine = engine
         self._table = table
         self._mask = mask
@@ -107,9 +109,9 @@ class Paging:
     def save(self) -> None:
         """Copy chunks that have been sealed to the host, behind the compute."""
         unsaved = self._table.unsaved
-        if unsaved:  # asked before and after each token
-            for chunks in self.heap.fitting(unsaved):
-                self._save(chunks)
+        for chunks in self.heap.fitting(unsaved):
+            self._save(chunks)
+        self.saved = unsaved.stop
 
     def _save(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:

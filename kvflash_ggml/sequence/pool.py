@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..constants import CHUNK
 from ..host.heap import PageHeap
 from ..pool.allocator import BlockAllocator
@@ -16,16 +18,18 @@ from .device_states import DeviceStates
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
+    from .step import Step
 
 
 class Pool:
-    """The pool of a context. It knows no text; a text knows its pool.
+    """The pool of a context. It holds no text; it computes the steps of those that know it.
 
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
     streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
-    stash: where what is not pooled is kept in front of drafts. beside: another pool of the same model and devices,
-    whose images this one's texts can have; `take_images` makes them its own. owns_images: closes them with itself.
+    device_states: where what is not pooled is kept in front of draft rows. beside: another pool of the same model and
+    devices, whose images this one's texts can have; `take_images` makes them its own. owns_images: closes them with
+    itself.
     """
 
     def __init__(
@@ -62,6 +66,31 @@ class Pool:
     def make_mask(self) -> SlotMask:
         """What one more text sees."""
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
+
+    def run(self, step: Step) -> None:
+        """Compute a prepared step, whose moves are made, and note the result in its `codes`.
+
+        Nothing else steps the engine. Raises what `Engine.step` raises.
+        """
+        engine, start, n, branches = self.engine, step.start, len(step.tokens), step.branches
+        engine.token[:n] = step.tokens
+        engine.output[:n] = step.output.every
+        engine.output[n - 1] = step.output.every or step.output.last
+        layout, slots = step.plan.layout, engine.slot[:n]
+        if branches is None:
+            engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
+            if step.queries.rows:
+                step.queries.capture(start, n)
+            layout.slots(start, slots)
+            if step.streamed is None:
+                step.mask.fill(start, slots)
+        else:
+            engine.pos[:n] = start + branches.depth
+            if step.queries.rows:
+                step.queries.capture_at(start + branches.where)
+            slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
+            step.mask.fill_tree(start, slots, branches.parent)
+        engine.step(n, step.wait, step.codes, step.streamed)
 
     def take_images(self, other: Pool) -> None:
         """The images that both have are this pool's from now on; it closes them, and the other no longer does.

@@ -1,4 +1,4 @@
-"""How a prompt is read: as it was read before, exactly, or by the pool and its end a second time. And repair."""
+"""How a prompt is read: as it was read before, exactly, or by the pool and its end a second time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from ..arrays import Int32s
+from ..constants import CHUNK
 from ..errors import KVFlashError
 from ..logs import Progress
 from ..native.streamed import NOBODY, Asked
 from ..pool.page_table import PageTableState
 from ..state.session import Replay
-from .reading import ReadStats, Repair
+from .reading import ReadStats
+from .sequence import Sequence
 from .step import EVERY, LAST, AfterStep, Output
-from .text import Text
 
 QUESTION_TOKENS = 64
 """Tokens at the end of a prompt that are taken for its question, and read again with what it asks for."""
@@ -32,17 +33,17 @@ class Before:
     rebuild: bool
 
     @classmethod
-    def of(cls, text: Text) -> Before:
+    def of(cls, text: Sequence) -> Before:
         table = replace(text.table.state(text.relevance.ranking), pins=frozenset())  # these are of a request
         return cls(text.length, table, text.relevance.rebuild)
 
 
 class Prefill:
-    """One prompt, and how much of it a text has read. The arguments are those of `Sequence.extend`."""
+    """One prompt, and how much of it a text has read. The arguments are those of `extend`."""
 
     def __init__(
         self,
-        text: Text,
+        text: Sequence,
         tokens: Int32s,
         *,
         output_all: bool,
@@ -62,7 +63,7 @@ class Prefill:
     def read(self, known: Replay | None) -> None:
         """Evaluate the prompt, of which `known` was found when it was read before."""
         self._text.relevance.forget()
-        self._text.loss = ReadStats()
+        self._text.stats = ReadStats()
         if known is not None:
             self._replay(known)
         elif self._text.reading.exact:
@@ -81,7 +82,7 @@ class Prefill:
         with text.recovery.told():
             text.checkpoints.before_step(text.length, wanted=True)
         relevance.ranking, relevance.rebuild = known.table.scores, known.rebuild
-        text.evaluate(known.tokens, self._logits, self._after, places=known.table)
+        text.compute(text.prepare(known.tokens, self._logits, self._after, places=known.table))
         relevance.ranking, relevance.rebuild = known.ranking, known.due
         relevance.scoring.replays.keep(known)
         self._count(self._total)
@@ -100,7 +101,7 @@ class Prefill:
         if scoring is not None:
             text.relevance.take(scoring.take())  # the answer begins with what the prompt's end asks for
             if not text.sees_everything:
-                text.loss.ranked, text.loss.ranked_why = scoring.masses.told
+                text.stats.ranked, text.stats.ranked_why = scoring.masses.told
 
     def _read_by_pool(self) -> None:
         """Evaluate the prompt with what is resident in view, then its question again with what that asks for."""
@@ -163,10 +164,18 @@ class Prefill:
     def _count(self, count: int) -> None:
         """A step of so many tokens is done."""
         text = self._text
-        text.loss.add_read(count, text.share_seen(text.length - count, count))
+        text.stats.add_read(count, self._share_seen(count))
         if text.repair is not None:
             text.repair.start = text.length
         self._done += count
+
+    def _share_seen(self, count: int) -> float:
+        """Share of the text before it, 0 to 1, that the newest step saw, which had `count` tokens."""
+        text, start = self._text, self._text.length - count
+        if text.whole[start]:
+            return 1.0
+        seen = text.table.resident * CHUNK - count if text.view is None else text.view.tokens
+        return seen / start
 
     def _report(self) -> None:
         """Tell the progress callback. KVFlashError if it changes the text."""
@@ -218,43 +227,67 @@ class Prefill:
         relevance.scoring.replays.keep(found)
 
 
-def in_one_step(text: Text, found: Replay | None) -> Replay | None:
+def extend(
+    sequence: Sequence,
+    tokens: Int32s,
+    *,
+    output_all: bool = False,
+    after: AfterStep | None = None,
+    progress: Progress | None = None,
+    checkpoint: int | None = None,
+    prompt: bool = False,
+) -> None:
+    """Evaluate tokens after those that were read: one as part of an answer, several as a prompt.
+
+    Logits of the last are kept, or of all with `output_all`. after(start, count) runs after each step, while the
+    logits of its `count` tokens are at hand. checkpoint: a position within a prompt at which to keep what is not
+    pooled, to go back to. prompt: a single token is of one too. progress(done, total) runs after each step of
+    a prompt, and may not change the text. On DecodeError and the other errors of this package the steps that were
+    done stay done: `length` tells how far.
+    """
+    sequence.begin(len(tokens))
+    if not len(tokens):  # the text goes on as it is
+        sequence.stats = ReadStats()
+        return
+    exact, known = sequence.reading.exact, None
+    if sequence.scoring is not None and not exact and (prompt or len(tokens) > 1):
+        known = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
+    if len(tokens) == 1 and known is None and not (prompt and exact):
+        sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
+        sequence.repair_due(after)
+        return
+    read = Prefill(sequence, tokens, output_all=output_all, after=after, progress=progress, checkpoint=checkpoint)
+    read.read(known)
+
+
+def rewind_to(sequence: Sequence, length: int) -> None:
+    """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
+    again = sequence.ids[:length].copy()
+    left = sequence.truncate(length)
+    if left < length:
+        extend(sequence, again[left:])
+
+
+def prefix_to_keep(sequence: Sequence, shared: int, prompt: Int32s) -> int:
+    """How much of a known prefix to keep for a prompt.
+
+    Less than `shared` where its end has been read before, or where queries of its newest tokens have been
+    overwritten by those of a text that is cut off: they are computed again, so that the question takes part in
+    scoring as a whole.
+    """
+    total, rows = len(prompt), sequence.queries.rows
+    if sequence.scoring is not None and not sequence.reading.exact:
+        found = in_one_step(sequence, sequence.scoring.replays.within(shared, prompt))
+        if found is not None and sequence.truncates_to(found.start) == found.start:
+            return found.start
+    valid_from = sequence.queries.valid_after(min(shared, sequence.length), sequence.length)
+    if sequence.scoring is None or total <= sequence.pool.n_slots or valid_from <= total - rows:
+        return shared
+    return max(0, min(shared, total - rows))
+
+
+def in_one_step(sequence: Sequence, found: Replay | None) -> Replay | None:
     """The same if its tokens fit a step here, else None: a file may come from a session with longer steps."""
-    if found is None or len(found.tokens) > min(text.pool.n_ubatch, text.table.room(found.start)):
+    if found is None or len(found.tokens) > min(sequence.pool.n_ubatch, sequence.table.room(found.start)):
         return None
     return found
-
-
-def mend(text: Text, repair: Repair, loss: ReadStats, after: AfterStep | None) -> None:
-    """Read the tokens that are due again, each step with the whole text in view, or as much as the stages can hold.
-
-    What goes wrong is raised, and the text has all of its tokens all the same: those that were not reached are read by
-    the pool once more, and not repaired later.
-    """
-    start, end, ranking = repair.start, text.length, text.relevance.ranking
-    tokens, picks = text.tokens.copy(), repair.picks(end)
-    try:
-        text.truncate(start)  # to a place further back, where the memory knows no other
-        text.relevance.ranking = (
-            ranking  # which a cut forgets: of a text longer than the stages it says what is in view
-        )
-        while text.length < end:
-            at = text.length
-            _read_again(text, tokens, after, stream=True)
-            loss.changed += repair.changed(picks[at : text.length])
-            loss.repaired += max(0, text.length - max(at, start))
-    except BaseException:
-        text.unfinished.settle()
-        while text.length < end:
-            _read_again(text, tokens, after, stream=False)
-        raise
-    finally:
-        text.relevance.ranking = ranking
-        repair.start = text.length
-
-
-def _read_again(text: Text, tokens: Int32s, after: AfterStep | None, *, stream: bool) -> None:
-    """One step of it."""
-    at = text.length
-    count = min(len(tokens) - at, text.pool.n_ubatch, text.table.room(at))
-    text.evaluate(tokens[at : at + count], EVERY, after, stream=stream)

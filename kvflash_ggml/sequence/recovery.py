@@ -41,7 +41,7 @@ class Recovery:
 
     def check(self) -> None:
         """DeviceLost if a server does not answer any more. Nobody is asked once the model is closed."""
-        if not self._engine.closed and self._engine.is_lost:  # asked before each token
+        if self._engine.is_lost:
             with self.told():
                 self._engine.check_lost()
 
@@ -67,27 +67,27 @@ class Unfinished:
     """
 
     def __init__(self) -> None:
-        self._work: Callable[[], None] | None = None
+        self.work: Callable[[], None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
         """From here on `work` has to be done, in place of what was to be done before."""
-        self._work = work
+        self.work = work
 
     def end(self) -> None:
         """Nothing has to be done any more."""
-        self._work = None
+        self.work = None
 
     def settle(self) -> None:
         """Do what has to be done, if anything. Interrupted, it is done all the same before the interrupt goes on."""
-        if self._work is None:
+        if self.work is None:
             return
         try:
-            self._work()
+            self.work()
         except Exception:
-            self._work = None  # it would fail again
+            self.work = None  # it would fail again
             raise
         except BaseException:
-            self._work()
-            self._work = None
+            self.work()
+            self.work = None
             raise
-        self._work = None
+        self.work = None

@@ -43,9 +43,9 @@ class Relevance:
         self.ranking, self.rebuild = self.scoring.sparing(lasting, *self._table.unprotected(), self._table.quota)
 
     def take_ready(self) -> None:
-        """Go by the scores that are due, if there are any."""
-        if self.scoring is not None and self.scoring.is_ready:
-            self.take(self.scoring.take(), sparingly=True)
+        """Go by the scores that are due."""
+        assert self.scoring is not None
+        self.take(self.scoring.take(), sparingly=True)
 
     def take_overlapped(self) -> None:
         """While a prompt is read: go by the oldest finished scores, if they can be had without a wait."""
@@ -70,11 +70,6 @@ class Relevance:
         known = length - self._queries.valid_from
         seen = () if view is None else (*view.chunks, *range(start // CHUNK, length // CHUNK))
         self.scoring.request(tokens, length // CHUNK, protected, rows=rows, known=known, asked=asked, seen=seen)
-
-    def generated(self, count: int, tokens: Int32s, view: View | None) -> None:
-        """The newest `count` of these tokens are of an answer: score the chunks where it is time."""
-        if self.scoring is not None and self.scoring.on_tokens(count) and not self._table.unsaved:
-            self.request(tokens, view, rows=1)
 
     def forget(self) -> None:
         """Begin a new request: no score of the last one steers it."""

@@ -12,10 +12,10 @@ from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
 from ..state.blob import Blob, Bytes, in_memory
 from ..state.session import SessionState
-from .text import Text
+from .sequence import Sequence
 
 
-def state(text: Text, length: int | None = None, *, drafts: bool = True) -> SessionState:
+def state(text: Sequence, length: int | None = None, *, drafts: bool = True) -> SessionState:
     """The session as it is, or cut to its first `length` tokens, to be loaded later. It goes on unchanged.
 
     drafts: with what drafters know of it, if it is whole.
@@ -28,7 +28,7 @@ def state(text: Text, length: int | None = None, *, drafts: bool = True) -> Sess
         return _state(text, length, drafts=drafts)
 
 
-def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
+def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
     text.settle()
     whole = length is None or length == text.length
     length = text.length if length is None else length
@@ -71,7 +71,7 @@ def _state(text: Text, length: int | None, *, drafts: bool) -> SessionState:
     return saved
 
 
-def kept_state(text: Text) -> SessionState:
+def kept_state(text: Sequence) -> SessionState:
     """Return the first `text.recovery.kept` tokens, from what this machine has. No device is asked for anything.
 
     SnapshotError if that is nothing, HostMemoryError if there is no room for the copy of a page.
@@ -97,7 +97,7 @@ def kept_state(text: Text) -> SessionState:
     )
 
 
-def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
+def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
     """Replace everything by a saved session of this heap, which goes on bit for bit where its table fits.
 
     then: called with it in the end, for whoever has to follow: both are done, or neither.
@@ -133,7 +133,7 @@ def load(text: Text, saved: SessionState, then: Callable[[SessionState], None] |
         raise
 
 
-def _read(text: Text, saved: SessionState) -> Blob:
+def _read(text: Sequence, saved: SessionState) -> Blob:
     """Read all that can be damaged or refused, while there is a way back. Returns what is not pooled, in memory."""
     places = text.table.place(saved.length, saved.table)
     if saved.state.size and not (text.engine.info.recurrent or text.engine.info.n_swa):
@@ -147,7 +147,7 @@ def _read(text: Text, saved: SessionState) -> Blob:
     return state
 
 
-def _put_state(text: Text, state: Blob, length: int) -> None:
+def _put_state(text: Sequence, state: Blob, length: int) -> None:
     """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
     if text.length:
         before, length_before = text.checkpoints.at(text.length), text.length
@@ -157,13 +157,13 @@ def _put_state(text: Text, state: Blob, length: int) -> None:
     text.checkpoints.put(state, length)
 
 
-def _check_sound(text: Text, saved: SessionState) -> None:
+def _check_sound(text: Sequence, saved: SessionState) -> None:
     """DeviceLost unless every page was read before anything was lost."""
     if not all(text.engine.is_sound(page.filled) for page in saved.pages):
         text.recovery.check()
 
 
-def _state_at(text: Text, length: int) -> Blob:
+def _state_at(text: Sequence, length: int) -> Blob:
     """What is not pooled, as it was after `length` tokens."""
     if length == text.length or not (text.engine.info.recurrent or text.engine.info.n_swa):
         return text.checkpoints.at(text.length)

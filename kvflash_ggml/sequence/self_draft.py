@@ -57,7 +57,7 @@ class SelfDraft:
     def write(self, tokens: list[int]) -> None:
         """Evaluate tokens behind the others, in one step. The logits of each of them are at hand then."""
         rows = np.array(tokens, np.int32)
-        self._session.evaluate(rows, EVERY, generated=True, ahead=self._room, sketch=True)
+        self._session.compute(self._session.prepare(rows, EVERY, generated=True, ahead=self._room, self_draft=True))
 
     def retain(self, length: int) -> bool:
         """Of text and sketch so many tokens stay, and what is written next follows them.
@@ -72,13 +72,13 @@ class SelfDraft:
 
     def _retain(self, length: int) -> None:
         """Can be done again wherever it was interrupted."""
-        session, ahead = self._session, self._session._ahead
+        session, ahead = self._session, self._session.draft_rows
         assert ahead is not None
         count = length - ahead.start
         if count < len(ahead.tokens):
             if not session.engine.truncate(length):
                 return
             session.mask.truncate()
-            session._ahead = replace(ahead, tokens=ahead.tokens[:count])
+            session.draft_rows = replace(ahead, tokens=ahead.tokens[:count])
         if session.follower is not None:
             session.follower.retained(length)

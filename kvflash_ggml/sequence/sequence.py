@@ -1,24 +1,135 @@
-"""A text on a pool whose resident set follows what is asked: prompts, generation, and what a policy has to say."""
+"""A sequence: a text that is being computed on a pool, its tokens, its KV, and the steps that extend or cut it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Int32s
-from ..errors import CLOSED, ContextFull, KVFlashError
-from ..logs import Progress
+from ..config import KVFlashConfig
+from ..constants import CHUNK
+from ..errors import CLOSED, ConfigError, ContextFull, DeviceLost, HostMemoryError, KVFlashError
+from ..host.store import HostStore
 from ..pool.branches import Branches
-from ..state.session import Limits, PolicyState, SessionState
-from . import restore
-from .prefill import Prefill, in_one_step, mend
-from .reading import ReadStats
-from .step import EVERY, LAST, NO_LOGITS, AfterStep, Output
-from .text import Text
+from ..pool.page_table import PageTable, PageTableState
+from ..pool.plan import NO_MOVES, Plan
+from ..pool.view import View, everything_is_resident
+from ..state.session import Limits
+from ..trace.events import Events
+from .checkpoints import Checkpoints
+from .draft_rows import DraftRows, gather, goes_back
+from .paging import Paging
+from .pool import Pool
+from .query_ring import QueryRing
+from .reading import POOL, Reading, ReadStats, Repair
+from .recovery import Recovery, Unfinished
+from .relevance import Relevance
+from .scoring import Scoring
+from .selection import TAU
+from .span import AttentionSpan
+from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
+
+if TYPE_CHECKING:
+    from ..policy.base import Scorer
+
+logger = logging.getLogger("kvflash_ggml")
 
 
-class Sequence(Text):
-    """A text that is extended by prompts and answers. The arguments are those of `Text`."""
+class Sequence:
+    """A text on a pool. Each step of it is computed and counts, or has never been.
+
+    n_ctx: tokens at most. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
+    so that a pool that holds the whole context computes the same bits. scorer: decides which chunks stay resident; None
+    for pure recency. reading: what a step sees; the pool has stages if that is more than what is in it.
+
+    whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are at hand.
+    draft_rows: rows that were written behind the text, until they are settled. streamed_steps: steps that saw more than
+    the pool. view: of the newest step. follower: hears what becomes of the text. stats: of the newest request. repair:
+    None where answers are not read again.
+    """
+
+    follower: Follower | None = None
+
+    def __init__(
+        self,
+        pool: Pool,
+        config: KVFlashConfig,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        scorer: Scorer | None = None,
+        reading: Reading = POOL,
+    ) -> None:
+        self.pool = pool
+        self.engine = engine = pool.engine
+        self.config = config
+        self.n_ctx = n_ctx
+        self.n_batch = n_batch
+        self.n_ubatch = pool.n_ubatch
+        self.reading = reading
+        self.repair: Repair | None = None
+        self.stats = ReadStats()
+        self.bounded = pool.n_slots < n_ctx
+        if self.bounded and engine.info.v_trans:
+            raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
+        self.ids = np.zeros(n_ctx, np.int32)
+        self.whole = np.zeros(n_ctx, np.bool_)
+        self.logits = NO_LOGITS
+        self.store = HostStore(pool.heap)
+        self.table = PageTable(pool.blocks, self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        self.span = AttentionSpan(pool, self.table, bounded=self.bounded)
+        self.mask = pool.make_mask()
+        self.queries = QueryRing(engine, None if scorer is None else scorer.query_rows)
+        self.events = Events(scorer)
+        self.scoring = self._open_scoring(scorer)
+        """What feeds the policy; None where recency alone decides who stays."""
+        self.relevance = Relevance(self.table, self.queries, self.events, self.scoring)
+        self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
+        self.unfinished = Unfinished()
+        self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.recovery = Recovery(engine, self.table, self.store, self.checkpoints)
+        self.streamed_steps = 0
+        self.view: View | None = None
+        self._told_of_memory = False
+        self.draft_rows: DraftRows | None = None
+        for lo, hi in self.config.pins:
+            self.table.pin_range(lo, hi)
+
+    def _open_scoring(self, scorer: Scorer | None) -> Scoring | None:
+        if not self.bounded or scorer is None:
+            return None
+        tau = self.config.tau or (TAU if self.config.deterministic else None)
+        return Scoring(self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=-(-self.n_ctx // CHUNK))
+
+    # --- what it is
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far, with the draft rows that were accepted."""
+        rows = self.draft_rows
+        return self.table.layout.length if rows is None else rows.start + rows.kept
+
+    @property
+    def tokens(self) -> Int32s:
+        """The tokens whose KV is in the pool or on the host, shape [length]."""
+        return self.ids[: self.length]
+
+    @property
+    def ahead(self) -> int:
+        """Draft rows that were written and wait to be settled."""
+        return 0 if self.draft_rows is None else len(self.draft_rows.tokens)
+
+    @property
+    def sees_everything(self) -> bool:
+        """Is all of the text in the pool?"""
+        return not self.bounded or everything_is_resident(self.table.layout, self.length)
 
     @property
     def policy(self) -> str:
@@ -27,61 +138,244 @@ class Sequence(Text):
             return "none needed"
         return "lru" if self.scoring is None else self.scoring.scorer.name
 
-    @property
-    def index_bytes(self) -> int:
-        """Bytes that the policy's statistics take for a whole context."""
-        return 0 if self.scoring is None else self.scoring.scorer.index_bytes
-
     def limits(self, n_vocab: int) -> Limits:
-        """What a session can be that is loaded here."""
+        """The largest session that can be loaded here."""
         return Limits(n_ctx=self.n_ctx, n_vocab=n_vocab, queries=self.queries.size)
 
-    @property
-    def blank_policy(self) -> PolicyState | None:
-        """The state of a policy that has not scored yet."""
-        return None if self.scoring is None else self.scoring.blank_state()
+    # --- prompts and answers
 
-    @property
-    def page_ins(self) -> int:
-        return self.paging.page_ins
+    def begin(self, count: int) -> None:
+        """Settle what is unfinished, before `count` tokens follow. ContextFull if there is no room for them.
 
-    @property
-    def page_outs(self) -> int:
-        return self.paging.page_outs
+        KVFlashError for a model that was closed.
+        """
+        self.check_open()
+        self.settle()
+        if self.length + count > self.n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({self.length + count}) exceed context window of {self.n_ctx}"
+                f" (the pool holds {self.pool.n_slots} of them at a time)"
+            )
 
-    # --- extend
-
-    def extend(
+    def prepare_answer(
         self,
         tokens: Int32s,
-        *,
-        output_all: bool = False,
+        output: Output,
         after: AfterStep | None = None,
-        progress: Progress | None = None,
-        checkpoint: int | None = None,
-        prompt: bool = False,
-    ) -> None:
-        """Evaluate tokens after those read so far: one as part of an answer, several as a prompt.
+        *,
+        ahead: int = 0,
+        branches: Branches | None = None,
+    ) -> Step:
+        """Prepare a step of an answer, which `begin` has made room for and `finish` computes. See `prepare`."""
+        if self.repair is not None and self.length == self.repair.start:
+            with self.recovery.told():
+                self.checkpoints.before_step(self.length, wanted=True)
+        self.checkpoints.restored = None  # nothing goes on from where the text was put back
+        if self.scoring is not None and self.scoring.is_ready:
+            self.relevance.take_ready()
+        return self.prepare(
+            tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
+        )
 
-        Logits of the last are kept, or of all with `output_all`. after(start, count) runs after each step, while the
-        logits of its `count` tokens are at hand. checkpoint: a position within a prompt at which to keep what is not
-        pooled, to go back to. prompt: a single token is of one too. progress(done, total) runs after each step of
-        a prompt, and may not change the text. On DecodeError and the other errors of this package the steps that were
-        done stay done: `length` tells how far.
+    def finish(self, step: Step) -> None:
+        """Compute a step of an answer, and count its tokens."""
+        try:
+            self.compute(step)
+            if self.repair is not None and step.branches is None:
+                self.repair.generated(step.start, len(step.tokens))
+        finally:
+            if not step.ahead and self.length > step.start:  # not after a step that failed
+                self.count_generated(self.length - step.start)
+
+    def repair_due(self, after: AfterStep | None) -> None:
+        """Read the newest tokens again with the whole text in view, where it is time. after: as in `prepare`.
+
+        What goes wrong is raised, and the text has all of its tokens all the same: tokens that were not reached are
+        read by the pool once more, and not repaired later.
         """
-        self._begin(len(tokens))
-        if not len(tokens):  # the text goes on as it is
-            self.loss = ReadStats()
+        repair = self.repair
+        if repair is None or self.ahead or not repair.is_due(self.length):
             return
-        exact, known = self.reading.exact, None
-        if self.scoring is not None and not exact and (prompt or len(tokens) > 1):
-            known = in_one_step(self, self.scoring.replays.at(self.length, tokens))
-        if len(tokens) == 1 and known is None and not (prompt and exact):
-            self._generate_step(tokens, EVERY if output_all else LAST, after)
-            self._repair(after)
+        start, end, ranking = repair.start, self.length, self.relevance.ranking
+        tokens, picks = self.tokens.copy(), repair.picks(end)
+        try:
+            self.truncate(start)  # to a place further back, where the memory knows no other
+            self.relevance.ranking = ranking  # a cut forgets it: it chooses what is in view of a text beyond the stages
+            while self.length < end:
+                at = self.length
+                self.evaluate(tokens[at : at + min(self.n_ubatch, self.table.room(at))], EVERY, after, stream=True)
+                self.stats.changed += repair.changed(picks[at : self.length])
+                self.stats.repaired += max(0, self.length - max(at, start))
+        except BaseException:
+            self.unfinished.settle()
+            while (at := self.length) < end:
+                self.evaluate(tokens[at : at + min(self.n_ubatch, self.table.room(at))], EVERY, after)
+            raise
+        finally:
+            self.relevance.ranking = ranking
+            repair.start = self.length
+
+    def count_generated(self, count: int) -> None:
+        """Count the newest `count` tokens as generated, and score the chunks where it is time."""
+        self.stats.add_generated(count, whole=self.whole.item(self.length - 1))
+        if self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
+            self.relevance.request(self.tokens, self.view, rows=1)
+
+    # --- one step
+
+    def prepare(
+        self,
+        tokens: Int32s,
+        output: Output,
+        after: AfterStep | None = None,
+        *,
+        generated: bool = False,
+        ahead: int = 0,
+        branches: Branches | None = None,
+        self_draft: bool = False,
+        stream: bool = False,
+        places: PageTableState | None = None,
+    ) -> Step:
+        """Prepare a step of tokens that fit one: its places, its moves and its attention span. The text stays as it is.
+
+        after: called once the text has them, and again if that was interrupted. generated: they are of an answer.
+        ahead: they are draft rows, which `keep` accepts; there is room for so many, and others can follow before the
+        text is settled. branches: how they lie if they are a tree, which cannot stream. self_draft: none of them is
+        accepted. stream: they see all of the text that the stages can hold, not only what is in the pool; there must be
+        stages. places: where the chunks before them are to lie.
+
+        Raises PoolExhausted, and HostMemoryError where sealed chunks find no room on the host.
+        """
+        self.save_sealed()
+        before = self.draft_rows
+        if before is None:
+            start = self.table.layout.length
+            plan = self.table.reserve(
+                start, max(ahead, len(tokens)), self.relevance.ranking, self.relevance.rebuild, places
+            )
+        else:
+            plan, start = Plan(self.table.layout, NO_MOVES), before.start + len(before.tokens)
+            assert start + len(tokens) <= before.start + before.room
+            assert not (stream and len(before.tokens)), "draft rows are in the pool only"
+        view, whole = self.span.of(plan, start, len(tokens), self.relevance.ranking, stream=stream)
+        step = Step(
+            start, tokens, output, plan, self.mask, self.queries, view, whole, after, generated, ahead, branches, before
+        )
+        info = self.engine.info
+        if ahead and before is None and info.recurrent and (self_draft or len(tokens) - 1 > info.rs_planes):
+            step.state = self.pool.device_states.keep()  # the memory goes back over fewer rows by itself
+        return step
+
+    def compute(self, step: Step) -> None:
+        """Run a prepared step and commit it. Whatever goes wrong, the text has all of its tokens then, or none."""
+        try:
+            self._move(step)
+            if step.view is None or not self._stream(step):
+                self.pool.run(step)
+            self.commit(step)
+        except BaseException as err:
+            if isinstance(err, DeviceLost):
+                self.recovery.tell(err)
+            if isinstance(err, Exception):
+                self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
+            self.commit(step)
+            raise
+
+    def commit(self, step: Step) -> None:
+        """Make a step count: the text has its tokens, or none of them if it was not computed. It can be repeated."""
+        self.unfinished.settle()
+        if step.codes != [0]:
             return
-        read = Prefill(self, tokens, output_all=output_all, after=after, progress=progress, checkpoint=checkpoint)
-        read.read(known)
+        if step.after is not None:
+            step.after(step.start, len(step.tokens))
+        if not step.ahead:
+            self.save_sealed()
+
+    def evaluate(self, tokens: Int32s, output: Output, after: AfterStep | None = None, *, stream: bool = False) -> None:
+        """Prepare a step and compute it."""
+        self.compute(self.prepare(tokens, output, after, stream=stream))
+
+    def _move(self, step: Step) -> None:
+        """Make the moves of a step. From here on it has to be committed."""
+        self.unfinished.begin(partial(self._end, step))
+        moves, layout, events = step.plan.moves, step.plan.layout, self.events
+        if moves is not NO_MOVES:
+            step.wait = self.paging.apply(moves, step.start)
+        if events.scores is not None or (events.observer is not None and moves):
+            recalled = [chunk for chunk, _ in moves.recall]
+            end = step.start + len(step.tokens)
+            events.changed(end, layout.resident_chunks, recalled, generating=step.generated)
+
+    def _stream(self, step: Step) -> bool:
+        """Run a step that sees page images. False where there is no memory for them: it sees the pool then."""
+        start, n = step.start, len(step.tokens)
+        assert step.view is not None
+        try:
+            seen = step.view, step.plan.layout, self.pool.stage_mask, start, n, step.output.asked
+            with self.paging.streamed(*seen) as step.streamed:
+                self.pool.run(step)
+        except HostMemoryError as err:
+            if step.codes:
+                raise
+            if not self._told_of_memory:  # once, not at each step
+                self._told_of_memory = True
+                logger.warning("from token %d on what is in the pool is in view: %s", start, err)
+            step.view, step.streamed = None, None
+            step.whole = self.span.of(step.plan, start, n, None, stream=False)[1]
+            return False
+        self.streamed_steps += 1
+        self._told_of_memory = False
+        return True
+
+    def _end(self, step: Step) -> None:
+        """Take the result of a step over, or take everything back. It can be done again wherever it was interrupted."""
+        if step.codes == [0]:
+            self._take(step)
+        elif not self.engine.is_lost:  # else there is nothing to bring back, and what the host has stays
+            self._undo(step)
+
+    def _take(self, step: Step) -> None:
+        """The text has the tokens of a step that was computed."""
+        start, tokens, before = step.start, step.tokens, step.before
+        if step.branches is None:
+            self.ids[start : start + len(tokens)] = tokens
+        self.whole[start : start + len(tokens)] = step.whole
+        self.view = step.view
+        self.relevance.rebuild = False
+        self.logits = step.logits
+        if not step.ahead:
+            self.table.commit(step.plan)
+        elif before is None:
+            room, streamed = max(step.ahead, len(tokens)), step.view is not None
+            self.draft_rows = DraftRows(start, tokens, room, step.state, streamed, branches=step.branches)
+            self.table.commit_ahead(step.plan)
+        else:
+            joined = np.concatenate([before.tokens, tokens])
+            self.draft_rows = replace(before, tokens=joined, streamed=step.view is not None)
+        if self.follower is not None:
+            self.follower.evaluated(start, tokens, ahead=bool(step.ahead))
+
+    def _undo(self, step: Step) -> None:
+        """Nothing stays of a step that was not computed."""
+        if step.before is not None:
+            self._take_rows(replace(step.before, path=()), self.queries.order)
+            return
+        self.paging.undo(step.plan.moves)
+        self.mask.truncate()
+        if step.codes:
+            self.queries.valid_from = self.length  # it may have captured some before it failed
+        if not self.engine.truncate(self.length):  # recurrent state has gone on: an earlier one is known
+            cut = partial(self._cut, self.length, direct=False)
+            self.unfinished.begin(cut)
+            cut()
+        self.events.truncated(self.length, self.table.resident_chunks)
+
+    def save_sealed(self) -> None:
+        """Copy chunks that have been sealed since the last call to the host, behind the compute."""
+        if self.bounded and self.table.layout.length // CHUNK != self.paging.saved:
+            self.paging.save()
+
+    # --- draft rows
 
     @property
     def room_ahead(self) -> int:
@@ -109,46 +403,172 @@ class Sequence(Text):
         then on in `length`, and whatever changes the text next settles them: until then nothing of them is saved or
         scored, and the others have never been. after: of the steps of a repair that is due before, as in `extend`.
         """
+        self.finish(self.prepare_drafts(tokens, branches, after))
+
+    def prepare_drafts(self, tokens: Int32s, branches: Branches | None, after: AfterStep | None) -> Step:
+        """Prepare the step of `verify`, which `finish` computes."""
         room = len(tokens) if branches is None else branches.room
-        self._begin(room)
-        self._repair(after)
-        self._generate_step(tokens, EVERY, None, ahead=room, branches=branches)
+        self.begin(room)
+        self.repair_due(after)
+        return self.prepare_answer(tokens, EVERY, ahead=room, branches=branches)
 
     def begin_self_draft(self, room: int) -> None:
         """Rows for so many tokens follow, which see what is in the pool and are not to stay: see `SelfDraft`."""
-        self._begin(room)
-        self.relevance.take_ready()
+        self.begin(room)
+        if self.scoring is not None and self.scoring.is_ready:
+            self.relevance.take_ready()
 
     def accept(self, after: AfterStep | None = None) -> None:
         """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""
         self.unfinished.settle()
         if self.ahead:
             self.settle()
-            self._repair(after)
+            self.repair_due(after)
 
-    def rewind_to(self, length: int) -> None:
-        """Forget tokens from `length` on, evaluating again whatever the memory could not keep."""
-        again = self.ids[:length].copy()
-        left = self.truncate(length)
-        if left < length:
-            self.extend(again[left:])
+    def keep(self, row: int) -> None:
+        """Accept one more draft row: `length` counts it, and whatever settles the rows keeps it.
 
-    def prefix_to_keep(self, shared: int, prompt: Int32s) -> int:
-        """How much of a known prefix to keep for a prompt.
-
-        Less than `shared` where its end has been read before, or where queries of its newest tokens have been
-        overwritten by those of a text that is cut off: they are computed again, so that the question takes part in
-        scoring as a whole.
+        It is the next row of a chain, or a child of the last one in a tree.
         """
-        total, rows = len(prompt), self.queries.rows
-        if self.scoring is not None and not self.reading.exact:
-            found = in_one_step(self, self.scoring.replays.within(shared, prompt))
-            if found is not None and self.truncates_to(found.start) == found.start:
-                return found.start
-        valid_from = self.queries.valid_after(min(shared, self.length), self.length)
-        if self.scoring is None or total <= self.pool.n_slots or valid_from <= total - rows:
-            return shared
-        return max(0, min(shared, total - rows))
+        rows = self.draft_rows
+        assert rows is not None
+        self.ids[self.length] = rows.tokens[row]
+        self.draft_rows = rows = rows.with_row(row)
+        if rows.branches is not None:
+            self.logits = Logits(rows.start, rows.kept, path=rows.path)
+
+    def settle(self) -> None:
+        """Complete or take back what an interrupt has left half done. Every change of the text begins so.
+
+        The draft rows that were accepted are of the text then; the others have never been. Where recurrent state cannot
+        go back to them, the accepted rows are read once more. DeviceLost, and no change, where a server does not answer
+        any more.
+        """
+        kept = 0 if self.draft_rows is None else self.draft_rows.kept
+        if self.engine.is_lost:  # asked before each token
+            self.recovery.check()
+        if self.unfinished.work is not None:
+            self.unfinished.settle()
+        if self.draft_rows is not None:
+            self._settle_rows(self.draft_rows, kept)
+        if kept:
+            self.count_generated(kept)
+
+    def _settle_rows(self, rows: DraftRows, kept: int) -> None:
+        again = 0 < kept < len(rows.tokens) and rows.state is not None
+        taken = replace(rows, path=()) if again else rows
+        self.unfinished.begin(partial(self._take_rows, taken, self.queries.order))
+        self.unfinished.settle()
+        if again:
+            self.evaluate(rows.tokens[:kept], EVERY, stream=rows.streamed)
+        elif self.bounded:
+            self.paging.save()
+
+    def _take_rows(self, rows: DraftRows, order: npt.NDArray[np.intp]) -> None:
+        """Take the accepted draft rows over and drop the others. It can be done again wherever it was interrupted.
+
+        order: of the captured queries before.
+        """
+        length, written = rows.start + rows.kept, rows.start + rows.room
+        if rows.branches is not None and rows.kept:
+            gather(self.engine, self.table.layout, self.queries, rows, rows.branches, order)
+        if length < written:
+            if not goes_back(self.engine, self.pool.device_states, rows, length):
+                self.draft_rows = None
+                self._cut(length, direct=False)
+                return
+            self.mask.truncate()
+        plan = self.table.accept(length)
+        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows at once
+        self.queries.valid_from = self.queries.valid_after(length, written)
+        self.logits = self.logits.before(length)
+        self.table.commit(plan)
+        self.draft_rows = None
+        if self.follower is not None:
+            self.follower.settled(rows.path)
+
+    # --- cut
+
+    def truncate(self, length: int) -> int:
+        """Forget tokens from `length` on, on both tiers. Returns the length that is left.
+
+        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
+        nearest checkpoint before it, or 0. Nothing is evaluated here. ConfigError for a negative length.
+        """
+        if length < 0:
+            raise ConfigError(f"a text cannot be cut to {length} tokens: to forget all of it, cut to 0")
+        self.settle()
+        if length >= self.length:
+            return self.length
+        self.unfinished.begin(partial(self._cut, length, direct=self.can_truncate(length)))
+        self.settle()
+        return self.length
+
+    def _cut(self, length: int, *, direct: bool) -> None:
+        """Forget tokens from `length` on. It can be done again wherever it was interrupted.
+
+        direct: nothing has to be restored for it.
+        """
+        if not (direct and self.engine.truncate(length)):
+            length = self.checkpoints.rewind_to(length)
+        self.logits = NO_LOGITS
+        self.queries.valid_from = self.queries.valid_after(length, self.length)
+        plan = self.table.truncate(length)
+        self.engine.wait(self.paging.apply(plan.moves, length))  # no step follows at once
+        self.table.commit(plan)
+        self.checkpoints.truncate(length)
+        self.mask.truncate()
+        self._truncated(length)
+        self.events.truncated(length, self.table.resident_chunks)
+
+    def can_truncate(self, length: int) -> bool:
+        """Would `truncate` leave exactly `length` tokens? Recurrent state goes back within a step at most."""
+        if length in (0, self.length):
+            return True
+        window = self.engine.info.n_swa  # which a token at `length` has to find
+        return self.engine.can_truncate(length) and (window == 0 or self.engine.window_start <= max(0, length - window))
+
+    def truncates_to(self, length: int) -> int:
+        """What `truncate` would leave."""
+        if length >= self.length or self.can_truncate(length):
+            return min(length, self.length)
+        return self.checkpoints.nearest(length)
+
+    def reset(self) -> None:
+        """Forget everything but the settings."""
+        self.unfinished.begin(self.clear)
+        self.unfinished.settle()
+
+    def clear(self, empty: Callable[[], None] | None = None) -> None:
+        """What `reset` does, `empty` in place of all memory of the engine. Can be done again wherever interrupted."""
+        self.logits = NO_LOGITS
+        self.draft_rows = None
+        (empty or self.engine.clear)()
+        self.paging.clear()
+        self.table.reset()
+        self.mask.reset()
+        self.queries.valid_from = 0
+        self.checkpoints.truncate(0)
+        for lo, hi in self.config.pins:
+            self.table.pin_range(lo, hi)
+        self._truncated(0)
+        self.events.reset()
+        self.events.truncated(0, ())
+
+    def pin_range(self, lo: int, hi: int) -> None:
+        """Keep the chunks of tokens [lo, hi) resident from the next step on."""
+        self.unfinished.settle()
+        self.table.pin_range(lo, hi)
+
+    def _truncated(self, length: int) -> None:
+        """The text has been cut to `length` tokens. Can be called again."""
+        if self.follower is not None:
+            self.follower.truncated(length)
+        if self.repair is not None:
+            self.repair.truncated(length)
+        self.relevance.truncated(length)
+
+    # --- close
 
     def close(self, outlived: Callable[[], ExitStack] = ExitStack) -> None:
         """Wait for all work and free everything. On a thread that scores or copies, where a garbage collector may run,
@@ -165,7 +585,7 @@ class Sequence(Text):
         self.engine.synchronize()
         if self.scoring is not None:
             self.scoring.close()
-        self._ahead, self.logits = None, NO_LOGITS
+        self.draft_rows, self.logits = None, NO_LOGITS
         self.checkpoints.close()
         self.paging.clear()
         self.table.close()
@@ -175,58 +595,3 @@ class Sequence(Text):
         """KVFlashError for a model that was closed."""
         if self.engine.closed:
             raise KVFlashError(CLOSED)
-
-    def _begin(self, count: int) -> None:
-        self.check_open()
-        self.settle()
-        if self.length + count > self.n_ctx:
-            raise ContextFull(
-                f"Requested tokens ({self.length + count}) exceed context window of {self.n_ctx}"
-                f" (the pool holds {self.pool.n_slots} of them at a time)"
-            )
-
-    def _repair(self, after: AfterStep | None) -> None:
-        """Read the newest tokens again with the whole text in view, where it is time."""
-        if self.repair is not None and not self.ahead and self.repair.is_due(self.length):
-            mend(self, self.repair, self.loss, after)
-
-    def _generate_step(
-        self,
-        tokens: Int32s,
-        output: Output,
-        after: AfterStep | None,
-        *,
-        ahead: int = 0,
-        branches: Branches | None = None,
-    ) -> None:
-        """One step of generation: the fast path. ahead: its tokens are not of the text yet."""
-        start, repair = self.length, self.repair
-        if repair is not None and start == repair.start:
-            with self.recovery.told():
-                self.checkpoints.before_step(start, wanted=True)
-        self.checkpoints.before_answer()
-        self.relevance.take_ready()
-        try:
-            self.evaluate(
-                tokens, output, after, generated=True, ahead=ahead, branches=branches,
-                stream=self.reading.answers_exactly,
-            )  # fmt: skip
-            if repair is not None and branches is None:
-                repair.generated(start, len(tokens))
-        finally:
-            if not ahead and self.length > start:  # not after a step that failed
-                self.count_generated(self.length - start)
-
-    # --- state
-
-    def state(self, length: int | None = None, *, drafts: bool = True) -> SessionState:
-        """The session as it is, or cut to its first `length` tokens, to be loaded later. See `restore.state`."""
-        return restore.state(self, length, drafts=drafts)
-
-    def kept_state(self) -> SessionState:
-        """What is left of it without its devices, to be loaded on others. See `restore.kept_state`."""
-        return restore.kept_state(self)
-
-    def load(self, saved: SessionState, then: Callable[[SessionState], None] | None = None) -> None:
-        """Replace everything by a saved session of this heap. See `restore.load`."""
-        restore.load(self, saved, then)

@@ -20,6 +20,7 @@ from ..native import engine as native
 from ..policy.base import ScoreRequest
 from .keys import HostKeys
 from .pool import Pool
+from .prefill import extend
 from .sequence import Sequence
 
 
@@ -70,7 +71,7 @@ class Sidecar:
 
     def read(self, tokens: Int32s, *, progress: Progress | None = None) -> None:
         """Read on, and copy the chunks that this has sealed to the host."""
-        self.session.extend(np.asarray(tokens, np.int32), progress=progress)
+        extend(self.session, np.asarray(tokens, np.int32), progress=progress)
         self.session.paging.save()
 
     def truncate(self, length: int) -> int:

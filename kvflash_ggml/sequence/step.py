@@ -1,21 +1,22 @@
-"""One step of a text: what it keeps, and what it sees."""
+"""One step of a sequence: what it computes, what it keeps, and what becomes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..arrays import Int32s
-from ..constants import CHUNK
-from ..native.streamed import NOBODY, Asked
+from ..native.streamed import NOBODY, Asked, Streamed
 from ..pool.branches import Branches
-from ..pool.page_table import PageTable
-from ..pool.plan import Chunk, Plan
-from ..pool.residency import Ranking
-from ..pool.view import View, choose, everything_is_resident, lies_in_order
+from ..pool.masks import SlotMask
+from ..pool.plan import Plan
+from ..pool.view import View
 from ..state.draft import SavedDraft
-from .pool import Pool
+from .device_states import SavedState
+from .draft_rows import DraftRows
+from .query_ring import QueryRing
 
 AfterStep = Callable[[int, int], None]
 """Called as (start, count) once a text has the tokens of a step, while their logits are at hand."""
@@ -63,31 +64,37 @@ NO_LOGITS = Logits()
 
 @dataclass(slots=True)  # one is made for each token: freezing it would take longer than all of its fields
 class Step:
-    """start: position of the first token. ahead: its rows are not of the text yet, and room is made for so many, 0 if
-    they are. branches: how its rows lie if they are a tree. view: what it sees in place of the pool. whole: it sees the
-    whole text before it.
+    """One step of a sequence: `Sequence.prepare` makes it, `Pool.run` computes it, `Sequence.commit` makes it count.
 
-    codes: what llama_decode has answered; empty until it has run.
+    start: position of the first token. mask, queries: of the sequence. view: the chunks that the step sees in place of
+    the pool. whole: it sees all of the text before it. after: called when it is committed. generated: its tokens are of
+    an answer. ahead: its tokens are draft rows, and there is room for so many; 0 if they are of the text. branches: how
+    the rows of a tree lie. before: the draft rows that it follows. state: what is not pooled, as it was before the
+    draft rows; None if it can go back by itself. wait: the transfer that must be done before it is computed. streamed:
+    the images of `view` while it runs. codes: what llama_decode has answered; empty until it has run.
     """
 
     start: int
     tokens: Int32s
     output: Output
     plan: Plan
-    ahead: int = 0
-    branches: Branches | None = None
+    mask: SlotMask
+    queries: QueryRing
     view: View | None = None
     whole: bool = True
+    after: AfterStep | None = None
+    generated: bool = False
+    ahead: int = 0
+    branches: Branches | None = None
+    before: DraftRows | None = None
+    state: SavedState | None = None
+    wait: int = 0
+    streamed: Streamed | None = None
     codes: list[int] = field(default_factory=list)
 
     @property
-    def computed(self) -> bool:
-        """Does the device hold its tokens?"""
-        return self.codes == [0]
-
-    @property
     def logits(self) -> Logits:
-        """What is at hand once it is computed."""
+        """The logits that are at hand once the step is computed."""
         count = len(self.tokens)
         if self.branches is not None:
             return NO_LOGITS  # of the path, once there is one
@@ -110,7 +117,7 @@ class Follower(Protocol):
         """
         ...
 
-    def settled(self, path: Sequence[int]) -> None:
+    def settled(self, path: abc.Sequence[int]) -> None:
         """Of the rows ahead these are of the text now, in this order; the others have never been."""
         ...
 
@@ -118,56 +125,10 @@ class Follower(Protocol):
         """The text has `length` tokens left."""
         ...
 
-    def state(self) -> Sequence[SavedDraft]:
+    def state(self) -> abc.Sequence[SavedDraft]:
         """What is known of the text, to be adopted later. It goes on unchanged."""
         ...
 
-    def load(self, saved: Sequence[SavedDraft], tokens: Int32s) -> None:
+    def load(self, saved: abc.Sequence[SavedDraft], tokens: Int32s) -> None:
         """After it was cut to nothing, the text is this, of which so much is known. What does not fit is left out."""
         ...
-
-
-class AttentionSpan:
-    """What the steps of one text see: the pool, or in its place chunks in the stages.
-
-    bounded: the text can outgrow the pool.
-    """
-
-    def __init__(self, pool: Pool, table: PageTable, *, bounded: bool) -> None:
-        self._pool = pool
-        self._table = table
-        self._bounded = bounded
-        self._known_chunks: list[Chunk] = []
-        self._all_resident = self._in_order = True
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
-        most = self._pool.heap.most
-        return self._pool.stage_slots if most is None else min(self._pool.stage_slots, most * CHUNK)
-
-    def of(
-        self, plan: Plan, start: int, count: int, ranking: Ranking | None, *, stream: bool
-    ) -> tuple[View | None, bool]:
-        """What a step of `count` tokens at `start` sees in place of the pool, and whether it sees everything.
-
-        stream: it may read stages. It does so, too, where the pool has everything in other blocks than a full cache
-        would: attention sums in their order, and rounds otherwise.
-        """
-        if not self._bounded:
-            return None, True
-        layout = plan.layout
-        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
-            self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, start)
-            self._in_order = lies_in_order(layout)
-        ordered = self._all_resident and (self._in_order or start < CHUNK)  # a stage begins with a sealed chunk
-        if ordered or not stream:
-            return None, self._all_resident
-        room = (self._pool.stage_slots - count - start % CHUNK) // CHUNK
-        if self._pool.heap.most is not None:
-            room = min(room, self._pool.heap.most)  # all images of a step are in memory together
-        if room < (start // CHUNK if self._all_resident else 1):
-            return None, self._all_resident
-        first, last = start // CHUNK, (start + count - 1) // CHUNK
-        view = choose(start, room, self._table.protected(first, last), ranking)
-        return view, view.whole

@@ -14,6 +14,7 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError, KVFlashError, SnapshotError
 from ..interrupts import held_back
+from ..sequence import restore
 from ..sequence.sequence import Sequence
 from ..snapshot.container import StoredPage
 from ..snapshot.store import SnapshotStore
@@ -119,7 +120,7 @@ class Prefixes:
         if saved is None:
             raise SnapshotError("it had to go for want of memory")
         try:
-            self._session.load(saved, then)
+            restore.load(self._session, saved, then)
         except SnapshotError:
             self._memory.drop(cached)
             raise
@@ -129,9 +130,10 @@ class Prefixes:
     def _load_match(self, found: PrefixMatch, tokens: Int32s, then: Callable[[SessionState], None]) -> None:
         assert self._disk is not None
         try:
-            saved = self._disk.load(found, tokens, self._session.blank_policy)
+            scoring = self._session.scoring
+            saved = self._disk.load(found, tokens, None if scoring is None else scoring.blank_state())
             try:
-                self._session.load(saved, then)
+                restore.load(self._session, saved, then)
             finally:
                 saved.release()
         except SnapshotError:

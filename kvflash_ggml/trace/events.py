@@ -37,7 +37,8 @@ class Events:
     def __init__(self, scorer: object) -> None:
         self.observer: Observer | None = None
         self._shares_of: Callable[[Floats], Floats | None] | None = getattr(scorer, "shares_of", None)
-        self._scores: Floats | None = None
+        self.scores: Floats | None = None
+        """Of a scoring pass that has been used and that `changed` has not been told of."""
         self._total = 0.0
         self._count = 0
 
@@ -46,18 +47,13 @@ class Events:
         """Mean over the looks of the newest answer, from its prompt's end on; None if there is nothing to tell by."""
         return self._total / self._count if self._count else None
 
-    @property
-    def scored(self) -> bool:
-        """Has a look been used that `changed` has not been told of?"""
-        return self._scores is not None
-
     def score(self, scores: Floats) -> None:
         """The scores of a look have been taken over; the page table may follow."""
-        self._scores = scores
+        self.scores = scores
 
     def changed(self, length: int, resident: Sequence[int], recalled: Sequence[int] = (), *, generating: bool) -> None:
         """The page table has changed, or has stayed after a look."""
-        scores, self._scores = self._scores, None
+        scores, self.scores = self.scores, None
         mass = None if scores is None else self._weigh(scores, resident, generating=generating)
         self._tell(length, resident, recalled, scores, mass, generating)
 
@@ -67,7 +63,7 @@ class Events:
 
     def reset(self) -> None:
         """The text is gone."""
-        self._scores = None
+        self.scores = None
         self._total, self._count = 0.0, 0
 
     def _tell(

@@ -75,7 +75,7 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     seen: list[tuple[int, int]] = []
     assert llm.kvflash.calibrated(lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)
-    before = inside(llm).session.index_bytes
+    before = inside(llm).session.scoring.scorer.index_bytes
     answer(llm, tokens[:2000])
     heads = llm.kvflash.retrieval_heads
     assert heads is None or len(heads) <= 8
@@ -85,7 +85,7 @@ def test_heads_are_found_behind_the_first_answer_and_kept(
     assert known.questions == 48
     assert tuple(known.chosen) == (heads or ())
     if heads is not None:
-        assert inside(llm).session.index_bytes < before
+        assert inside(llm).session.scoring.scorer.index_bytes < before
         assert f"{len(heads)} retrieval head" in llm.kvflash.banner()
     again = pooled(kind)
     assert again.kvflash.retrieval_heads == heads

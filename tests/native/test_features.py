@@ -14,6 +14,7 @@ from support.harness import same_bits
 from kvflash_ggml.arrays import Floats, Int32s
 from kvflash_ggml.errors import EngineError, UnsupportedError
 from kvflash_ggml.gguf.target import LAST_INPUT
+from kvflash_ggml.sequence.prefill import extend
 
 REPO = Path(__file__).parents[2]
 LAYERS = (2, 4, 5)
@@ -28,7 +29,7 @@ def read(one: Any, tokens: Int32s, *, layers: tuple[int, ...] = LAYERS, nextn: b
         rows.append(np.full((count, width), np.nan, np.float32))
         engine.read_features(0, rows[-1])
 
-    one.session.extend(tokens, after=after)
+    extend(one.session, tokens, after=after)
     return np.concatenate(rows)
 
 
@@ -77,7 +78,7 @@ def test_state_in_front_of_the_head(bare: Any, tokens: Any) -> None:
 def test_logits_do_not_change(bare: Any, tokens: Any) -> None:
     plain, kept = bare(pool=512, n_ctx=512), bare(pool=512, n_ctx=512)
     read(kept, tokens[:200])
-    plain.session.extend(tokens[:200])
+    extend(plain.session, tokens[:200])
     assert same_bits(kept.row(), plain.row())
 
 

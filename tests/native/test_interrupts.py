@@ -11,7 +11,7 @@ from support.harness import CHUNK, check, reach, row
 from support.inside import inside
 from support.interrupter import Interrupter
 
-PARTS = ("sequence", "prefill", "text", "query_ring", "recovery", "paging", "checkpoints")
+PARTS = ("sequence", "step", "pool", "prefill", "query_ring", "recovery", "paging", "checkpoints")
 SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
 HOST = ("heap", "lease", "image", "slabs", "spill", "store")
@@ -21,7 +21,7 @@ RESTORING = (*SESSION, "sequence/restore.py", "llama/state.py")
 
 def loses_a_look(stack: list[str]) -> bool:
     """Was a look being taken or used? The next one comes later: other pages, but the right bytes."""
-    return "_generate_step" in stack and "evaluate" not in stack
+    return not {"finish", "prepare_answer"}.isdisjoint(stack) and {"compute", "prepare"}.isdisjoint(stack)
 
 
 def make(llama: Any, kind: str, *, tau: int = 8) -> Any:

@@ -15,6 +15,7 @@ from support.inside import inside
 from support.integrity import check_table
 
 from kvflash_ggml.pool.plan import Moves
+from kvflash_ggml.sequence.prefill import extend
 
 KINDS = ("dense", "hybrid", "iswa")
 BOTH_TYPES = [KV_TYPES["f16"], KV_TYPES["q8_0"]]
@@ -162,8 +163,8 @@ def test_pages_come_back_bit_for_bit(kind: str, kv: int, bare: Any, tokens: Any)
     """Rotate the contents of all blocks, then put them back: bytes and logits are as before."""
     prompt, rest = tokens[:512], tokens[512:528]
     moved, still = bare(kind, pool=1024, type_kv=kv), bare(kind, pool=1024, type_kv=kv)
-    moved.session.extend(prompt)
-    still.session.extend(prompt)
+    extend(moved.session, prompt)
+    extend(still.session, prompt)
 
     session = moved.session
     blocks = list(range(8))
@@ -184,7 +185,7 @@ def test_scribbled_pages_change_the_logits(bare: Any, tokens: Any) -> None:
     """Pages are what attention reads: without putting them back, the logits differ."""
     moved, still = bare(pool=1024), bare(pool=1024)
     for one in (moved, still):
-        one.session.extend(tokens[:512])
+        extend(one.session, tokens[:512])
     pages = read_blocks(moved.session, [2, 5])
     write_blocks(moved.session, [5], pages[:1])
     assert not same_bits(moved.logits_along(tokens[512:513]), still.logits_along(tokens[512:513]))
@@ -197,18 +198,18 @@ def test_recall_restores_what_was_evicted(kind: str, bare: Any, tokens: Any) -> 
     session = one.session
     sealed: dict[int, bytes] = {}
     for start in range(0, 1536, 64):
-        session.extend(tokens[start : start + 64])
+        extend(session, tokens[start : start + 64])
         check_table(session.table)
         chunk = start // CHUNK
         sealed[chunk] = read_block(session, session.table.chunks[chunk].block)
-    assert session.page_ins == 0
+    assert session.paging.page_ins == 0
     assert 3 not in session.table.resident_chunks
     assert [session.store.bytes_of(c) for c in range(24)] == [sealed[c] for c in range(24)]
 
     old_block = session.table.chunks[23].block
     session.pin_range(3 * CHUNK, 4 * CHUNK)
-    session.extend(tokens[1536:1540])
-    assert session.page_ins == 1
+    extend(session, tokens[1536:1540])
+    assert session.paging.page_ins == 1
     block = session.table.chunks[3].block
     assert block not in (-1, old_block)
     assert read_block(session, block) == sealed[3]
@@ -223,10 +224,10 @@ def test_evicted_and_recalled_is_as_if_never_gone(kind: str, kv: int, bare: Any,
     prompt, rest = tokens[:600], tokens[600:632]
     moved = bare(kind, pool=768, n_ctx=2048, type_kv=kv)
     still = bare(kind, pool=768, n_ctx=2048, type_kv=kv)
-    moved.session.extend(prompt)
-    still.session.extend(prompt)
+    extend(moved.session, prompt)
+    extend(still.session, prompt)
     page_around(moved.session, same_blocks=True)
-    assert moved.session.page_ins == 600 // CHUNK
+    assert moved.session.paging.page_ins == 600 // CHUNK
     assert same_bits(moved.logits_along(rest[:1], rest[1:]), still.logits_along(rest[:1], rest[1:]))
 
 
@@ -234,8 +235,8 @@ def test_evicted_and_recalled_is_as_if_never_gone(kind: str, kv: int, bare: Any,
 def test_recall_into_other_blocks_only_reorders_sums(kind: str, bare: Any, tokens: Any) -> None:
     prompt, rest = tokens[:600], tokens[600:664]
     moved, still = bare(kind, pool=768, n_ctx=2048), bare(kind, pool=768, n_ctx=2048)
-    moved.session.extend(prompt)
-    still.session.extend(prompt)
+    extend(moved.session, prompt)
+    extend(still.session, prompt)
     page_around(moved.session, same_blocks=False)
     ours, theirs = moved.logits_along(rest[:1], rest[1:]), still.logits_along(rest[:1], rest[1:])
     moved_blocks = [chunk.block for chunk in moved.session.table.chunks]

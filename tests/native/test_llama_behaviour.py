@@ -125,7 +125,7 @@ def test_wrong_drafts_cost_no_looks(kind: str, llama: Any, tokens: Any) -> None:
         llm.n_tokens = len(prompt)
         take(llm.generate(prompt, **GREEDY), 200)
         looks.append(inside(llm).session.scoring.looks - before)
-        assert inside(llm).session.page_ins > 0
+        assert inside(llm).session.paging.page_ins > 0
         assert len(llm.scores) == llm.n_batch, "logits of all tokens are kept"
     assert abs(looks[0] - looks[1]) <= 1
     assert looks[1] >= 200 // 16
@@ -273,21 +273,21 @@ def test_an_interrupt_while_drafts_are_dropped_leaves_none_of_them(kind: str, dr
 def test_a_page_that_is_lost_while_catching_up_is_read_again(llama: Any, tokens: Any, caplog: Any) -> None:
     """`n_tokens` was set behind the session, which finds a page damaged when it follows."""
     from kvflash_ggml.errors import SnapshotError
+    from kvflash_ggml.sequence import prefill
 
     llm, fresh = llama(kvflash=512), llama(kvflash=512)
     fresh.eval(tokens[:901].tolist())
     llm.eval(tokens[:700].tolist())
     llm.input_ids[700:900], llm.n_tokens = tokens[700:900], 900
-    extend, calls = inside(llm).session.extend, []
+    extend, calls = prefill.extend, []
 
-    def lost(data: Any, **keywords: Any) -> None:
+    def lost(session: Any, data: Any, **keywords: Any) -> None:
         calls.append(len(data))
         if len(calls) == 1:
             raise SnapshotError("a page is damaged")
-        extend(data, **keywords)
+        extend(session, data, **keywords)
 
-    inside(llm).session.extend = lost
-    with caplog.at_level("WARNING", "kvflash_ggml"):
+    with mock.patch.object(prefill, "extend", lost), caplog.at_level("WARNING", "kvflash_ggml"):
         llm.eval(tokens[900:901].tolist())
     assert calls == [200, 901]
     assert "the whole text is read again" in caplog.text

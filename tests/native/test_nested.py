@@ -191,7 +191,9 @@ def test_an_interrupt_leaves_nothing_of_a_sketch(nested: Any, prompt: list[int])
         "llama/pool_drafter.py",
         "sequence/self_draft.py",
         "spec/loop.py",
-        "sequence/text.py",
+        "sequence/sequence.py",
+        "sequence/step.py",
+        "sequence/pool.py",
         "llama/call_lock.py",
     )
 

@@ -19,6 +19,7 @@ from kvflash_ggml.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
+from kvflash_ggml.sequence.prefill import extend
 
 Make = Callable[..., Bare]
 TEXT = 100
@@ -29,7 +30,7 @@ PAST = range(TEXT)
 def one(bare: Make, tokens: Any) -> Bare:
     """A text of 100 tokens, each in the slot of its position, and eight rows for queries."""
     run = bare(pool=512, n_ctx=512, n_ubatch=96, query_rows=8)
-    run.session.extend(tokens[:TEXT])
+    extend(run.session, tokens[:TEXT])
     return run
 
 
@@ -49,7 +50,7 @@ def test_siblings(path: list[int], bare: Make, tokens: Any) -> None:
     tree = tokens[[100, 201, 301, 202, 302]].tolist()
     whole, half, straight = (bare(pool=512, n_ctx=512, n_ubatch=96) for _ in range(3))
     for run in (whole, half, straight):
-        run.session.extend(tokens[:TEXT])
+        extend(run.session, tokens[:TEXT])
     logits = evaluate(whole, tree, TREE_POS, TREE_SLOTS, TREE_SEEN)
     assert whole.session.engine.cells(100, 5).tolist() == [100, 101, 102, 101, 102]
 
@@ -74,10 +75,10 @@ def test_siblings(path: list[int], bare: Make, tokens: Any) -> None:
 @pytest.mark.parametrize("kind", ["hybrid", "iswa"])
 def test_siblings_are_refused_where_memory_has_no_branches(kind: str, bare: Make, tokens: Any) -> None:
     run = bare(kind, pool=512, n_ctx=512, n_ubatch=96)
-    run.session.extend(tokens[:TEXT])
+    extend(run.session, tokens[:TEXT])
     with pytest.raises(UnsupportedError, match=r"token 2 has the position of another, 101: .* has no branches"):
         evaluate(run, [5] * 5, TREE_POS, TREE_SLOTS, TREE_SEEN)
-    run.session.extend(tokens[TEXT : TEXT + 1])
+    extend(run.session, tokens[TEXT : TEXT + 1])
 
 
 # --- rows for queries
@@ -95,7 +96,7 @@ def test_queries_of_any_tokens_go_to_any_rows(kind: str, bare: Make, tokens: Any
     few, all_of_them = (bare(kind, pool=512, n_ctx=512, n_ubatch=96, query_rows=rows) for rows in (8, 40))
     n, kept = 40, {3: 6, 17: 0, 38: 7}
     for run in (few, all_of_them):
-        run.session.extend(tokens[:TEXT] % run.n_vocab)
+        extend(run.session, tokens[:TEXT] % run.n_vocab)
     before = read_queries(few.session.engine)
     plan = (tokens[:n] % few.n_vocab, range(100, 100 + n), range(100, 100 + n), [[*PAST]] * n)
     evaluate(few, *plan, [kept.get(i, -1) for i in range(n)])
@@ -117,7 +118,7 @@ def test_the_query_of_an_accepted_draft_is_kept(bare: Make, tokens: Any) -> None
     """Drafts take rows of their own: the newest queries stay until it is known which drafts count."""
     window, width = 8, 4
     drafts = bare(pool=512, n_ctx=512, n_ubatch=96, query_rows=window + width)
-    drafts.session.extend(tokens[:TEXT])
+    extend(drafts.session, tokens[:TEXT])
     before = read_queries(drafts.session.engine)
     owner = {p % (window + width): p for p in range(TEXT - window - width, TEXT)}
     spare = [row for row, p in owner.items() if p < TEXT - window]
@@ -187,7 +188,7 @@ def test_an_impossible_plan_is_refused(changed: Any, status: str, why: str, one:
     # nothing has changed: the text goes on as one that never asked
     plan(one, n_streamed=0, mask_stride=512)
     other = bare(pool=512, n_ctx=512, n_ubatch=96, query_rows=8)
-    other.session.extend(tokens[:TEXT])
+    extend(other.session, tokens[:TEXT])
     assert same_bits(*(run.logits_along(tokens[TEXT : TEXT + 9], tokens[200:203]) for run in (one, other)))
 
 

@@ -63,7 +63,7 @@ def test_two_servers_are_exact(
     assert {chunk: session.store.bytes_of(chunk) for chunk in sealed} == sealed
     small.kvflash.pin(3 * CHUNK, 4 * CHUNK)
     small.eval(tokens[1024:1028].tolist())
-    assert session.page_ins > 0
+    assert session.paging.page_ins > 0
     assert read_block(session, session.table.chunks[3].block) == sealed[3]
     check(small)
 
@@ -117,9 +117,9 @@ def test_messages_that_wait_for_a_reply(servers: list[Server], llama: Any, token
             session = inside(llm).session
             llm.kvflash.pin(2 * CHUNK, 4 * CHUNK)
             session.engine.synchronize()  # pages that leave are read behind the steps
-            before, page_ins = wire.sent.copy(), session.page_ins
+            before, page_ins = wire.sent.copy(), session.paging.page_ins
             llm.eval([5])
-            assert session.page_ins - page_ins == 2
+            assert session.paging.page_ins - page_ins == 2
             recall = wire.sent - before
             assert recall["get"] == counted[pool]["get"] // 8
             assert recall["set"] > 2 * len(session.engine.layers)

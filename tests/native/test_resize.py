@@ -71,7 +71,7 @@ def test_a_failure_leaves_the_session_as_it_was(
     from llama_cpp import llama_cpp
 
     from kvflash_ggml.host.slabs import Slabs
-    from kvflash_ggml.sequence.sequence import Sequence
+    from kvflash_ggml.sequence import restore
 
     def begun() -> Any:
         llm = llama("small", kvflash=768, **SETTINGS)
@@ -85,7 +85,7 @@ def test_a_failure_leaves_the_session_as_it_was(
         with pytest.raises(DoesNotFit, match="second pool"):
             llm.resize_pool(1024)
     with monkeypatch.context() as patch:
-        patch.setattr(Sequence, "load", lambda self, saved, then: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(restore, "load", lambda session, saved, then: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.resize_pool(1024)
     with monkeypatch.context() as patch:

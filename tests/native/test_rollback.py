@@ -11,6 +11,7 @@ import pytest
 from support.harness import Bare, evaluate, same_bits
 
 from kvflash_ggml.errors import DecodeError, UnsupportedModelError
+from kvflash_ggml.sequence.prefill import extend
 
 Make = Callable[..., Bare]
 TEXT = 100
@@ -24,7 +25,7 @@ def make(bare: Make, tokens: Any) -> Callable[..., Bare]:
 
     def text(planes: int = PLANES, length: int = TEXT, **settings: Any) -> Bare:
         run = bare("hybrid", pool=512, n_ctx=512, n_ubatch=96, planes=planes, **settings)
-        run.session.extend(tokens[:length])
+        extend(run.session, tokens[:length])
         return run
 
     return text
@@ -113,7 +114,7 @@ def test_every_architecture_with_planes(arch: str, bare: Make) -> None:
     for kept in range(1, WIDTH):
         run, other, alone = (bare(f"of {arch}", pool=512, n_ctx=512, n_ubatch=96, planes=PLANES) for _ in range(3))
         for one in (run, other, alone):
-            one.session.extend(before)
+            extend(one.session, before)
         assert run.session.engine.info.rs_planes == PLANES
         step(run, rows)
         step(other, [*rows[:kept], *[7] * (WIDTH - kept)])
@@ -254,7 +255,7 @@ def test_only_the_last_part_of_a_long_step_is_gone_back_over(make: Any, tokens: 
 @pytest.mark.parametrize("kind", ["dense", "iswa"])
 def test_what_has_no_recurrent_state_goes_back_anywhere(kind: str, bare: Make, tokens: Any) -> None:
     run = bare(kind, pool=512, n_ctx=512, n_ubatch=96)
-    run.session.extend(tokens[:TEXT])
+    extend(run.session, tokens[:TEXT])
     for pos in (99, 98, 40, 0):
         assert run.session.engine.can_truncate(pos)
         assert run.session.engine.truncate(pos)

@@ -12,6 +12,7 @@ import pytest
 from support.harness import CHUNK, KV_TYPES, Bare
 
 from kvflash_ggml.errors import EngineError
+from kvflash_ggml.sequence.prefill import extend
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 BLOCK = 32
@@ -26,7 +27,7 @@ def opened(bare: Callable[..., Bare], tokens: npt.NDArray[np.int32]) -> Callable
 
     def make(kind: str, kv_type: str) -> tuple[Any, list[int]]:
         run = bare(kind, pool=1024, n_ctx=2048, type_kv=KV_TYPES[kv_type], query_rows=4)
-        run.session.extend(tokens[:N_TOKENS] % run.n_vocab)
+        extend(run.session, tokens[:N_TOKENS] % run.n_vocab)
         engine, pages = run.session.engine, [run.session.store.page(chunk) for chunk in range(N_TOKENS // CHUNK)]
         for page in pages:
             engine.wait(page.ticket)  # a device may still be writing it

@@ -11,6 +11,7 @@ from support.harness import CHUNK, flat_queries, read_block, read_queries, row, 
 from support.inside import inside
 
 from kvflash_ggml.errors import EngineError, SnapshotError
+from kvflash_ggml.sequence.prefill import extend
 
 
 def test_pool_size(bare: Any, llama: Any, stock: Any) -> None:
@@ -37,7 +38,7 @@ def test_slot_plan(bare: Any, tokens: Any) -> None:
     order = [5, 2, 7, 0, 6, 1, 3, 4]
     one = bare(pool=512, n_ctx=512, n_ubatch=96, block_order=order)
     engine = one.session.engine
-    one.session.extend(tokens[:333])
+    extend(one.session, tokens[:333])
     expected = np.full(512, -1)
     for pos in range(333):
         expected[order[pos // CHUNK] * CHUNK + pos % CHUNK] = pos
@@ -54,14 +55,14 @@ def test_no_plan_no_slot(bare: Any, tokens: Any) -> None:
     from llama_cpp import _internals as internals
 
     one = bare(pool=512, n_ctx=512)
-    one.session.extend(tokens[:70])
+    extend(one.session, tokens[:70])
     batch = internals.LlamaBatch(n_tokens=1, embd=0, n_seq_max=1, verbose=False)
     batch.set_batch([1], 70, True)
     with pytest.raises(RuntimeError, match="llama_decode returned 1"):
         one._ctx.decode(batch)
     batch.close()
     assert one.session.engine.cells(0, 128).max() == 69
-    one.session.extend(tokens[70:75])
+    extend(one.session, tokens[70:75])
     assert one.session.length == 75
 
 
@@ -70,7 +71,7 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
     """0003: a token sees the slots that its mask row opens, and no others."""
     seen, hidden, shown = (bare(kind, pool=512, n_ctx=512) for _ in range(3))
     for one in (seen, hidden, shown):
-        one.session.extend(tokens[:256])
+        extend(one.session, tokens[:256])
     fill = hidden.session.mask.fill
 
     def hide(start: int, slots: Any) -> Any:
@@ -85,7 +86,7 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
 
     # bytes that no row opens do not matter: other contents of the hidden block give the same logits
     other = bare(kind, pool=512, n_ctx=512)
-    other.session.extend(tokens[:256])
+    extend(other.session, tokens[:256])
     other.session.mask.fill, other_fill = None, other.session.mask.fill
 
     def hide_other(start: int, slots: Any) -> Any:
@@ -107,7 +108,7 @@ def test_mask_plan_without_flash_attention(kind: str, bare: Any, tokens: Any) ->
     seen, hidden = (bare(kind, pool=512, n_ctx=512, flash=False, n_ubatch=96) for _ in range(2))
     assert seen.session.engine.info.mask_f32
     for one in (seen, hidden):
-        one.session.extend(tokens[:256])
+        extend(one.session, tokens[:256])
     fill = hidden.session.mask.fill
 
     def hide(start: int, slots: Any) -> Any:
@@ -125,8 +126,8 @@ def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any, fuses: bool) 
     rows, n = 32, 320
     one = bare(kind, pool=512, n_ctx=512, n_ubatch=96, query_rows=rows, type_kv=kv)
     plain = bare(kind, pool=512, n_ctx=512, n_ubatch=96, type_kv=kv)
-    one.session.extend(tokens[:n])
-    plain.session.extend(tokens[:n])
+    extend(one.session, tokens[:n])
+    extend(plain.session, tokens[:n])
     engine = one.session.engine
     assert engine.info.query_rows == rows
     if fuses and kind == "iswa":  # the norm of a query that is kept is not computed with what follows: only rounding
@@ -141,7 +142,7 @@ def test_query_capture(kind: str, kv: int, bare: Any, tokens: Any, fuses: bool) 
 
     # row p % rows belongs to position p: one token more replaces one row
     before = read_queries(engine)
-    one.session.extend(tokens[n : n + 1])
+    extend(one.session, tokens[n : n + 1])
     for old, new in zip(before, read_queries(engine), strict=True):
         changed = (old != new).any(axis=(1, 2))
         assert np.flatnonzero(changed).tolist() == [n % rows]
@@ -154,7 +155,7 @@ def test_a_step_of_one_token_has_a_graph_of_its_own(bare: Any, tokens: Any) -> N
     seen, at = [], 0
     for count in (64, 1, 64, 1, 1):
         nodes.clear()
-        run.session.extend(tokens[at : at + count], prompt=True)
+        extend(run.session, tokens[at : at + count], prompt=True)
         seen.append([*nodes])
         at += count
     prompt, one, other, again, third = seen
@@ -168,7 +169,7 @@ def test_query_basis(bare: Any, tokens: Any) -> None:
     scores = []
     for kv in (1, 8):
         one = bare(pool=512, n_ctx=512, query_rows=rows, type_kv=kv)
-        one.session.extend(tokens[:n])
+        extend(one.session, tokens[:n])
         engine = one.session.engine
         layer = engine.layers[0]
         keys = np.concatenate([decode_keys(one.session, block, layer, kv) for block in range(n // CHUNK)])
@@ -217,7 +218,7 @@ def test_last_logits_are_put_back(llama: Any, tokens: Any) -> None:
 def test_states_go_back_exactly(kind: str, length: int, bare: Any, tokens: Any) -> None:
     """Windows that have wrapped, recurrent states and queries, over those of another text."""
     one, other = (bare(kind, pool=1024, n_ctx=1024, n_ubatch=96, query_rows=16) for _ in range(2))
-    one.session.extend(tokens[:length])
+    extend(one.session, tokens[:length])
     engine, target = one.session.engine, other.session.engine
     state = engine.get_state()
     assert (state == b"") == (kind == "dense")
@@ -230,8 +231,8 @@ def test_states_go_back_exactly(kind: str, length: int, bare: Any, tokens: Any) 
 @pytest.mark.parametrize("kind", ["hybrid", "iswa"])
 def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, tokens: Any) -> None:
     one, other = bare(kind, pool=1024, n_ubatch=96), bare(kind, pool=1024, n_ubatch=96)
-    one.session.extend(tokens[:700])
-    other.session.extend(tokens[2000:2555])
+    extend(one.session, tokens[:700])
+    extend(other.session, tokens[2000:2555])
     engine = other.session.engine
     before, state = engine.get_state(), one.session.engine.get_state()
     assert before != state
@@ -240,7 +241,7 @@ def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, to
     engine.set_state(before, 555)
     assert engine.get_state() == before
     straight = bare(kind, pool=1024, n_ubatch=96)
-    straight.session.extend(tokens[2000:2555])
+    extend(straight.session, tokens[2000:2555])
     ours, theirs = (x.logits_along(tokens[2555:2560], tokens[2560:2570]) for x in (other, straight))
     assert same_bits(ours, theirs)
 
@@ -248,7 +249,7 @@ def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, to
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
 def test_hostile_states_are_refused_and_the_engine_lives(kind: str, bare: Any, tokens: Any) -> None:
     one = bare(kind, pool=1024, n_ubatch=96)
-    one.session.extend(tokens[:500])
+    extend(one.session, tokens[:500])
     engine = one.session.engine
     state = engine.get_state()
     rng = random.Random(3)
@@ -269,7 +270,7 @@ def test_hostile_states_are_refused_and_the_engine_lives(kind: str, bare: Any, t
     engine.set_state(state, 500)
     assert engine.get_state() == state
     straight = bare(kind, pool=1024, n_ubatch=96)
-    straight.session.extend(tokens[:500])
+    extend(straight.session, tokens[:500])
     assert same_bits(
         one.logits_along(tokens[500:510], tokens[510:520]), straight.logits_along(tokens[500:510], tokens[510:520])
     )

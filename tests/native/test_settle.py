@@ -12,6 +12,7 @@ import pytest
 from support.harness import CHUNK, KV_TYPES, Bare, evaluate, read_block, same_bits
 
 from kvflash_ggml.errors import EngineError, UnsupportedError
+from kvflash_ggml.sequence.prefill import extend
 
 Make = Callable[..., Bare]
 TEXT = 200
@@ -21,7 +22,7 @@ KINDS = [*(("dense", kv) for kv in KV_TYPES), ("hybrid", "f16"), ("hybrid", "q8_
 
 def text(bare: Make, tokens: Any, kind: str = "dense", kv: str = "f16", **settings: Any) -> Bare:
     run = bare(kind, pool=512, n_ctx=512, n_ubatch=96, type_kv=KV_TYPES[kv], **settings)
-    run.session.extend(tokens[:TEXT] % run.n_vocab)
+    extend(run.session, tokens[:TEXT] % run.n_vocab)
     return run
 
 

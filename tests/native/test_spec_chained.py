@@ -14,7 +14,7 @@ import pytest
 from support.harness import MODELS
 
 from kvflash_ggml.arrays import Floats, Int32s
-from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS
+from kvflash_ggml.sequence.prefill import LEFT_OVER, QUESTION_TOKENS, extend
 
 FILES = {"mtp": MODELS / "mtp-recall-qwen35-q8_0.gguf", "eagle3": MODELS / "recall-eagle3-q8_0.gguf", "headed": None}
 TARGETS = {"mtp": "hybrid", "eagle3": "dense", "headed": "headed"}
@@ -69,10 +69,10 @@ def told(one: Any, wants: Any, prompt: Int32s, count: int) -> Told:
         rows.append(np.empty((n, width), np.float32))
         engine.read_features(0, rows[-1])
 
-    one.session.extend(prompt, after=after)
+    extend(one.session, prompt, after=after)
     for _ in range(count):
         ids.append(int(one.row().argmax()))
-        one.session.extend(np.array(ids[-1:], np.int32), after=after)
+        extend(one.session, np.array(ids[-1:], np.int32), after=after)
     return Told(np.array(ids, np.int32), len(prompt), np.concatenate(rows))
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.harness import MODELS
 
 from kvflash_ggml.arrays import Floats
+from kvflash_ggml.sequence.prefill import extend
 
 DRAFT = MODELS / "recall-dflash.gguf"
 TARGET = MODELS / "recall-qwen3-q8_0.gguf"
@@ -303,7 +304,7 @@ def test_beside_a_pool(bare: Any, known: Any, model: Any) -> None:
 
         found = []
         for first, last in ((0, text.prompt), (text.prompt, text.prompt + 5), (text.prompt + 5, text.prompt + 6)):
-            one.session.extend(ids[first:last], after=after)
+            extend(one.session, ids[first:last], after=after)
             found.append(drafter.propose(int(ids[last]), 15))
     finally:
         drafter.close()

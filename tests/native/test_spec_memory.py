@@ -74,7 +74,7 @@ def within_a_block(llm: Any, prompt: list[int]) -> Any:
     """A stream that was told some of the rows of a step, and not the others."""
     stream = llm.generate(prompt, temp=0.0)
     for _ in islice(stream, 120):
-        ahead = inside(llm).session._ahead
+        ahead = inside(llm).session.draft_rows
         if ahead is not None and 2 <= ahead.kept < len(ahead.tokens):
             return stream
     raise AssertionError("no draft was accepted")

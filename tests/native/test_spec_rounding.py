@@ -15,6 +15,7 @@ from support.replay import let_replay
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.config import SpecConfig
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import EVERY
 from kvflash_ggml.spec.draft import Draft, chain
 from kvflash_ggml.spec.tree import rows as arranged
@@ -127,20 +128,22 @@ def within(made: dict[int, Room], begin: int) -> dict[int, Room]:
 
 def make_room(session: Any, rooms: dict[int, Room]) -> None:
     """A plain step has as much room ahead of the text as one that verified there."""
-    extend = session.extend
+    prepare, finish, told = session.prepare_answer, session.finish, {}
 
-    def extending(rows: Any, **settings: Any) -> None:
-        session.settle()
-        start = session.length
-        if len(rows) > 1 or start not in rooms:
-            extend(rows, **settings)
-            return
-        session._generate_step(rows, EVERY, None, ahead=rooms[start][0])
-        session.keep(0)
-        session.accept()
-        settings["after"](start, 1)
+    def preparing(rows: Any, output: Any, after: Any = None, **drafts: Any) -> Any:
+        if drafts or session.length not in rooms:
+            return prepare(rows, output, after, **drafts)
+        told[session.length] = after
+        return prepare(rows, EVERY, ahead=rooms[session.length][0])
 
-    session.extend = extending
+    def finishing(step: Any) -> None:
+        finish(step)
+        if step.start in told:
+            session.keep(0)
+            session.accept()
+            told.pop(step.start)(step.start, 1)
+
+    session.prepare_answer, session.finish = preparing, finishing
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("dense", "lru"), ("dense", "qk"), ("hybrid", "qk"), ("iswa", "qk")])
@@ -185,9 +188,9 @@ def test_queries_of_the_text_outlive_what_is_rejected_and_cut(bare: Any, tokens:
         wanted[one.session.length] = one.session.queries.newest_now(one.session.length, 1)
 
     for one in (run, plain):
-        one.session.extend(text[:300])
+        extend(one.session, text[:300])
     for at in range(300, len(text)):
-        plain.session.extend(text[at : at + 1])
+        extend(plain.session, text[at : at + 1])
         note(plain)
     cuts = compared = 0
     for step in range(500):

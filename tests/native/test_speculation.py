@@ -17,6 +17,7 @@ from support.inside import inside
 from support.integrity import check_table
 
 from kvflash_ggml.config import SpecConfig
+from kvflash_ggml.sequence.prefill import extend
 
 STRICT = {"n_ctx": 1024, "n_batch": 256, "n_ubatch": 1, "kvflash": 1024}
 COUNT = 60
@@ -73,16 +74,16 @@ def test_one_row_that_is_verified_is_a_plain_step(kind: str, type_kv: int, bare:
     text = tokens[:80] % 128 if kind == "latent" else tokens[:80]
     plain, other = (bare(kind, pool=256, n_ctx=256, n_ubatch=64, type_kv=type_kv) for _ in range(2))
     for one in (plain, other):
-        one.session.extend(text[:60])
+        extend(one.session, text[:60])
     for at in range(60, 80):
-        plain.session.extend(text[at : at + 1])
+        extend(plain.session, text[at : at + 1])
         other.session.verify(text[at : at + 1])
         other.session.keep(0)
         assert np.array_equal(plain.row(), other.row())
         other.session.accept()
     assert plain.session.length == other.session.length == 80
     for one in (plain, other):
-        one.session.extend(text[:8])
+        extend(one.session, text[:8])
     assert np.array_equal(plain.row(), other.row())
 
 

@@ -9,6 +9,7 @@ import pytest
 from support.harness import Bare, evaluate, same_bits
 
 from kvflash_ggml.errors import DecodeError, EngineError, SnapshotError
+from kvflash_ggml.sequence.prefill import extend
 
 Make = Callable[..., Bare]
 TEXT = 100
@@ -21,7 +22,7 @@ def make(bare: Make, tokens: Any) -> Make:
 
     def text(kind: str = "hybrid", planes: int = 0, length: int = TEXT) -> Bare:
         run = bare(kind, pool=SLOTS, n_ctx=SLOTS, n_ubatch=96, planes=planes)
-        run.session.extend(tokens[:length])
+        extend(run.session, tokens[:length])
         return run
 
     return text

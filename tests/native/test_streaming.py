@@ -17,6 +17,7 @@ from support.inside import inside
 
 from kvflash_ggml import logs
 from kvflash_ggml.errors import EngineError
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import AttentionSpan
 
 POOL = 512
@@ -35,7 +36,7 @@ def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tok
     streamed = bare(kind, pool=POOL, stages=N_CTX, answers_exactly=True, **size)
     rows = streamed.logits_along(prompt, rest)
     session = streamed.session
-    assert session.outgrown
+    assert session.length > session.pool.n_slots
     assert session.streamed_steps > len(rest)
     assert session.engine.streamed_bytes > session.engine.info.page_bytes * 27
     assert session.whole[: session.length].all()
@@ -46,7 +47,7 @@ def test_streamed_equals_stock(kind: str, kv: int, bare: Callable[..., Any], tok
 def test_the_host_runs_ahead(bare: Callable[..., Any], tokens: Any) -> None:
     """Pages that a streamed step reads are not free before it has: they know the transfer."""
     session = bare(pool=POOL, stages=N_CTX, n_ctx=N_CTX, n_ubatch=128).session
-    session.extend(tokens[:1000])
+    extend(session, tokens[:1000])
     ticket = session.engine.streamed_ticket
     assert ticket > 0
     assert {session.store.ticket(c) for c in range((1000 - 104) // 64)} == {ticket}
@@ -118,7 +119,7 @@ def test_a_text_that_lies_out_of_order_in_the_pool_equals_stock(
     full = bare(kind, pool=N_CTX, **size)
     for start, end in ((0, 64), (64, 192), (192, 300), (300, 301), (301, 302)):
         for one in (ours, full):
-            one.session.extend(tokens[start:end])
+            extend(one.session, tokens[start:end])
         assert_same(ours.row(), full.row(), fuses=fuses)
     assert ours.session.whole[:302].all()
     assert ours.session.streamed_steps == 4
@@ -186,10 +187,10 @@ def test_a_part_of_a_text_is_seen_as_a_pool_sees_it(
         return views[-1]
 
     for one in (ours, pool):
-        one.session.extend(tokens[:1500])
+        extend(one.session, tokens[:1500])
     put_pages(pool.session.engine, pages(ours.session))
     monkeypatch.setattr(AttentionSpan, "of", noted)
-    ours.session.extend(tokens[1500:1501])
+    extend(ours.session, tokens[1500:1501])
     view, whole = views[-1]
     assert not whole
     assert len(view.chunks) == (1024 - 1 - 1500 % 64) // 64 < 1500 // 64
@@ -337,7 +338,7 @@ def test_what_an_answer_has_lost_outlives_a_text_that_is_read_again(
         monkeypatch.undo()
         raise SnapshotError("a page was damaged")
 
-    monkeypatch.setattr(type(inside(llm).session), "_generate_step", lose)
+    monkeypatch.setattr(type(inside(llm).session), "prepare_answer", lose)
     llm.eval([6])
     last = llm.kvflash.last
     assert (last.read, last.generated, last.generated_whole) == (700, 2, 1)
@@ -360,7 +361,7 @@ def test_an_impossible_plan_is_refused(changed: Any, why: str, bare: Callable[..
 
     session = bare(pool=POOL, stages=N_CTX, n_ctx=N_CTX, n_ubatch=128).session
     engine, plan = session.engine, session.engine._plan
-    session.extend(tokens[:64])
+    extend(session, tokens[:64])
     count = changed.get("n_streamed", 1)
     images = ffi.new("uint64_t[]", changed.get("streamed", [session.store.page(0).address] * count))
     fields = {"n_streamed": count, "streamed": images, "open_rows": 0, "open_block": 0, "mask_first": 64 * count}
@@ -371,7 +372,7 @@ def test_an_impossible_plan_is_refused(changed: Any, why: str, bare: Callable[..
     assert lib.kvf_step(engine._engine, plan) == lib.KVF_STATUS_ARGUMENT
     assert ffi.string(lib.kvf_last_error()).decode().startswith(why)
     plan.n_streamed, plan.mask, plan.mask_stride = 0, engine._mask, engine.info.n_slots
-    session.extend(tokens[64:100])
+    extend(session, tokens[64:100])
     assert session.length == 100
 
 
@@ -384,7 +385,7 @@ def test_a_streamed_step_without_images_is_refused(bare: Callable[..., Any], tok
     with pytest.raises(EngineError, match="over 0 page images, at least 1 is needed"):
         session.engine.step(3, 0, codes, Streamed([], 0, 0, np.zeros((3, 256), np.float16), 0))
     assert codes == []
-    session.extend(tokens[:100])
+    extend(session, tokens[:100])
     assert session.length == 100
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.harness import Bare, evaluate
 
 from kvflash_ggml.errors import DecodeError, EngineError
+from kvflash_ggml.sequence.prefill import extend
 
 Make = Callable[..., Bare]
 ROWS = 4
@@ -20,7 +21,7 @@ ROWS = 4
 def run(bare: Make, tokens: Any) -> Bare:
     """Four tokens behind a text, the logits of all of them kept."""
     one = bare(pool=512, n_ctx=512, n_ubatch=96)
-    one.session.extend(tokens[:50])
+    extend(one.session, tokens[:50])
     places = range(50, 50 + ROWS)
     evaluate(one, tokens[50 : 50 + ROWS], places, places, [[*range(i)] for i in places])
     return one
@@ -127,7 +128,7 @@ def test_rows_that_were_not_kept_are_refused(run: Bare, tokens: Any) -> None:
     assert engine.argmax([]).tolist() == []
 
     engine.truncate(50)
-    run.session.extend(tokens[50:60])  # keeps those of its last token alone
+    extend(run.session, tokens[50:60])  # keeps those of its last token alone
     assert engine.argmax([9]).tolist() == engine.argmax([-1]).tolist() == [run.row().argmax()]
     with pytest.raises(EngineError, match="row 8 has no logits"):
         engine.argmax([8])

@@ -11,6 +11,7 @@ import pytest
 from support.harness import CHUNK, KV_TYPES, Bare, Logits, read_block, same_bits
 
 from kvflash_ggml.pool.branches import leaving, moving, places
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.tree import Rows, rows
 
@@ -86,7 +87,7 @@ def leaves(tree: Rows) -> list[int]:
 
 def text(bare: Make, tokens: Any, length: int, kind: str = "dense", kv: str = "f16", **settings: Any) -> Bare:
     run = bare(kind, pool=POOL, n_ctx=POOL, n_ubatch=96, type_kv=KV_TYPES[kv], block_order=ORDER, **settings)
-    run.session.extend(tokens[:length] % run.n_vocab)
+    extend(run.session, tokens[:length] % run.n_vocab)
     for chunk, block in enumerate(ORDER):
         run.session.mask.place(block, chunk)
     return run

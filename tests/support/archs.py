@@ -331,7 +331,7 @@ def _check_small_pool(run: _Run, stock: Any) -> None:
     session = inside(llm).session
     before = N_BATCH
     llm.eval(run.tokens[:before])
-    assert session.page_outs == before // CHUNK, f"{session.page_outs} pages saved after {before} tokens"
+    assert session.paging.page_outs == before // CHUNK, f"{session.paging.page_outs} pages saved after {before} tokens"
     session.engine.synchronize()
     pages = [read_block(session, session.table.chunks[c].block) for c in range(before // CHUNK)]
     llm.eval(run.tokens[before:PROMPT])

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflash_bench.shapes import SHAPES, write
+from kvflash_ggml.sequence.prefill import extend
 from support.inside import inside
 
 from .integrity import check_table
@@ -159,10 +160,10 @@ class Bare:
     _ctx: Any
 
     def logits_along(self, prompt: npt.NDArray[np.int32], rest: Sequence[int] = ()) -> Logits:
-        self.session.extend(prompt)
+        extend(self.session, prompt)
         rows = [self.row()]
         for token in rest:
-            self.session.extend(np.array([token], np.int32))
+            extend(self.session, np.array([token], np.int32))
             rows.append(self.row())
         return np.stack(rows)
 

@@ -15,6 +15,7 @@ import numpy as np
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.files import PART
 from kvflash_ggml.host import slabs
+from kvflash_ggml.sequence.prefill import extend
 from support import plain_reader
 from support.fake_engine import FakeEngine, make_session
 from support.saving import N_VOCAB, save
@@ -26,7 +27,7 @@ def save_beginnings(path: Path, ready: int) -> None:
     """Beginnings of every length, over and over. ready: told when it begins."""
     slabs.SLAB_BYTES = 1 << 20  # the fake engine fills it
     session = make_session(FakeEngine(448, 64), KVFlashConfig(tail=2), n_ctx=8192, n_batch=64, n_ubatch=64)
-    session.extend(TEXT)
+    extend(session, TEXT)
     os.write(ready, b"!")
     while True:
         for length in range(1, len(TEXT), 23):

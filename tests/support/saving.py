@@ -13,6 +13,8 @@ import numpy as np
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.policy.base import Floats, Keys, Rows, ScoreRequest
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.scoring import Scoring
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import fingerprint
@@ -92,7 +94,7 @@ def text(count: int, seed: int = 1) -> np.ndarray[Any, Any]:
 def decode(session: Sequence, count: int) -> None:
     """Generate, as it were: one token after the other."""
     for token in text(count, 2):
-        session.extend(np.array([token], np.int32))
+        extend(session, np.array([token], np.int32))
 
 
 def snapshot_store(session: Sequence) -> SnapshotStore:
@@ -101,14 +103,14 @@ def snapshot_store(session: Sequence) -> SnapshotStore:
 
 def dump(session: Sequence, length: int | None = None) -> bytes:
     """A snapshot as bytes."""
-    return snapshot_store(session).dump(session.state(length))
+    return snapshot_store(session).dump(restore.state(session, length))
 
 
 def save(session: Sequence, path: Path, *, compress: bool = False, length: int | None = None) -> int:
     """A snapshot as a file; its size."""
     each = snapshot_store(session)
     try:
-        return each.save(session.state(length), path, compress=compress).result()
+        return each.save(restore.state(session, length), path, compress=compress).result()
     finally:
         each.close()
 
@@ -117,7 +119,7 @@ def load(session: Sequence, source: bytes | Path) -> None:
     """Put a snapshot in place of what the session holds."""
     saved = snapshot_store(session).load(source)
     try:
-        session.load(saved)
+        restore.load(session, saved)
     finally:
         saved.release()
 

@@ -13,11 +13,13 @@ from support.integrity import check_table
 from support.interrupter import Interrupter
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 
 FILES = (
     "sequence/sequence.py",
-    "sequence/text.py",
+    "sequence/step.py",
+    "sequence/pool.py",
     "sequence/device_states.py",
     "sequence/recovery.py",
     "pool/page_table.py",
@@ -32,7 +34,7 @@ def session(recurrent: bool) -> Sequence:
     """Just before the end of a chunk, on a pool that is full."""
     engine = FakeEngine(448, 128, recurrent=recurrent, query_rows=16)
     one = make_session(engine, KVFlashConfig(pool=448, tail=2), n_ctx=2048, n_batch=128, n_ubatch=128)
-    one.extend(PROMPT)
+    extend(one, PROMPT)
     return one
 
 
@@ -54,7 +56,7 @@ def test_every_line(accepted: int, recurrent: bool) -> None:
         assert len(PROMPT) <= one.length <= len(PROMPT) + accepted, f"line {k}"
         text = [*PROMPT, *DRAFT][: one.length]
         for token in MORE:
-            one.extend(np.array([token], np.int32))
+            extend(one, np.array([token], np.int32))
         check(one, [*text, *MORE], k)
         one.close()
     assert k > 100

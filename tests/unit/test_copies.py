@@ -15,8 +15,9 @@ from support.fake_engine import FakeEngine
 from support.saving import make, making, text
 
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.sequence import copies
+from kvflash_ggml.sequence import copies, restore
 from kvflash_ggml.sequence.copies import THREADS, StateCopies
+from kvflash_ggml.sequence.prefill import extend, rewind_to
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.state.blob import Bytes, Copied
 
@@ -161,7 +162,7 @@ def test_where_nothing_is_won_there_is_no_memory(info: dict[str, Any]) -> None:
 def test_a_garbage_collector_may_close_it_where_it_copies() -> None:
     """That comes behind the copies."""
     session = make(recurrent=True, asynchronous=True)
-    session.extend(text(300))
+    extend(session, text(300))
     session.checkpoints.before_step(300, wanted=True)
     copied, worker = session.checkpoints.at(300), session.checkpoints.workers[1]
     worker.submit(session.close).result(20)
@@ -176,21 +177,21 @@ def test_texts_go_back_and_change_places(window: int, world: Any) -> None:
     """At each step the engine looks whether its state is that of the text."""
     chance = random.Random(window)
     session = world(recurrent=True, asynchronous=True, n_swa=window)
-    session.extend(text(300))
-    aside = [(session.state(), session.engine.truth[:])]
+    extend(session, text(300))
+    aside = [(restore.state(session), session.engine.truth[:])]
     for turn in range(40):
-        session.extend(text(chance.randrange(1, 200), turn))
+        extend(session, text(chance.randrange(1, 200), turn))
         if chance.random() < 0.5:
             session.checkpoints.before_step(session.length, wanted=True)
         if chance.random() < 0.5:
-            session.rewind_to(chance.randrange(session.length // 2, session.length))
+            rewind_to(session, chance.randrange(session.length // 2, session.length))
         if chance.random() < 0.4:
             state = session.engine.get_state()
-            aside.append((session.state(), session.engine.truth[:]))
+            aside.append((restore.state(session), session.engine.truth[:]))
             assert aside[-1][0].state.read() == state
         if chance.random() < 0.4 or session.length > 3000:
             saved, truth = chance.choice(aside)
-            session.load(saved.share())
+            restore.load(session, saved.share())
             session.engine.adopt(truth, saved.tokens.tolist())
     for saved, _ in aside:
         saved.release()

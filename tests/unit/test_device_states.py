@@ -11,6 +11,7 @@ from support.fake_session import accept
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.sequence.device_states import DeviceStates
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.self_draft import SelfDraft
 from kvflash_ggml.sequence.sequence import Sequence
 
@@ -19,7 +20,7 @@ PROMPT = 300
 
 def session(engine: FakeEngine) -> Sequence:
     one = make_session(engine, KVFlashConfig(pool=448), n_ctx=2048, n_batch=128, n_ubatch=128)
-    one.extend(np.arange(PROMPT, dtype=np.int32))
+    extend(one, np.arange(PROMPT, dtype=np.int32))
     return one
 
 
@@ -52,7 +53,7 @@ def test_what_is_drafted_and_rejected_has_never_been(full: bool, caplog: pytest.
         accept(one, accepted)
         text += range(1000, 1000 + accepted)
         assert one.tokens.tolist() == engine.tokens == text
-    one.extend(np.array([5], np.int32))
+    extend(one, np.array([5], np.int32))
     assert engine.tokens == [*text, 5]
     assert len(kept) == (0 if full else 5), "after each sketch, and before what was accepted in part or not at all"
     assert len(copies) == 6, "the fake one has no other way to keep it"
@@ -80,7 +81,7 @@ def test_a_sketch_goes_on_behind_the_rows_that_stay(recurrent: bool) -> None:
             assert sketch.tokens.tolist() == engine.tokens == [*text, 7, 1, 4, 5]
             assert (sketch.left, sketch.room_ahead) == (4, 4)
     assert one.tokens.tolist() == engine.tokens == text
-    one.extend(np.array([5], np.int32))
+    extend(one, np.array([5], np.int32))
     assert engine.tokens == [*text, 5]
     one.close()
 

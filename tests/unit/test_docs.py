@@ -24,6 +24,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.llama.keywords import PoolKeywords
 from kvflash_ggml.policy.base import Scorer
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.settings import settings
 
 REPO = Path(__file__).parents[2]
@@ -309,7 +310,7 @@ def resident_after_question(scorer: Any) -> tuple[int, ...]:
         FakeEngine(8 * CHUNK, CHUNK), KVFlashConfig(pool=8 * CHUNK), n_ctx=4096, n_batch=CHUNK, n_ubatch=CHUNK,
         scorer=scorer,
     )  # fmt: skip
-    session.extend(tokens)
+    extend(session, tokens)
     resident = session.table.resident_chunks
     session.close()
     return resident

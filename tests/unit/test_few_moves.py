@@ -12,6 +12,7 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.residency import few_moves
 from kvflash_ggml.pool.view import choose
+from kvflash_ggml.sequence.prefill import extend
 
 INSIDE, OUTSIDE = np.array([0, 1, 2, 3]), np.array([4, 5, 6, 7, 8])
 
@@ -90,13 +91,13 @@ class Noise:
 def test_all_of_the_pool_moves_at_tau_only() -> None:
     config = KVFlashConfig(pool=4096, tau=64)
     one = make_session(FakeEngine(4096, 128), config, n_ctx=16384, n_batch=128, n_ubatch=128, scorer=Noise())  # type: ignore[arg-type]
-    one.extend(np.arange(12000, dtype=np.int32))
-    moved, before = [], one.page_ins
+    extend(one, np.arange(12000, dtype=np.int32))
+    moved, before = [], one.paging.page_ins
     for token in range(256):
-        one.extend(np.array([token], np.int32))
-        if one.page_ins > before:
-            moved.append(one.page_ins - before)
-        before = one.page_ins
+        extend(one, np.array([token], np.int32))
+        if one.paging.page_ins > before:
+            moved.append(one.paging.page_ins - before)
+        before = one.paging.page_ins
     one.close()
     assert len(moved) == 15
     assert moved[:3] + moved[4:7] + moved[8:11] == [8] * 9

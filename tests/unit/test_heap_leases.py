@@ -21,6 +21,7 @@ from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.host import heap as heap_module
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import PageImage
+from kvflash_ggml.sequence.prefill import extend
 
 PATIENCE = 60  # seconds after which something that should have happened never will
 
@@ -305,13 +306,13 @@ def test_a_chunk_is_sealed_while_a_shortlist_is_scored(limit: int | None, tmp_pa
     config = KVFlashConfig(pool=512, tail=2, tau=4, host_limit=limit and limit * PAGE, spill=limit and tmp_path)
     scorer = Shortlist()
     session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
-    session.extend(np.arange(700, dtype=np.int32))
+    extend(session, np.arange(700, dtype=np.int32))
     scorer.on = True
-    before, sealed = session.page_outs, session.length // CHUNK
+    before, sealed = session.paging.page_outs, session.length // CHUNK
 
     def generate(count: int) -> None:
         for token in range(count):
-            session.extend(np.array([token], np.int32))
+            extend(session, np.array([token], np.int32))
 
     with ThreadPoolExecutor(1) as caller:
         try:
@@ -319,7 +320,7 @@ def test_a_chunk_is_sealed_while_a_shortlist_is_scored(limit: int | None, tmp_pa
             assert inside.wait(PATIENCE)
             caller.submit(generate, 7).result(PATIENCE)
             assert session.length // CHUNK == sealed + 1
-            assert session.page_outs == before + 1
+            assert session.paging.page_outs == before + 1
             assert sealed in session.store
             assert session.store.heap._leases.threads, "it was not scoring all the while"
         finally:

@@ -18,7 +18,9 @@ from support.saving import Digest, decode, dump, load, making, settle_scores, te
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.pool.plan import ABSENT
+from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence import scoring as kept
+from kvflash_ggml.sequence.prefill import extend, prefix_to_keep
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot import replays as written
 from kvflash_ggml.state.session import Layout
@@ -44,15 +46,15 @@ def ask(session: Sequence, prompt: Any = PROMPT) -> None:
     shared = 0
     while shared < min(session.length, len(prompt) - 1) and session.tokens[shared] == prompt[shared]:
         shared += 1
-    left = session.truncate(session.prefix_to_keep(shared, prompt))
-    session.extend(prompt[left:], prompt=True)
+    left = session.truncate(prefix_to_keep(session, shared, prompt))
+    extend(session, prompt[left:], prompt=True)
 
 
 def answer(session: Sequence, count: int) -> list[list[int]]:
     """Where the chunks are after each of the next tokens."""
     seen = [places(session)]
     for token in text(count, 5):
-        session.extend(np.array([token], np.int32))
+        extend(session, np.array([token], np.int32))
         seen.append(places(session))
     return seen
 
@@ -87,11 +89,11 @@ def test_what_little_lies_in_front_of_a_question_is_read_with_it(count: int, ste
     """It takes no step of its own, and no state has to be kept behind it."""
     engine = FakeEngine(448, 128, query_rows=4, recurrent=True)
     session = make_session(engine, KVFlashConfig(tail=2), n_ctx=4096, n_batch=128, n_ubatch=128, scorer=Digest())
-    session.extend(text(900))
+    extend(session, text(900))
     session.checkpoints.before_step(900, wanted=True)
     engine.steps.clear()
     with mock.patch.object(engine, "get_state", wraps=engine.get_state) as reads:
-        session.extend(text(count, 4))
+        extend(session, text(count, 4))
     assert list(dict.fromkeys(engine.steps)) == steps, "the last may be read twice"
     assert reads.call_count == len(steps) - 1
     assert engine.tokens == [*text(900), *text(count, 4)]
@@ -105,7 +107,7 @@ def test_two_questions_take_turns(world: Any) -> None:
     ask(session, prompts[0])
     want.append(answer(session, 20))
     session.truncate(len(PROMPT))
-    session.extend(prompts[1][len(PROMPT) :], prompt=True)
+    extend(session, prompts[1][len(PROMPT) :], prompt=True)
     want.append(answer(session, 20))
     for number in (0, 1, 1, 0):
         ask(session, prompts[number])
@@ -115,15 +117,15 @@ def test_two_questions_take_turns(world: Any) -> None:
 
 def test_only_the_newest_are_kept(world: Any) -> None:
     session = world()
-    session.extend(PROMPT)
+    extend(session, PROMPT)
     for _ in range(10):
-        session.extend(text(20, session.length))
+        extend(session, text(20, session.length))
     found = session.scoring.replays.state()
     assert [one.start for one in found] == [len(PROMPT) + 20 * at for at in range(2, 10)]
     session.truncate(found[4].start)
     assert session.scoring.replays.state() == found[:5]
-    assert session.state().own_size > sum(one.size for one in found[:5]) > 0
-    saved = session.state(found[2].start)
+    assert restore.state(session).own_size > sum(one.size for one in found[:5]) > 0
+    saved = restore.state(session, found[2].start)
     assert [one.start for one in saved.policy.found] == [one.start for one in found[:3]]
     saved.release()
     session.reset()
@@ -132,7 +134,7 @@ def test_only_the_newest_are_kept(world: Any) -> None:
 
 def test_other_heads_have_found_nothing(world: Any) -> None:
     session = world()
-    session.extend(PROMPT)
+    extend(session, PROMPT)
     session.scoring.use(np.zeros((1, 2), np.int32))
     assert not session.scoring.replays.state()
 

@@ -8,6 +8,7 @@ from support.fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.sequence.prefill import extend
 
 
 class First:
@@ -37,7 +38,7 @@ def read(length, **config):
     engine, scorer = FakeEngine(1024, 128), First()
     made = KVFlashConfig(pool=1024, **config)
     session = make_session(engine, made, n_ctx=4096, n_batch=128, n_ubatch=128, scorer=scorer)
-    session.extend(np.arange(length, dtype=np.int32))
+    extend(session, np.arange(length, dtype=np.int32))
     return session, scorer.looks
 
 

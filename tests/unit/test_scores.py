@@ -20,6 +20,7 @@ from kvflash_ggml.policy import resolve
 from kvflash_ggml.policy.base import Masses
 from kvflash_ggml.sequence.keys import HostKeys
 from kvflash_ggml.sequence.masses import MassReader
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.query_ring import QueryRing
 from kvflash_ggml.sequence.scores import check_scores
 from kvflash_ggml.sequence.worker import Worker
@@ -86,17 +87,17 @@ WRONG: list[Callable[[int], Any]] = [
 def test_what_are_no_scores_is_refused_by_name(wrong: Callable[[int], Any], session: Any) -> None:
     session.scoring.scorer.answer = wrong
     with pytest.raises(ConfigError, match="policy 'foreign' returned"):
-        session.extend(some(1000))
+        extend(session, some(1000))
     session.scoring.scorer.answer = lambda n: np.zeros(n, np.float32)
     session.reset()
-    session.extend(some(1000))
+    extend(session, some(1000))
     assert session.length == 1000
 
 
 @pytest.mark.parametrize("right", [lambda n: None, lambda n: np.full(n, -np.inf), lambda n: np.arange(n, dtype="f8")])
 def test_what_are_scores_is_taken(right: Callable[[int], Any], session: Any) -> None:
     session.scoring.scorer.answer = right
-    session.extend(some(1000))
+    extend(session, some(1000))
     assert session.length == 1000
 
 
@@ -105,7 +106,7 @@ def test_an_error_while_a_chunk_is_sealed_is_told(error: Exception, session: Any
     """A chunk without statistics would be scored at random."""
     session.scoring.scorer.trouble = error
     with pytest.raises(type(error), match="mine"):
-        session.extend(some(1000))
+        extend(session, some(1000))
 
 
 # --- on a thread of its own
@@ -115,14 +116,14 @@ def asynchronous(scorer: Foreign) -> Any:
     engine = FakeEngine(512, 128, query_rows=4, asynchronous=True)
     config = KVFlashConfig(pool=512, tail=2, tau=1000)
     session = make_session(engine, config, n_ctx=2048, n_batch=128, n_ubatch=128, scorer=scorer)
-    session.extend(some(1000))
+    extend(session, some(1000))
     settle_scores(session)
     return session
 
 
 def generate(session: Any, count: int) -> None:
     for token in some(count):
-        session.extend(token[None])
+        extend(session, token[None])
 
 
 def await_end(session: Any) -> None:
@@ -144,7 +145,7 @@ def test_a_chunk_whose_sealing_is_interrupted_is_sealed_again(session: Any) -> N
 
     session.paging._sealed = interrupted
     with pytest.raises(KeyboardInterrupt):
-        session.extend(np.arange(100, dtype=np.int32))
+        extend(session, np.arange(100, dtype=np.int32))
     assert session.length == 100
     assert told == [[0], [0]]
     assert 0 in session.store

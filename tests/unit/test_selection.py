@@ -13,6 +13,7 @@ from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.selection import MAX_TAU, TAU, Selection
 from kvflash_ggml.sequence.sequence import Sequence
 
@@ -61,7 +62,7 @@ def session(scorer: Counted, **info: Any) -> Sequence:
     engine = FakeEngine(1024, 128, **info)
     config = KVFlashConfig(pool=1024, tau=64)
     one = make_session(engine, config, n_ctx=8192, n_batch=128, n_ubatch=128, scorer=scorer)  # type: ignore[arg-type]
-    one.extend(np.arange(PROMPT, dtype=np.int32))
+    extend(one, np.arange(PROMPT, dtype=np.int32))
     scorer.seen.clear()
     return one
 
@@ -86,7 +87,7 @@ def test_what_a_question_has_found_stays_while_it_is_answered(fade: float, stays
     assert Finding.ASKED in one.table.resident_chunks
     assert Finding.LATER not in one.table.resident_chunks
     for token in range(200):
-        one.extend(np.array([token], np.int32))
+        extend(one, np.array([token], np.int32))
     assert (Finding.ASKED in one.table.resident_chunks) == stays
     assert Finding.LATER in one.table.resident_chunks
     one.close()
@@ -101,7 +102,7 @@ def test_drafts_leave_no_trace() -> None:
         right = int(rng.integers(1, 5))
         tokens = rng.integers(0, 100, right).astype(np.int32)
         for token in tokens:
-            plain.extend(token[None])
+            extend(plain, token[None])
         drafted.verify(np.concatenate([tokens, rng.integers(200, 300, 5).astype(np.int32)]))
         accept(drafted, right)
         done += right
@@ -161,7 +162,7 @@ def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) ->
     """Only recurrent state needs what was accepted once more, and nothing of what was read before."""
     one = session(Counted(), recurrent=recurrent)
     for token in range(500):
-        one.extend(np.array([token], np.int32))
+        extend(one, np.array([token], np.int32))
     steps: list[int] = []
     step = one.engine.step
 
@@ -180,7 +181,7 @@ def test_a_rejected_draft_is_not_read_again(recurrent: bool, read: list[int]) ->
 def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
     one = session(Counted(), recurrent=True)
     for token in range(100):
-        one.extend(np.array([token], np.int32))
+        extend(one, np.array([token], np.int32))
     assert one.scoring is not None
     ticks: list[int] = []
     clock = one.scoring.selection.on_tokens
@@ -193,7 +194,7 @@ def test_a_failed_step_that_takes_text_along_counts_no_tokens() -> None:
     one.engine.faults = Faults(0, spoil=True)  # type: ignore[attr-defined]
     before = one.length
     with pytest.raises(DecodeError):
-        one.extend(np.array([7], np.int32))
+        extend(one, np.array([7], np.int32))
     one.engine.faults = Faults()  # type: ignore[attr-defined]
     assert one.length < before, "the recurrent state has gone back to a checkpoint"
     assert ticks == []
@@ -217,7 +218,7 @@ def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -
     assert failed
     assert one.ahead == 0
     assert one.length < PROMPT
-    one.extend(np.arange(one.length, PROMPT + 3, dtype=np.int32))
+    extend(one, np.arange(one.length, PROMPT + 3, dtype=np.int32))
     assert one.length == PROMPT + 3
     check_table(one.table)
     one.close()

@@ -35,6 +35,8 @@ from support.saving import Digest, dump, load, seen, settle_scores, snapshot_sto
 from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError, ContextFull, DecodeError, HostMemoryError, SnapshotError
 from kvflash_ggml.pool.plan import ABSENT
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend, rewind_to
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.state.session import SessionState
 
@@ -163,11 +165,11 @@ class SessionMachine(RuleBasedStateMachine):
     def extend(self, count: int, output_all: bool) -> None:
         if self.full():
             with pytest.raises(ContextFull):
-                self.session.extend(ints(1))
+                extend(self.session, ints(1))
             return
         new = self.text(count)
         calls: list[tuple[int, int]] = []
-        self.session.extend(new, output_all=output_all, progress=lambda done, total: calls.append((done, total)))
+        extend(self.session, new, output_all=output_all, progress=lambda done, total: calls.append((done, total)))
         if len(new) > 1:
             assert calls[-1] == (len(new), len(new))
         self.tokens += new.tolist()
@@ -179,7 +181,7 @@ class SessionMachine(RuleBasedStateMachine):
         for _ in range(count):
             if not self.full():
                 new = self.text(1)
-                self.session.extend(new)
+                extend(self.session, new)
                 self.tokens += new.tolist()
         self.check()
 
@@ -196,7 +198,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(at=PLACES)
     def rewind(self, at: int) -> None:
         length = at % (len(self.tokens) + 1)
-        self.session.rewind_to(length)
+        rewind_to(self.session, length)
         assert self.session.length == length
         self.settle(self.tokens[:length])
 
@@ -247,7 +249,7 @@ class SessionMachine(RuleBasedStateMachine):
         error = KeyboardInterrupt if ctrl_c else DecodeError
         self.session.engine.faults = Faults(step, lambda: error("on purpose"), late, spoil)
         try:
-            self.session.extend(new)
+            extend(self.session, new)
         except error:
             kept = not self.session.engine.info.recurrent and self.session.repair is None
             assert self.session.length >= before or not kept
@@ -268,7 +270,7 @@ class SessionMachine(RuleBasedStateMachine):
                 raise KeyboardInterrupt
 
         try:
-            self.session.extend(new, progress=progress)
+            extend(self.session, new, progress=progress)
         except KeyboardInterrupt:
             assert self.session.length == before + steps[-1]
         self.settle(self.tokens + new.tolist())
@@ -285,7 +287,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.session.engine.refuse_alloc = trouble == "alloc"
         FaultyFile.trouble = trouble
         with contextlib.suppress(HostMemoryError):
-            self.session.extend(new)
+            extend(self.session, new)
         settle_ahead(self.session)
         settle_scores(self.session)
         if self.session.scoring is not None:
@@ -301,7 +303,7 @@ class SessionMachine(RuleBasedStateMachine):
     def freeze(self, length: int | None) -> Saved | None:
         session = self.session
         try:
-            frozen = session.state(length)
+            frozen = restore.state(session, length)
         except SnapshotError:
             assert session.engine.info.recurrent or session.engine.info.n_swa
             assert length not in (None, session.length, *session.checkpoints.state())
@@ -349,7 +351,7 @@ class SessionMachine(RuleBasedStateMachine):
     def thaw(self, at: int) -> None:
         """Back to a text that was only put aside, which can be done again."""
         saved = self.frozen[at % len(self.frozen)]
-        self.session.load(saved.frozen)
+        restore.load(self.session, saved.frozen)
         self.restored(saved)
 
     @precondition(lambda self: self.saved is not None)
@@ -462,9 +464,9 @@ def test_importing_the_session_loads_nothing_native() -> None:
 def test_a_small_context_takes_any_protections(world: Any) -> None:
     session = world(256, n_ctx=256, config={"sinks": 1, "tail": 4, "pins": ((0, 256),)})
     tokens = some(256)
-    session.extend(tokens)
+    extend(session, tokens)
     check(session, tokens.tolist())
-    assert session.page_outs == 0
+    assert session.paging.page_outs == 0
 
 
 @pytest.mark.parametrize(("n_batch", "n_ubatch"), [(128, 64), (100, 30), (512, 512), (100, 64)])
@@ -481,7 +483,7 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batc
         session.truncate(rng.randrange(session.length + 1))
         count = rng.randrange(1, 1025 - session.length)
         del session.engine.steps[:]
-        session.extend(some(count))
+        extend(session, some(count))
         stock = [
             min(n_ubatch, end - at)
             for start in range(0, count, n_batch)
@@ -494,36 +496,36 @@ def test_a_whole_context_pool_splits_and_places_as_stock_does(world: Any, n_batc
 
 def test_logits_are_kept_of_the_last_token_of_each_batch_only(world: Any) -> None:
     session = world()
-    session.extend(some(200))
+    extend(session, some(200))
     assert [sum(flags) for flags in session.engine.outputs] == [0, 1, 0, 1]
     assert all(flags[-1] for flags in session.engine.outputs[1::2])
-    session.extend(some(3), output_all=True)
+    extend(session, some(3), output_all=True)
     assert session.engine.outputs[-1] == [1, 1, 1]
-    session.extend(some(1))
+    extend(session, some(1))
     assert session.engine.outputs[-1] == [1]
 
 
 def test_a_sealed_chunk_is_copied_once(world: Any) -> None:
     session = world()
-    session.extend(some(2000))
-    assert session.page_outs == 2000 // CHUNK
-    assert session.page_ins == 0
+    extend(session, some(2000))
+    assert session.paging.page_outs == 2000 // CHUNK
+    assert session.paging.page_ins == 0
 
 
 def test_the_chunk_before_a_step_stays_whatever_its_score(world: Any) -> None:
     """A window of one chunk, and steps of two that begin where one does: llama.cpp wants the position before them."""
     for seed in range(20):
         session = world(256 + 64 * (seed % 4), config={"sinks": 1, "tail": 1}, n_ubatch=128, scorer=Digest())
-        session.extend(some(1500, seed))
-        session.extend(some(300, seed + 50))
+        extend(session, some(1500, seed))
+        extend(session, some(300, seed + 50))
         check(session, [*some(1500, seed).tolist(), *some(300, seed + 50).tolist()])
 
 
 def test_too_many_tokens_change_nothing(world: Any) -> None:
     session = world()
-    session.extend(some(100))
+    extend(session, some(100))
     with pytest.raises(ContextFull, match=r"2049.*2048.*512"):
-        session.extend(some(1949))
+        extend(session, some(1949))
     check(session, some(100).tolist())
 
 
@@ -531,17 +533,17 @@ def test_a_recall_of_more_chunks_than_host_memory_holds(world: Any, tmp_path: Pa
     """Images on their way to the device must not be spilled over before they were read."""
     session = world(config={"tail": 4, "host_limit": PAGE_BYTES, "spill": tmp_path})
     tokens = some(1900)
-    session.extend(tokens)
+    extend(session, tokens)
     session.truncate(800)
-    session.extend(some(1, 1))
+    extend(session, some(1, 1))
     check(session, [*tokens[:800].tolist(), *some(1, 1).tolist()])
-    assert session.page_ins >= 5
+    assert session.paging.page_ins >= 5
 
 
 def test_a_step_that_seals_more_chunks_than_host_memory_holds(world: Any, tmp_path: Path) -> None:
     session = world(n_batch=512, n_ubatch=512, config={"host_limit": 2 * PAGE_BYTES, "spill": tmp_path})
     tokens = some(1900)
-    session.extend(tokens)
+    extend(session, tokens)
     check(session, tokens.tolist())
 
 
@@ -549,7 +551,7 @@ def test_a_state_is_restored_under_a_ceiling(world: Any, tmp_path: Path) -> None
     config = {"host_limit": 2 * PAGE_BYTES, "spill": tmp_path}
     session, other = world(config=config), world(config=config)
     tokens = some(1900)
-    session.extend(tokens)
+    extend(session, tokens)
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     check(other, tokens.tolist())
@@ -559,28 +561,28 @@ def test_a_long_text_is_restored_under_a_ceiling_without_a_spill_folder(world: A
     """Its pages are in the snapshot; what is written after it has to fit."""
     session, other = world(), world(config={"host_limit": 2 * PAGE_BYTES})
     tokens = some(1700)
-    session.extend(tokens)
+    extend(session, tokens)
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     check(other, tokens.tolist())
     other.pin_range(12 * CHUNK, 14 * CHUNK)
-    other.extend(some(70, 1))
+    extend(other, some(70, 1))
     check(other, [*tokens.tolist(), *some(70, 1).tolist()])
     assert {12, 13} <= set(other.table.resident_chunks)
-    other.extend(some(70, 2))
+    extend(other, some(70, 2))
     with pytest.raises(HostMemoryError):
-        other.extend(some(140, 3))
+        extend(other, some(140, 3))
     whole = [*tokens.tolist(), *some(70, 1).tolist(), *some(70, 2).tolist(), *some(140, 3).tolist()]
     check(other, whole[: other.length])
 
 
 def test_a_session_that_cannot_be_put_aside_holds_nothing(world: Any) -> None:
     session = world(config={"host_limit": 5 * PAGE_BYTES})
-    session.extend(some(5 * CHUNK + 10))
+    extend(session, some(5 * CHUNK + 10))
     with pytest.raises(HostMemoryError):
-        session.state()
+        restore.state(session)
     check(session, some(5 * CHUNK + 10).tolist())
-    session.state(5 * CHUNK).release()
+    restore.state(session, 5 * CHUNK).release()
     check(session, some(5 * CHUNK + 10).tolist())
 
 
@@ -588,15 +590,15 @@ def test_without_a_spill_folder_the_ceiling_is_an_error_and_the_text_stays(world
     session = world(config={"host_limit": 5 * PAGE_BYTES})
     tokens = some(1000)
     with pytest.raises(HostMemoryError, match="host_limit"):
-        session.extend(tokens)
+        extend(session, tokens)
     kept = session.length
     assert kept >= 5 * CHUNK
     check(session, tokens[:kept].tolist())
     with pytest.raises(HostMemoryError):
-        session.extend(some(100))
+        extend(session, some(100))
     check(session, tokens[:kept].tolist())
     session.truncate(3 * CHUNK)
-    session.extend(some(CHUNK, 1))
+    extend(session, some(CHUNK, 1))
     check(session, [*tokens[: 3 * CHUNK].tolist(), *some(CHUNK, 1).tolist()])
 
 
@@ -604,10 +606,10 @@ def test_memory_that_was_refused_once_is_asked_for_again(world: Any) -> None:
     session = world()
     session.engine.refuse_alloc = True
     with pytest.raises(HostMemoryError, match="could not get"):
-        session.extend(some(500))
+        extend(session, some(500))
     kept = session.length
     session.engine.refuse_alloc = False
-    session.extend(some(600)[kept:])
+    extend(session, some(600)[kept:])
     assert session.length == 600
 
 
@@ -624,10 +626,10 @@ def test_a_restored_session_goes_on_as_the_saved_one(scorer: Any, kind: dict[str
         config = {"tau": 16}
         session, other = (world(scorer=scorer and scorer(), config=config, **kind) for _ in range(2))
         for _ in range(rng.randrange(1, 6)):
-            session.extend(some(rng.randrange(1, 500), rng.randrange(99)))
+            extend(session, some(rng.randrange(1, 500), rng.randrange(99)))
             session.truncate(rng.randrange(session.length + 1))
         for token in some(rng.randrange(40)):
-            session.extend(ints(token))
+            extend(session, ints(token))
         load(other, dump(session))
         other.engine.adopt(session.engine.truth, session.engine.tokens)
         start = len(session.engine.rows)
@@ -636,42 +638,42 @@ def test_a_restored_session_goes_on_as_the_saved_one(scorer: Any, kind: dict[str
             cut = rng.randrange(session.length + 1) if rng.random() < 0.5 else session.length
             for each in (session, other):
                 each.truncate(cut)
-                each.extend(tokens)
+                extend(each, tokens)
                 for token in tokens[:24]:
-                    each.extend(ints(token))
+                    extend(each, ints(token))
             assert [c.block for c in session.table.chunks] == [c.block for c in other.table.chunks]
         assert session.engine.rows[start:] == other.engine.rows
 
 
 def test_a_checkpoint_that_cannot_be_restored_empties_the_session(world: Any) -> None:
     session = world(recurrent=True)
-    session.extend(some(400))
-    session.extend(some(100, 1))
+    extend(session, some(400))
+    extend(session, some(100, 1))
     assert session.checkpoints._states
     with mock.patch.object(session.engine, "set_state", side_effect=SnapshotError("no")):
         assert session.truncate(450) == 0
     check(session, session.tokens.tolist())
-    session.extend(some(100))
+    extend(session, some(100))
 
 
 def test_a_foreign_recurrent_state_changes_nothing(world: Any) -> None:
     session, other = world(recurrent=True), world(recurrent=True)
-    session.extend(some(300))
-    other.extend(some(200, 1))
+    extend(session, some(300))
+    extend(other, some(200, 1))
     with mock.patch.object(session.engine, "get_state", return_value=b"some other shape"):
         data = dump(session)
     with pytest.raises(SnapshotError, match="recurrent"):
         load(other, data)
     check(other, some(200, 1).tolist())
-    other.extend(some(100))
+    extend(other, some(100))
     check(other, [*some(200, 1).tolist(), *some(100).tolist()])
 
 
 def test_config_pins_survive_a_reset(world: Any) -> None:
     session = world(config={"pins": ((64, 65),)})
-    session.extend(some(1000))
+    extend(session, some(1000))
     session.reset()
-    session.extend(some(1000))
+    extend(session, some(1000))
     assert session.table.chunks[1].block != ABSENT
 
 

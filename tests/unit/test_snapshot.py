@@ -22,6 +22,8 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, SnapshotMismatch
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.snapshot.source import BytesSource, FileSource
 from kvflash_ggml.state.session import Layout
@@ -45,7 +47,7 @@ def world() -> Iterator[Any]:
 def target() -> Iterator[Sequence]:
     """Holds a text that must outlive every refusal."""
     session = make()
-    session.extend(text(333))
+    extend(session, text(333))
     yield session
     session.close()
 
@@ -53,7 +55,7 @@ def target() -> Iterator[Sequence]:
 @pytest.fixture(scope="module")
 def data() -> bytes:
     session = make()
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     decode(session, 9)
     session.pin_range(130, 140)
     data = dump(session)
@@ -82,10 +84,10 @@ def refused(session: Sequence, data: bytes | Path, match: str | None = None, err
 def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: int, world: Any) -> None:
     session, again = world(scorer=scorer, **info), world(scorer=scorer, **info)
     if length:
-        session.extend(text(length))
+        extend(session, text(length))
         decode(session, 5)
     dumped = dump(session)
-    again.extend(text(77))
+    extend(again, text(77))
     load(again, dumped)
     assert again.engine.get_state() == session.engine.get_state()
     assert again.tokens.tolist() == session.tokens.tolist()
@@ -94,7 +96,7 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
         assert other.facts.pop("queries_from") == one.facts.pop("queries_from") + session.length
     assert other == one
     again.engine.adopt(session.engine.truth, session.engine.tokens)
-    again.extend(text(100))
+    extend(again, text(100))
     check_table(again.table)
 
 
@@ -102,17 +104,17 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
 def test_a_state_that_was_just_put_back_is_not_read_again(gone_on: bool, world: Any) -> None:
     """A checkpoint is kept where a question follows: of a text that has been restored it is at hand, of another not."""
     session, again = world(recurrent=True), world(recurrent=True)
-    session.extend(text(300))
+    extend(session, text(300))
     load(again, dump(session))
     again.engine.adopt(session.engine.truth, session.engine.tokens)
     if gone_on:  # another text of this length
         again.truncate(max(again.checkpoints.state()))
-        again.extend(text(300, 5)[again.length :])
+        extend(again, text(300, 5)[again.length :])
     with mock.patch.object(again.engine, "get_state", wraps=again.engine.get_state) as reads:
-        again.extend(text(50, 2))
+        extend(again, text(50, 2))
     assert bool(reads.call_count) is gone_on
     assert again.truncate(300) == 300
-    again.extend(text(20, 3))
+    extend(again, text(20, 3))
     assert again.length == 320
 
 
@@ -122,28 +124,28 @@ def test_to_change_texts_moves_a_state_once(window: int, world: Any) -> None:
     session = world(recurrent=True, n_swa=window)
 
     def state_aside() -> bytes:
-        saved = session.state()
+        saved = restore.state(session)
         saved.release()
         return bytes(saved.state.read())
 
     aside = []
     for seed, length in ((1, 300), (2, 400)):
         session.reset()
-        session.extend(text(length, seed))
+        extend(session, text(length, seed))
         session.checkpoints.before_step(length, wanted=True)
-        aside.append((session.state(), session.engine.get_state(), session.engine.truth[:]))
+        aside.append((restore.state(session), session.engine.get_state(), session.engine.truth[:]))
     engine = session.engine
     with (
         mock.patch.object(engine, "get_state", wraps=engine.get_state) as reads,
         mock.patch.object(engine, "set_state", wraps=engine.set_state) as writes,
     ):
         for saved, state, truth in [*aside, *aside]:
-            session.load(saved.share())
+            restore.load(session, saved.share())
             engine.adopt(truth, saved.tokens.tolist())
             assert state_aside() == state
         assert reads.call_count == (8 if window else 0)
         assert writes.call_count == 4
-        session.extend(text(50, 3))
+        extend(session, text(50, 3))
         assert state_aside() == engine.get_state() != aside[1][1], "it has gone on"
     for saved, *_ in aside:
         saved.release()
@@ -153,11 +155,11 @@ def test_to_change_texts_moves_a_state_once(window: int, world: Any) -> None:
 def test_a_state_that_was_put_back_is_held_until_the_text_goes_on(count: int, world: Any) -> None:
     """By an answer or by a prompt: it may be hundreds of MiB."""
     session, again = world(recurrent=True), world(recurrent=True)
-    session.extend(text(300))
+    extend(session, text(300))
     load(again, dump(session))
     again.engine.adopt(session.engine.truth, session.engine.tokens)
-    held = [again.checkpoints._restored]
-    again.extend(text(count, 2), after=lambda *_: held.append(again.checkpoints._restored))
+    held = [again.checkpoints.restored]
+    extend(again, text(count, 2), after=lambda *_: held.append(again.checkpoints.restored))
     assert held[0] is not None
     assert len(held) > 1
     assert set(held[1:]) == {None}
@@ -168,7 +170,7 @@ def test_round_trip_through_a_file(compress: bool, world: Any, tmp_path: Path) -
     if compress:
         pytest.importorskip("zstandard")
     session, again = world(), world()
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     path = tmp_path / "text.kvs"
     size = save(session, path, compress=compress)
     assert size == path.stat().st_size
@@ -181,7 +183,7 @@ def test_round_trip_through_a_file(compress: bool, world: Any, tmp_path: Path) -
 def test_compressed_images_that_lie_about_their_size(world: Any, tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     session, again = world(), world()
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     save(session, tmp_path / "x", compress=True)
     parts = plain_reader.read((tmp_path / "x").read_bytes())
     assert any(codec for _, codec in parts.pages)
@@ -209,7 +211,7 @@ def test_without_zstandard_it_is_said_what_to_install(world: Any, tmp_path: Path
     from kvflash_ggml.snapshot import codec
 
     session = world()
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     codec._zstd.cache_clear()
     with mock.patch.dict("sys.modules", {"zstandard": None}), pytest.raises(ConfigError, match="zstd"):
         save(session, tmp_path / "x", compress=True)
@@ -220,8 +222,8 @@ def test_without_zstandard_it_is_said_what_to_install(world: Any, tmp_path: Path
 def test_a_state_that_was_cut_is_saved_as_a_shorter_text(world: Any) -> None:
     """Nothing of what came after it: not in the last page, not in the scores, not in the clock of the policy."""
     session, straight = world(scorer=None), world(scorer=None)
-    session.extend(text(LENGTH))
-    straight.extend(text(LENGTH)[:450])
+    extend(session, text(LENGTH))
+    extend(straight, text(LENGTH)[:450])
     parts = plain_reader.read(dump(session, 450))
     assert parts.facts["length"] == 450
     assert parts.facts["policy"] is None
@@ -232,7 +234,7 @@ def test_a_state_that_was_cut_is_saved_as_a_shorter_text(world: Any) -> None:
     again = world(scorer=None)
     load(again, plain_reader.write(parts))
     again.engine.adopt(session.engine.truth[:450], session.engine.tokens[:450])
-    again.extend(text(100))
+    extend(again, text(100))
     assert again.tokens.tolist() == [*text(LENGTH)[:450].tolist(), *text(100).tolist()]
     check_table(again.table)
 
@@ -240,23 +242,23 @@ def test_a_state_that_was_cut_is_saved_as_a_shorter_text(world: Any) -> None:
 @pytest.mark.parametrize("info", [{"recurrent": True}, {"n_swa": 80}])
 def test_an_impossible_length_is_an_error(info: dict[str, Any], world: Any) -> None:
     session = world(**info)
-    session.extend(text(400))
-    session.extend(text(100, 4))
+    extend(session, text(400))
+    extend(session, text(100, 4))
     known = sorted(session.checkpoints.state())
     assert known
     for length in (known[0] + 1, 450, 10):
         with pytest.raises(SnapshotError, match=str(known[0])):
-            session.state(length)
+            restore.state(session, length)
     for length in (-1, 501, 10**9):
         with pytest.raises(SnapshotError, match="500"):
-            session.state(length)
+            restore.state(session, length)
     assert plain_reader.read(dump(session, known[0])).facts["length"] == known[0]
 
 
 @pytest.mark.parametrize("n_slots", [384, 512, 4096])
 def test_into_another_pool(n_slots: int, world: Any) -> None:
     session, other = world(), world(n_slots)
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     decode(session, 20)
     scores = session.relevance.ranking
     load(other, dump(session))
@@ -274,7 +276,7 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
         assert inside == before
     else:
         assert inside == set(range(len(other.table.chunks)))
-    other.extend(text(200, 3))
+    extend(other, text(200, 3))
     check_table(other.table)
     assert [other.store.bytes_of(c) if c in other.store else b"" for c in range(3)] == [
         b"".join(session.engine.truth[c * CHUNK : (c + 1) * CHUNK]) if c in other.store else b"" for c in range(3)
@@ -283,16 +285,16 @@ def test_into_another_pool(n_slots: int, world: Any) -> None:
 
 def test_pins_that_a_smaller_pool_cannot_hold(world: Any) -> None:
     session, other = world(512), world(320)
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     session.pin_range(0, 2 * CHUNK)
-    other.extend(text(300))
+    extend(other, text(300))
     refused(other, dump(session), "pin", ConfigError)
 
 
 def test_a_whole_context_reads_every_page_before_it_changes_anything(parts: plain_reader.Parts, world: Any) -> None:
     """Also those that were not resident when it was saved."""
     other = world(4096)
-    other.extend(text(300))
+    extend(other, text(300))
     blocks = [row[0] for row in ledger(parts)]
     away = blocks.index(-1)
     whole = plain_reader.write(parts)
@@ -338,7 +340,7 @@ def test_statistics_of_another_layout_are_made_anew(layout: Layout, data: bytes,
 @pytest.mark.parametrize("seed", [-1, 0, 1, 2**32 - 1, 2**63])
 def test_any_seed(seed: int, world: Any) -> None:
     session = world()
-    saved = session.state()
+    saved = restore.state(session)
     saved.seed = seed
     again = snapshot_store(session).load(snapshot_store(session).dump(saved))
     assert again.seed == seed
@@ -395,9 +397,9 @@ def test_the_layout_is_what_the_document_says(data: bytes) -> None:
 
 def test_a_recurrent_layout(world: Any) -> None:
     session = world(recurrent=True)
-    session.extend(text(300))
-    session.extend(text(100, 2))
-    saved = session.state()
+    extend(session, text(300))
+    extend(session, text(100, 2))
+    saved = restore.state(session)
     saved.logits = np.arange(N_VOCAB, dtype=np.float32)
     parts = plain_reader.read(snapshot_store(session).dump(saved))
     assert parts.sections["state"] == session.engine.get_state()
@@ -651,7 +653,7 @@ def test_noise(noise: bytes) -> None:
 )
 def test_another_model_or_setting_is_named(data: bytes, field: str, other: dict[str, Any], world: Any) -> None:
     session = world(**other)
-    session.extend(text(100))
+    extend(session, text(100))
     before = seen(session)
     with pytest.raises(SnapshotMismatch, match=field) as caught:
         load(session, data)
@@ -674,19 +676,19 @@ def test_a_layer_may_be_on_another_device(data: bytes, world: Any) -> None:
 
 def test_a_smaller_context_refuses_a_longer_text(data: bytes, world: Any) -> None:
     session = world(n_ctx=512)
-    session.extend(text(100))
+    extend(session, text(100))
     refused(session, data, "512", ContextFull)
 
 
 @pytest.mark.parametrize("info", [{"recurrent": True}, {"n_swa": 80}])
 def test_a_state_that_llama_cannot_read(info: dict[str, Any], world: Any) -> None:
     session, other = world(**info), world(**info)
-    session.extend(text(128))
-    other.extend(text(200))
+    extend(session, text(128))
+    extend(other, text(200))
     parts = plain_reader.read(dump(session))
     parts.sections["state"] = parts.sections["state"][:-4]
     refused(other, plain_reader.write(parts), "recurrent")
-    other.extend(text(70))
+    extend(other, text(70))
 
 
 # --- files
@@ -711,7 +713,7 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_after_a_restore_fails_the_step_only(world: Any, tmp_path: Path) -> None:
     """The chunk is wanted and cannot be had; the text goes on when it is not wanted any more."""
     session, again = world(scorer=None), world(scorer=None)
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     save(session, tmp_path / "x")
     load(again, tmp_path / "x")
     again.engine.adopt(session.engine.truth, session.engine.tokens)
@@ -719,11 +721,11 @@ def test_a_file_that_is_cut_after_a_restore_fails_the_step_only(world: Any, tmp_
     (tmp_path / "x").write_bytes(b"")
     again.pin_range(away * CHUNK, away * CHUNK + 1)
     with pytest.raises(SnapshotError, match="cut short"):
-        again.extend(text(70))
+        extend(again, text(70))
     assert again.length == LENGTH
     check_table(again.table)
     again.table.unpin_all()
-    again.extend(text(70))
+    extend(again, text(70))
     assert again.length == LENGTH + 70
 
 

@@ -18,6 +18,8 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.errors import DecodeError, SnapshotError
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.state.blob import Bytes
@@ -78,7 +80,7 @@ def world() -> Iterator[Callable[..., Sequence]]:
 @pytest.fixture
 def saved(world: Any) -> bytes:
     session = world(KNOWN, replace(KNOWN, origin=replace(KNOWN.origin, name="mtp"), rows=Bytes(b"")))
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     return dump(session)
 
 
@@ -88,7 +90,7 @@ def contents(one: SavedDraft) -> tuple[Any, ...]:
 
 def test_it_comes_back(world: Any, saved: bytes) -> None:
     session = world()
-    session.extend(text(50, 7))
+    extend(session, text(50, 7))
     load(session, saved)
     ((drafts, tokens),) = session.follower.adopted
     assert [contents(one) for one in drafts] == [
@@ -122,17 +124,17 @@ def test_files_without_it(world: Any, saved: bytes) -> None:
 
 def test_texts_that_are_cut_are_saved_without(world: Any) -> None:
     session = world(KNOWN)
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     assert "speculation" not in plain_reader.read(dump(session, LENGTH - 1)).facts
-    state = session.state(drafts=False)
+    state = restore.state(session, drafts=False)
     assert not state.drafts
     state.release()
 
 
 def test_it_is_shared_and_counts(world: Any) -> None:
     session = world(KNOWN)
-    session.extend(text(LENGTH))
-    state, without = session.state(), session.state(drafts=False)
+    extend(session, text(LENGTH))
+    state, without = restore.state(session), restore.state(session, drafts=False)
     shared = state.share()
     assert shared.drafts == (KNOWN,)
     assert shared.size - without.size == KNOWN.size == 248
@@ -142,7 +144,7 @@ def test_it_is_shared_and_counts(world: Any) -> None:
 
 def test_an_interrupt_leaves_an_empty_text(world: Any, saved: bytes) -> None:
     session = world()
-    session.extend(text(50, 7))
+    extend(session, text(50, 7))
     session.follower.interrupt = True
     with pytest.raises(KeyboardInterrupt):
         load(session, saved)
@@ -165,7 +167,7 @@ WRONG = [
 @pytest.mark.parametrize(("field", "value"), WRONG)
 def test_what_cannot_be_is_refused(field: str, value: Any, world: Any, saved: bytes) -> None:
     session = world()
-    session.extend(text(50, 7))
+    extend(session, text(50, 7))
     parts = plain_reader.read(saved)
     parts.facts["speculation"][0][field] = value
     with pytest.raises(SnapshotError, match="contradicts itself: 'speculation'"):

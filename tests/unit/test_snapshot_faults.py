@@ -27,6 +27,8 @@ from support.snapshot_files import EXTREMES, NONSENSE
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError, SnapshotError
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 
 TESTS = Path(__file__).parents[1]
@@ -44,7 +46,7 @@ def small_slabs() -> Iterator[None]:
 @pytest.fixture
 def session() -> Iterator[Sequence]:
     session = make()
-    session.extend(text(LENGTH))
+    extend(session, text(LENGTH))
     yield session
     assert all(page.holders == 1 for page in session.store.heap._pages)
     session.close()
@@ -73,26 +75,28 @@ from pathlib import Path
 sys.path.insert(0, {str(TESTS)!r})
 warnings.simplefilter("ignore")
 from support.saving import dump, snapshot_store, make, text
+from kvflash_ggml.sequence import restore
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.store.prefixes import PrefixCache, Prefixes
 session = make()
-session.extend(text(700))
+extend(session, text(700))
 each = snapshot_store(session)
 cached = Prefixes(PrefixCache(folder=Path({str(tmp_path)!r})), session, each, n_vocab=1000)
-each.save(session.state(), Path({str(tmp_path / "a")!r}), compress=False).result()
-cached.put(session.state())
+each.save(restore.state(session), Path({str(tmp_path / "a")!r}), compress=False).result()
+cached.put(restore.state(session))
 cached.flush()
 child = os.fork()
 if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 signal.alarm(60)
-session.extend(text(100))
+extend(session, text(100))
 assert len(dump(session)) > 1000
 try:
-    each.save(session.state(), Path({str(tmp_path / "b")!r}), compress=False)
+    each.save(restore.state(session), Path({str(tmp_path / "b")!r}), compress=False)
 except SnapshotError as err:
     assert "forked" in str(err)
-    cached.put(session.state())
+    cached.put(restore.state(session))
     cached.close()
     each.close()
     os._exit(7)
@@ -110,12 +114,12 @@ def test_a_full_disk(room: int, compress: bool, session: Sequence, tmp_path: Pat
     path = tmp_path / "x"
     size = save(session, path)
     old = path.read_bytes()
-    session.extend(text(100, 3))
+    extend(session, text(100, 3))
     with room_for(room), pytest.raises(SnapshotError, match="room"):
         save(session, path, compress=compress)
     assert path.read_bytes() == old
     assert [other.name for other in tmp_path.iterdir()] == ["x"]
-    session.extend(text(100, 4))
+    extend(session, text(100, 4))
     assert save(session, path) > size
     load(session, path)
     assert session.length == LENGTH + 200
@@ -137,7 +141,7 @@ def test_a_disk_that_fails_at_the_end(where: str, session: Sequence, tmp_path: P
     path = tmp_path / "x"
     save(session, path)
     old = path.read_bytes()
-    session.extend(text(100, 3))
+    extend(session, text(100, 3))
     trouble = OSError(errno.ENOSPC, "No space left on device")
     target = "kvflash_ggml.files.os.fsync" if where == "fsync" else "kvflash_ggml.files.Path.replace"
     with mock.patch(target, side_effect=trouble), pytest.raises(SnapshotError, match="No space"):
@@ -152,7 +156,7 @@ def test_a_folder_that_cannot_be_written(session: Sequence, tmp_path: Path) -> N
         with pytest.raises(SnapshotError, match="folder"):
             save(session, path)
     assert [other.name for other in tmp_path.iterdir()] == ["file"]
-    done = snapshot_store(session).save(session.state(), tmp_path / "absent" / "x", compress=False)
+    done = snapshot_store(session).save(restore.state(session), tmp_path / "absent" / "x", compress=False)
     assert isinstance(done.exception(), SnapshotError)
     decode(session, 3)
 
@@ -171,7 +175,7 @@ class Victim:
 
     def __init__(self, **info: Any) -> None:
         source = make(384, 2048, **info)
-        source.extend(text(LENGTH))
+        extend(source, text(LENGTH))
         decode(source, 9)
         self.data = dump(source)
         self.parts = plain_reader.read(self.data)
@@ -181,7 +185,7 @@ class Victim:
         source.close()
         self.plain = not info
         self.session = make(384, 2048, **info)
-        self.session.extend(text(333))
+        extend(self.session, text(333))
         self.before = seen(self.session)
 
     def take(self, data: bytes, *, forged: bool) -> bool:
@@ -200,7 +204,7 @@ class Victim:
         elif self.plain:
             self.use()
         session.reset()
-        session.extend(text(333))
+        extend(session, text(333))
         self.before = seen(session)
         return True
 
@@ -223,7 +227,7 @@ class Victim:
         session = self.session
         session.engine.adopt([b""] * session.length, session.tokens.tolist())
         with contextlib.suppress(KVFlashError):
-            session.extend(text(70, 8))
+            extend(session, text(70, 8))
             decode(session, 20)
         check_table(session.table)
 

@@ -15,6 +15,7 @@ from support.saving import Digest, dump, load
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
 from kvflash_ggml.pool.view import choose
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"recurrent": True}, {"n_swa": 70}, {"alibi": True}, {"asynchronous": True})
@@ -39,7 +40,7 @@ def generate(session: Sequence, count: int, seed: int = 9) -> list[int]:
     """As it were: one token after the other."""
     tokens = some(count, seed).tolist()
     for token in tokens:
-        session.extend(ints(token))
+        extend(session, ints(token))
     return tokens
 
 
@@ -56,7 +57,7 @@ def views(session: Sequence) -> list[tuple[int, ...]]:
 def test_a_prompt_sees_all_of_itself_and_is_read_once(kind: dict[str, Any], timing: str, world: Any) -> None:
     session = world(scorer=Digest(), timing=timing, **kind)
     tokens = some(1500)
-    session.extend(tokens)
+    extend(session, tokens)
     check(session, tokens.tolist())
     assert session.whole[:1500].all()
     assert sum(session.engine.steps) == 1500, "the question was read again"
@@ -64,34 +65,34 @@ def test_a_prompt_sees_all_of_itself_and_is_read_once(kind: dict[str, Any], timi
     assert all(view == tuple(range(len(view))) for view in views(session))
     session.engine.synchronize()
     assert session.engine.streamed_bytes == PAGE_BYTES * sum(map(len, views(session)))
-    assert (session.loss.read, session.loss.read_whole, session.loss.view) == (1500, 1500, 1.0)
+    assert (session.stats.read, session.stats.read_whole, session.stats.view) == (1500, 1500, 1.0)
 
 
 def test_what_fits_the_pool_is_not_streamed(world: Any) -> None:
     session = world()
-    session.extend(some(500))
+    extend(session, some(500))
     assert session.streamed_steps == 0
     assert session.whole[:500].all()
 
 
 def test_one_look_at_the_end_decides_what_the_answer_begins_with(world: Any) -> None:
     session = world(scorer=Digest())
-    session.extend(some(1500))
+    extend(session, some(1500))
     assert session.scoring.looks == 1
-    assert session.page_ins == 0
+    assert session.paging.page_ins == 0
     assert session.relevance.rebuild
-    session.extend(ints(1))
-    assert session.page_ins > 0
+    extend(session, ints(1))
+    assert session.paging.page_ins > 0
     check(session, [*some(1500).tolist(), 1])
     assert not session.whole[1500]
-    assert (session.loss.generated, session.loss.generated_whole) == (1, 0)
+    assert (session.stats.generated, session.stats.generated_whole) == (1, 0)
 
 
 @pytest.mark.parametrize("scorer", [None, Digest])
 def test_of_a_longer_text_a_part_is_seen(scorer: Any, world: Any) -> None:
     session = world(scorer=scorer and scorer(), stage=768)
     tokens = some(1500)
-    session.extend(tokens)
+    extend(session, tokens)
     check(session, tokens.tolist())
     room = (768 - 64) // CHUNK
     assert max(map(len, views(session))) == room
@@ -106,8 +107,8 @@ def test_of_a_longer_text_a_part_is_seen(scorer: Any, world: Any) -> None:
     whole = session.whole[:1500]
     assert whole[:700].all()
     assert not whole[-100:].any()
-    assert session.loss.read_whole == int(whole.sum())
-    assert 0.5 < session.loss.view < 1
+    assert session.stats.read_whole == int(whole.sum())
+    assert 0.5 < session.stats.view < 1
 
 
 @pytest.mark.parametrize("spill", [True, False])
@@ -117,16 +118,16 @@ def test_images_that_do_not_fit_in_memory_together_are_left_out(spill: bool, wor
     session = world(config=config)
     tokens = some(1500).tolist()
     if spill:
-        session.extend(some(1500))
+        extend(session, some(1500))
     else:
         with pytest.raises(HostMemoryError):
-            session.extend(some(1500))
+            extend(session, some(1500))
     check(session, tokens[: session.length])
     assert session.length >= 10 * CHUNK
     assert max(map(len, views(session))) == 10
     if spill:
         assert not session.whole[1400:1500].any()
-        assert session.loss.view < 1
+        assert session.stats.view < 1
     assert session.whole[: 10 * CHUNK].all()
 
 
@@ -134,24 +135,24 @@ def test_a_restored_text_under_a_ceiling_without_a_spill_folder(world: Any) -> N
     """What has been written since stays in memory: there may be room for fewer images than a step would see."""
     config = {"host_limit": 10 * PAGE_BYTES}
     session, other = world(scorer=Digest()), world(n_ctx=4096, scorer=Digest(), config=config)
-    session.extend(some(1700))
+    extend(session, some(1700))
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     text = some(1700).tolist()
     for seed in range(3):
-        other.extend(some(200, seed))
+        extend(other, some(200, seed))
         text += some(200, seed).tolist()
         check(other, text)
     assert not other.whole[1700 : len(text)].any()
-    assert other.loss.view < 1
+    assert other.stats.view < 1
     assert 0 < other.streamed_steps < len(other.engine.steps)
 
 
 def test_later_prompts_see_all_before_them(world: Any) -> None:
     session = world(scorer=Digest())
-    session.extend(some(700))
+    extend(session, some(700))
     answer = generate(session, 100)
-    session.extend(some(300, 2))
+    extend(session, some(300, 2))
     assert session.whole[:700].all()
     assert session.whole[800:1100].all()
     check(session, [*some(700).tolist(), *answer, *some(300, 2).tolist()])
@@ -160,11 +161,11 @@ def test_later_prompts_see_all_before_them(world: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_every_token_of_an_answer_can_see_all(kind: dict[str, Any], world: Any) -> None:
     session = world(scorer=Digest(), config={"answer": "exact", "tau": 4}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     answer = generate(session, 80)
     check(session, [*some(1000).tolist(), *answer])
     assert session.whole[:1080].all()
-    assert (session.loss.generated, session.loss.generated_whole) == (80, 80)
+    assert (session.stats.generated, session.stats.generated_whole) == (80, 80)
     session.verify(some(6, 3))
     accept(session, 4)
     check(session, [*some(1000).tolist(), *answer, *some(6, 3)[:4].tolist()])
@@ -180,13 +181,13 @@ def test_every_token_of_an_answer_can_see_all(kind: dict[str, Any], world: Any) 
 def test_a_streamed_step_that_fails_has_never_been(error: Any, late: bool, kind: dict[str, Any], world: Any) -> None:
     session = world(scorer=Digest(), **kind)
     tokens = some(1500).tolist()
-    session.extend(some(900))
+    extend(session, some(900))
     session.engine.faults = Faults(2, lambda: error("on purpose"), late=late, spoil=True)
     with pytest.raises(error):
-        session.extend(some(1500)[900:])
+        extend(session, some(1500)[900:])
     left = session.length
     check(session, tokens[:left])
-    session.extend(some(1500)[left:])
+    extend(session, some(1500)[left:])
     check(session, tokens)
     assert session.whole[:1500].all()
 
@@ -196,24 +197,24 @@ def test_a_streamed_step_that_fails_has_never_been(error: Any, late: bool, kind:
 
 def test_what_is_whole_goes_with_the_text(world: Any) -> None:
     session, other = world(scorer=Digest()), world(scorer=Digest())
-    session.extend(some(900))
+    extend(session, some(900))
     generate(session, 50)
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     assert other.whole[:950].tolist() == session.whole[:950].tolist() == [True] * 900 + [False] * 50
     for each in (session, other):
         each.truncate(700)
-        each.extend(some(200, 5))
+        extend(each, some(200, 5))
         assert each.whole[:900].all()
         check(each, [*some(900)[:700].tolist(), *some(200, 5).tolist()])
 
 
 def test_images_that_are_restored_when_they_are_asked_for(world: Any) -> None:
     session, other = world(), world()
-    session.extend(some(1500))
+    extend(session, some(1500))
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
-    other.extend(some(100, 3))
+    extend(other, some(100, 3))
     assert other.whole[:1600].all()
     assert views(other)[-1] == tuple(range(len(views(other)[-1])))
     check(other, [*some(1500).tolist(), *some(100, 3).tolist()])
@@ -225,36 +226,36 @@ def test_images_that_are_restored_when_they_are_asked_for(world: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_an_answer_is_repaired(kind: dict[str, Any], world: Any) -> None:
     session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     before = generate(session, 19)
     assert not session.whole[1000:1019].any()
     ranking = session.relevance.ranking
     answer = [*before, *generate(session, 1, 4)]
     assert session.whole[:1020].all()
-    assert (session.loss.repaired, session.loss.changed, session.loss.generated) == (20, 20, 20)
+    assert (session.stats.repaired, session.stats.changed, session.stats.generated) == (20, 20, 20)
     assert session.relevance.ranking is ranking
     assert session.repair.start == session.length
     assert session.logits.row(1019) is not None
     assert sum(session.engine.steps) == 1040
     answer += generate(session, 45, 5)
     check(session, [*some(1000).tolist(), *answer])
-    assert session.loss.repaired == 60
+    assert session.stats.repaired == 60
     assert session.whole[:1060].all()
     assert not session.whole[1060:1065].any()
-    session.extend(some(40, 6))
+    extend(session, some(40, 6))
     assert session.repair.start == session.length == 1105
-    assert session.loss.repaired == 0
+    assert session.stats.repaired == 0
 
 
 def test_a_repair_of_a_longer_text_sees_what_was_asked_for(world: Any) -> None:
     session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, stage=768)
-    session.extend(some(1500))
+    extend(session, some(1500))
     generate(session, 19)
     ranking = session.relevance.ranking
     room = (768 - 20 - 1500 % CHUNK) // CHUNK
     best, newest = (choose(1500, room, session.table.protected(23, 23), by).chunks for by in (ranking, None))
     generate(session, 1, 4)
-    assert session.loss.repaired == 20
+    assert session.stats.repaired == 20
     assert views(session)[-1] == best != newest
 
 
@@ -262,7 +263,7 @@ def test_a_repair_of_a_longer_text_sees_what_was_asked_for(world: Any) -> None:
 @pytest.mark.parametrize("accepted", [[6, 6, 6, 6], [3, 0, 6, 1, 4, 5, 2]])
 def test_drafts_are_repaired_once_they_are_accepted(accepted: list[int], kind: dict[str, Any], world: Any) -> None:
     session = world(scorer=Digest(), config={"repair": 10}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     text = some(1000).tolist()
     for i, count in enumerate(accepted):
         session.verify(some(6, i))
@@ -270,18 +271,18 @@ def test_drafts_are_repaired_once_they_are_accepted(accepted: list[int], kind: d
         accept(session, count)
         text += some(6, i)[:count].tolist()
         check(session, text)
-    repaired = session.loss.repaired
+    repaired = session.stats.repaired
     assert repaired >= 10
     assert session.repair.start == 1000 + repaired
     assert session.whole[: 1000 + repaired].all()
-    assert session.loss.generated == sum(accepted)
-    assert session.loss.changed <= repaired
+    assert session.stats.generated == sum(accepted)
+    assert session.stats.changed <= repaired
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_repair_goes_on_where_the_text_was_cut(kind: dict[str, Any], world: Any) -> None:
     session = world(config={"repair": 50}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     generate(session, 20)
     session.truncate(980)
     left = session.length
@@ -289,17 +290,17 @@ def test_repair_goes_on_where_the_text_was_cut(kind: dict[str, Any], world: Any)
     answer = generate(session, 50, 3)
     assert session.repair.start == session.length == left + 50
     assert session.whole[: left + 50].all()
-    assert session.loss.changed <= session.loss.repaired == 50
+    assert session.stats.changed <= session.stats.repaired == 50
     check(session, [*some(1000)[:left].tolist(), *answer])
 
 
 def test_what_was_read_before_is_not_repaired_after_a_restore(world: Any) -> None:
     session, other = world(), world(config={"repair": 20})
-    session.extend(some(1000))
+    extend(session, some(1000))
     load(other, dump(session))
     other.engine.adopt(session.engine.truth, session.engine.tokens)
     generate(other, 20)
-    assert (other.loss.repaired, sum(other.engine.steps)) == (20, 40)
+    assert (other.stats.repaired, sum(other.engine.steps)) == (20, 40)
 
 
 def test_a_prompt_that_was_left_off_is_not_repaired(world: Any) -> None:
@@ -310,9 +311,9 @@ def test_a_prompt_that_was_left_off_is_not_repaired(world: Any) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        session.extend(some(1000), progress=stop)
+        extend(session, some(1000), progress=stop)
     steps = sum(session.engine.steps)
-    session.extend(ints(1))
+    extend(session, ints(1))
     assert sum(session.engine.steps) == steps + 1
 
 
@@ -322,27 +323,27 @@ def test_a_repair_that_fails_leaves_the_text_as_it_was(
     error: type[BaseException], kind: dict[str, Any], world: Any
 ) -> None:
     session = world(scorer=Digest(), config={"repair": 20}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     answer = generate(session, 19)
     ranking = session.relevance.ranking
     session.engine.faults = Faults(1, error)
     with pytest.raises(error):
-        session.extend(ints(7))
+        extend(session, ints(7))
     text = [*some(1000).tolist(), *answer, 7]
     check(session, text)
-    assert (session.loss.generated, session.loss.repaired) == (20, 0)
+    assert (session.stats.generated, session.stats.repaired) == (20, 0)
     assert not session.whole[1000:1020].any()
     assert session.relevance.ranking is ranking
     more = generate(session, 20, 5)
     check(session, [*text, *more])
-    assert session.loss.repaired == 20
+    assert session.stats.repaired == 20
     assert session.whole[1020:1040].all()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_a_repair_that_cannot_be_made_good_leaves_a_shorter_text(kind: dict[str, Any], world: Any) -> None:
     session = world(scorer=Digest(), config={"repair": 20}, **kind)
-    session.extend(some(1000))
+    extend(session, some(1000))
     answer = generate(session, 19)
 
     def fail() -> BaseException:
@@ -351,9 +352,9 @@ def test_a_repair_that_cannot_be_made_good_leaves_a_shorter_text(kind: dict[str,
 
     session.engine.faults = Faults(1, fail)
     with pytest.raises(DecodeError):
-        session.extend(ints(7))
+        extend(session, ints(7))
     left = session.length
     assert left <= 1000
     check(session, some(1000)[:left].tolist())
-    session.extend(np.array([*some(1000)[left:], *answer, 7], np.int32))
+    extend(session, np.array([*some(1000)[left:], *answer, 7], np.int32))
     check(session, [*some(1000).tolist(), *answer, 7])

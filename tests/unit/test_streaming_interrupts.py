@@ -10,11 +10,13 @@ import pytest
 from support.fake_session import check, close, ints, make, reach, small_slabs, some
 from support.interrupter import Interrupter
 
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 
 FILES = (
     "sequence/sequence.py",
-    "sequence/text.py",
+    "sequence/step.py",
+    "sequence/pool.py",
     "sequence/recovery.py",
     "sequence/paging.py",
     "sequence/prefill.py",
@@ -31,7 +33,7 @@ REPAIRED = 6
 
 def session(recurrent: bool, **config: Any) -> Sequence:
     one = make(448, n_ctx=1024, n_batch=64, stage=1024, recurrent=recurrent, config=config)
-    one.extend(PROMPT)
+    extend(one, PROMPT)
     return one
 
 
@@ -41,7 +43,7 @@ def go_on(one: Sequence, text: list[int], k: int) -> None:
     left = one.length
     assert left <= len(text), f"line {k}"
     check(one, text[:left])
-    one.extend(np.array([*text[left:], *MORE], np.int32))
+    extend(one, np.array([*text[left:], *MORE], np.int32))
     check(one, [*text, *MORE.tolist()])
 
 
@@ -53,7 +55,7 @@ def test_every_line_of_a_streamed_step(recurrent: bool) -> None:
         while interrupted:
             k += 1
             one = session(recurrent)
-            interrupted = Interrupter(k, FILES).run(partial(one.extend, MORE), partial(reach, one))
+            interrupted = Interrupter(k, FILES).run(partial(extend, one, MORE), partial(reach, one))
             one.settle()
             assert one.length in (N, N + 40), f"line {k}"
             assert one.whole[: one.length].all()
@@ -73,8 +75,8 @@ def test_every_line_of_a_repair(recurrent: bool) -> None:
             k += 1
             one = session(recurrent, repair=REPAIRED)
             for token in answer[:-1]:
-                one.extend(ints(token))
-            interrupted = Interrupter(k, FILES).run(partial(one.extend, ints(answer[-1])), partial(reach, one))
+                extend(one, ints(token))
+            interrupted = Interrupter(k, FILES).run(partial(extend, one, ints(answer[-1])), partial(reach, one))
             one.settle()
             assert one.length in (N, N + REPAIRED - 1, N + REPAIRED), f"line {k}"
             assert one.repair is not None

@@ -19,6 +19,7 @@ from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.files import check_writable, write_atomically
 from kvflash_ggml.policy import combine
 from kvflash_ggml.policy.combine import attention_shares
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.trace import recorder as trace_module
 from kvflash_ggml.trace.events import Events, evicted_share
@@ -120,12 +121,12 @@ def session(pool: int = 1024, **config: Any) -> Sequence:
 def test_a_session_tells_every_change_and_the_truth() -> None:
     one = session()
     trace = one.events.observer = Trace()
-    one.extend(np.arange(3000, dtype=np.int32))
+    extend(one, np.arange(3000, dtype=np.int32))
     for _ in range(200):
-        one.extend(np.array([7], np.int32))
+        extend(one, np.array([7], np.int32))
     one.pin_range(64, 256)
-    one.extend(np.array([7], np.int32))
-    assert trace.page_ins == one.page_ins == 3
+    extend(one, np.array([7], np.int32))
+    assert trace.page_ins == one.paging.page_ins == 3
     assert trace.moments[-1].resident == one.table.resident_chunks
     assert [moment.generating for moment in trace.moments] == [False] * 12 + [True] * 4
     assert trace.moments[11].length == 3000
@@ -148,10 +149,10 @@ def test_a_session_tells_every_change_and_the_truth() -> None:
 def test_a_failed_step_is_told_as_it_ended() -> None:
     one = session()
     trace = one.events.observer = Trace()
-    one.extend(np.arange(200, dtype=np.int32))
+    extend(one, np.arange(200, dtype=np.int32))
     one.engine.faults.step = 0
     with pytest.raises(DecodeError):
-        one.extend(np.arange(200, dtype=np.int32))
+        extend(one, np.arange(200, dtype=np.int32))
     assert trace.moments[-1].length == 200
     assert trace.moments[-1].resident == one.table.resident_chunks == (0, 1, 2, 3)
     one.close()
@@ -160,7 +161,7 @@ def test_a_failed_step_is_told_as_it_ended() -> None:
 def test_without_an_observer_nothing_is_told() -> None:
     one = session()
     one.events.changed = None  # type: ignore[assignment, method-assign]  # must not be called
-    one.extend(np.arange(3000, dtype=np.int32))
+    extend(one, np.arange(3000, dtype=np.int32))
     one.close()
 
 
@@ -185,9 +186,9 @@ def test_the_mean_begins_at_the_last_look_of_the_prompt() -> None:
     one, (a, b, c) = watch([1.0, 0.0], [0.5, 0.5], [0.25, 0.75])
     assert one.evicted_mass is None
     one.score(a)
-    assert one.scored
+    assert one.scores is not None
     one.changed(64, (1,), generating=False)
-    assert not one.scored
+    assert one.scores is None
     assert one.evicted_mass == pytest.approx(1.0)
     one.score(b)
     one.truncated(64, (1,))  # a replay cuts before it follows the look

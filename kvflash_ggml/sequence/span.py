@@ -1,0 +1,60 @@
+"""The attention span of a step: the pool, or chunks that it streams in the pool's place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..constants import CHUNK
+from ..pool.page_table import PageTable
+from ..pool.plan import Chunk, Plan
+from ..pool.residency import Ranking
+from ..pool.view import View, choose, everything_is_resident, lies_in_order
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+
+class AttentionSpan:
+    """What the steps of one text see: the pool, or in its place chunks in the stages.
+
+    bounded: the text can outgrow the pool.
+    """
+
+    def __init__(self, pool: Pool, table: PageTable, *, bounded: bool) -> None:
+        self._pool = pool
+        self._table = table
+        self._bounded = bounded
+        self._known_chunks: list[Chunk] = []
+        self._all_resident = self._in_order = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a streamed step can see at the least, its own with them; 0 without stages."""
+        most = self._pool.heap.most
+        return self._pool.stage_slots if most is None else min(self._pool.stage_slots, most * CHUNK)
+
+    def of(
+        self, plan: Plan, start: int, count: int, ranking: Ranking | None, *, stream: bool
+    ) -> tuple[View | None, bool]:
+        """What a step of `count` tokens at `start` sees in place of the pool, and whether it sees everything.
+
+        stream: it may read stages. It does so, too, where the pool has everything in other blocks than a full cache
+        would: attention sums in their order, and rounds otherwise.
+        """
+        if not self._bounded:
+            return None, True
+        layout = plan.layout
+        if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
+            self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, start)
+            self._in_order = lies_in_order(layout)
+        ordered = self._all_resident and (self._in_order or start < CHUNK)  # a stage begins with a sealed chunk
+        if ordered or not stream:
+            return None, self._all_resident
+        room = (self._pool.stage_slots - count - start % CHUNK) // CHUNK
+        if self._pool.heap.most is not None:
+            room = min(room, self._pool.heap.most)  # all images of a step are in memory together
+        if room < (start // CHUNK if self._all_resident else 1):
+            return None, self._all_resident
+        first, last = start // CHUNK, (start + count - 1) // CHUNK
+        view = choose(start, room, self._table.protected(first, last), ranking)
+        return view, view.whole
