@@ -504,7 +504,7 @@ def _ended(finished: Finished) -> tuple[str, str | None]:
 def _usage(took: Usage) -> dict[str, Any]:
     return {
         "input_tokens": took.prompt,
-        "input_tokens_details": {"cached_tokens": took.cached},
+        "input_tokens_details": {"cached_tokens": took.cached, "cache_write_tokens": 0},
         "output_tokens": took.generated,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": took.prompt + took.generated,

@@ -54,7 +54,7 @@ def test_a_response() -> None:
     assert item["content"] == [{"type": "output_text", "text": "an answer", "annotations": [], "logprobs": []}]
     assert (reply["status"], reply["object"], reply["metadata"]) == ("completed", "response", {"a": "b"})
     assert reply["usage"] == {
-        "input_tokens": 23, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 9,
+        "input_tokens": 23, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}, "output_tokens": 9,
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 32,
     }  # fmt: skip
     cut = ask(max_output_tokens=2).json
