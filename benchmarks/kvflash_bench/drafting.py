@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 WRONG = "wrong"
 """A drafter that is never right."""
+
+TREE = ":tree"
+"""Ends the name of a drafter that proposes trees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,8 @@ def measure(model: str, plan: Drafters, text: str, options: dict[str, Any]) -> t
 
 
 def _opened(model: str, plan: Drafters, name: str, options: dict[str, Any]) -> Any:
-    fields = {"spec": None if name in (PLAIN, WRONG) else SpecConfig.read(name)}
+    drafts = None if name in (PLAIN, WRONG) else SpecConfig.read(name.removesuffix(TREE))
+    fields = {"spec": drafts and replace(drafts, tree=name.endswith(TREE), width=plan.width)}
     # what drafts is given later; to be given something is what makes room
     keywords = {"draft_model": _nothing} if name == WRONG else {}
     n_ctx = plan.depth + plan.tokens + 256
