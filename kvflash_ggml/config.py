@@ -189,7 +189,7 @@ class KVFlashConfig:
     tail: int = 4
     pins: tuple[tuple[int, int], ...] = _pool(
         notation.pin, "--kvflash-pin", default=(), many=True, metavar="LO:HI",
-        help="Half-open range of tokens that are never paged out; may be repeated.",
+        help="Half-open range of tokens that are never evicted; may be repeated.",
     )  # fmt: skip
     host_limit: int | Literal["auto"] | None = _pool(
         notation.ceiling, "--kvflash-host-limit", default="auto", metavar="SIZE|auto",

@@ -188,6 +188,7 @@ class Llama(GeneratingLlama):
 
     @property
     def model_params(self) -> Any:
+        """llama_cpp's `llama_model_params` that the weights were loaded with."""
         return self._model_params
 
     @model_params.setter
@@ -205,6 +206,7 @@ class Llama(GeneratingLlama):
 
     @property
     def tokenizer_(self) -> Any:
+        """The tokenizer; upstream's interface, with a cache for texts that grow at their end."""
         return self._tokenizer
 
     @tokenizer_.setter

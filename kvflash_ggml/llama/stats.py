@@ -101,15 +101,17 @@ class PoolStats:
 
     @property
     def page_outs(self) -> int:
-        """Chunks that were copied to the host: each once, when it is full. Leaving the device moves nothing then."""
+        """Chunks that were copied to the host: each once, when it is full. An eviction copies nothing."""
         return self._session.paging.page_outs
 
     @property
     def bytes_in(self) -> int:
+        """Bytes of all page-ins since the model was loaded."""
         return self.page_ins * self.page_bytes
 
     @property
     def bytes_out(self) -> int:
+        """Bytes of all page-outs since the model was loaded."""
         return self.page_outs * self.page_bytes
 
     @property
@@ -231,10 +233,12 @@ class PoolStats:
 
     @property
     def type_k(self) -> str:
+        """ggml's name of the type of K in the pool, as "f16"."""
         return self._session.engine.info.type_k
 
     @property
     def type_v(self) -> str:
+        """ggml's name of the type of V in the pool, as "f16"."""
         return self._session.engine.info.type_v
 
     @property

@@ -113,6 +113,12 @@ def test_the_api_page_has_every_variable() -> None:
     assert [name for name in golden_names.variables() if f"`{name}`" not in text] == []
 
 
+def test_every_member_of_the_api_page_says_what_it_is() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|(.*) \|$", text_of("docs/api.md"), re.MULTILINE)
+    assert len(rows) > 100
+    assert [name for name, text in rows if not text.strip()] == []
+
+
 def test_the_readme_has_the_memory_that_the_package_computes() -> None:
     rows = re.findall(r"^\| (?:Llama|Qwen|Gemma).*$", text_of("README.md"), re.MULTILINE)
     assert len(rows) == 3
