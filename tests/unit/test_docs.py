@@ -45,7 +45,6 @@ UNMEASURED = {
     "CHANGELOG.md": "a list",
     "docs/map.md": "written by scripts/map",
     "docs/architectures.md": "written by scripts/arch_table.py",
-    "docs/snapshot-format.md": "a format byte by byte",
 }
 """Pages whose sentences may be long, and why."""
 LONGEST, MEAN = 30, 16
