@@ -106,7 +106,8 @@ class Answer:
                 return "stop"
             self._tokens.append(token)
             logprob = None if request.logprobs is None else model.logprob(token, request.logprobs)
-            self._tell(*self._text.push(model.piece(token), logprob))
+            piece = request.preserved.get(token)
+            self._tell(*self._text.push(model.piece(token) if piece is None else piece, logprob))
             if len(self._tokens) == 1:  # another turn, or this one again, goes on from the prompt's end
                 model.checkpoint()
             if self._text.stopped is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..chat.values import Grammar
 from ..errors import KVFlashError
 from ..llama.bias import with_bias
 from ..llama.overrides import answers, manner, readings
@@ -100,11 +101,7 @@ class LlamaModel:
     ) -> Generator[int]:
         llm, sampling = self._llm, request.sampling
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
-        grammar = None
-        if sampling.grammar is not None:
-            from llama_cpp.llama_grammar import LlamaGrammar
-
-            grammar = LlamaGrammar.from_string(sampling.grammar, verbose=False)
+        grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
         llm.set_seed(sampling.seed)
         self._watch.begin()
         for lo, hi in request.pins:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import Int32s
+from ..chat.values import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. grammar: in GBNF, checked before it comes here; None for any text."""
+    """How the next token is chosen. grammar: a chat's, or GBNF; checked before it comes here; None for any text."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -22,7 +23,7 @@ class Sampling:
     presence_penalty: float = 0.0
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: str | None = None
+    grammar: Grammar | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Request:
     probably begin with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what
     tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way.
     drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
-    text that is known.
+    text that is known. preserved: special tokens that the answer shows, and how.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Request:
     answer: str | None = None
     drafts: bool = True
     messages: tuple[tuple[str, str], ...] = ()
+    preserved: Mapping[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,27 +2,231 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .values import Delta, Grammar, Said
+from .values import Call, Delta, Grammar, Said
+
+logger = logging.getLogger("kvflash_ggml")
+
+PAUSE_S = 0.05
+"""Between two readings of an answer, and ten times as long as a reading takes."""
+
+PATIENCE = 3
+"""Readings that may fail one after the other: a parser may understand what it did not understand before."""
+
+_UNSURE = '"}] \n\r\t\\'
+"""What a parser may have added to arguments that are not complete, or may still change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCall:
+    """closed: nothing more can belong to it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+    closed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What a parser makes of a text, or of its beginning, which takes all of `content` and `reasoning`.
+
+    read: bytes up to the end of the last part that is told. plain: bytes up to the first call that is not closed.
+    first: bytes up to the first call.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+    read: int = 0
+    plain: int = 0
+    first: int = 0
+
+
+Parse = Callable[[str], "Parsed | None"]
+"""Reads a text from its beginning; None if no answer begins so."""
 
 
 class AnswerReader:
-    """Use one for each answer, on one thread at a time. No call raises for anything that a model may write."""
+    """Use one for each answer, on one thread at a time. No call raises for anything that a model may write.
 
-    said: Said
-    """What all deltas so far come to. At the end, the whole answer."""
+    parse: None for content alone. marks: words of the format, which are told nowhere. odd: was something not
+    understood, and became content? The answer has then ended by "stop", not by its calls.
+    """
 
-    odd: bool
-    """Was something not understood, and became content? The answer has then ended by "stop", not by its calls."""
+    def __init__(
+        self,
+        parse: Parse | None = None,
+        *,
+        marks: frozenset[str] = frozenset(),
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._parse = parse
+        self._marks = marks
+        self._clock = clock or time.monotonic
+        self._text = ""
+        self._understood = self._failures = 0
+        self._next = float("-inf")
+        self._calls: list[Call] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.odd = False
+        base = None if parse is None else parse("")
+        self._told = {"content": base.content if base else "", "reasoning": base.reasoning if base else ""}
+
+    @property
+    def said(self) -> Said:
+        """What all deltas so far come to. At the end, the whole answer."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        return Said(content=content, reasoning=reasoning, calls=tuple(self._calls))
 
     def push(self, text: str, *, end: bool = False) -> list[Delta]:
-        """Take more text of the answer, and return what that adds to it. end: with the last text, which may be empty.
+        """Take more text of the answer, and return what that adds to it. end: with the last text, if only empty."""
+        self._text += text
+        if self._parse is None or self.odd:
+            return list(self._more_content(text))
+        began = self._clock()
+        if began < self._next and not end:
+            return []
+        parsed = self._parse(self._text)
+        now = self._clock()
+        self._next = now + max(PAUSE_S, 10 * (now - began))
+        if parsed is not None:
+            self._understood, self._failures = len(self._text), 0
+            return list(self._end(parsed) if end else self._take(parsed))
+        self._failures += 1
+        return list(self._give_up()) if end or self._failures == PATIENCE else []
 
-        An answer is parsed as a whole each time: push what has come in 50 ms or 16 tokens at once.
-        """
-        raise NotImplementedError
+    # --- what is understood
+
+    def _take(self, parsed: Parsed, *, closed: bool = False, least: int = 0) -> Iterator[Delta]:
+        """What has been added. closed: of calls, those alone that are closed. least: so many calls from the first."""
+        yield from self._grown("reasoning", parsed.reasoning)
+        yield from self._grown("content", parsed.content)
+        for i, call in enumerate(parsed.calls):
+            whole = call.closed or i < least
+            if closed and not whole:
+                break
+            arguments = call.arguments if whole else call.arguments.rstrip(_UNSURE)
+            if i == len(self._calls):
+                if not whole and len(arguments) < 2:  # its name may grow
+                    break
+                self._calls.append(
+                    Call(id=call.id or f"call_{secrets.token_hex(12)}", name=call.name, arguments=arguments)
+                )
+                made = self._calls[i]
+                yield Delta(index=i, id=made.id, name=made.name, arguments=arguments)
+            elif len(arguments) > len(told := self._calls[i].arguments) and arguments.startswith(told):
+                self._calls[i] = Call(id=self._calls[i].id, name=self._calls[i].name, arguments=arguments)
+                yield Delta(index=i, arguments=arguments[len(told) :])
+
+    def _grown(self, kind: str, text: str) -> Iterator[Delta]:
+        told = self._told[kind]
+        if len(text) > len(told) and text.startswith(told):
+            more = text[len(told) :]
+            self._told[kind] = text
+            (self._content if kind == "content" else self._reasoning).append(more)
+            yield Delta(content=more) if kind == "content" else Delta(reasoning=more)
+
+    def _more_content(self, text: str) -> Iterator[Delta]:
+        if text:
+            self._content.append(text)
+            yield Delta(content=text)
+
+    # --- what is not
+
+    def _end(self, parsed: Parsed) -> Iterator[Delta]:
+        """The answer as it is understood, or else the part of it in front of its calls, or none of it."""
+        rest = self._from(parsed.read)
+        plain = Parsed(content=parsed.content, reasoning=parsed.reasoning)
+        ways = [(parsed, rest if rest.strip() else ""), (plain, self._from(parsed.first)), (Parsed(), self._text)]
+        parsed, rest = next(((way, rest) for way, rest in ways if not self._lost(way, rest)), ways[-1])
+        yield from self._take(parsed, least=len(parsed.calls))
+        yield from self._rest(rest)
+
+    def _give_up(self) -> Iterator[Delta]:
+        """From now on everything is content, from where it was not understood any more."""
+        assert self._parse is not None
+        low, high = self._understood, len(self._text)
+        parsed = self._parse(self._text[:low]) or Parsed()
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._parse(self._text[:middle])
+            if tried is None:
+                high = middle
+            else:
+                low, parsed = middle, tried
+        yield from self._take(parsed, closed=True)
+        yield from self._rest(self._from(parsed.plain))
+
+    def _rest(self, text: str) -> Iterator[Delta]:
+        if text:
+            self.odd = True
+            logger.warning("an answer is not in its model's format: %d characters of it are content", len(text))
+            yield from self._more_content(text)
+
+    def _from(self, place: int) -> str:
+        return self._text.encode("utf-8", "replace")[place:].decode("utf-8", "replace")
+
+    def _lost(self, parsed: Parsed, rest: str) -> bool:
+        """Has the text a word that no part of this answer has, or has something else been told already?"""
+        calls = parsed.calls
+        if rest != self._text:
+            told = [(call.name, call.arguments) for call in self._calls]
+            found = [(call.name, call.arguments) for call in calls]
+            if any(
+                name != has or not all_.startswith(part) for (name, part), (has, all_) in zip(told, found, strict=False)
+            ):
+                return True
+            if calls and len(told) > len(found):
+                return True
+            for kind, text in (("content", parsed.content), ("reasoning", parsed.reasoning)):
+                if not text.startswith(self._told[kind]) and not self._told[kind].startswith(text):
+                    return True
+        parts = [parsed.content, parsed.reasoning, rest]
+        for call in calls:
+            texts = _texts(call.arguments)
+            if texts is None and call.closed:
+                return True
+            parts += [call.name, call.id, call.arguments, *(texts or ())]
+        return not words(self._text) <= words("\n".join(parts)) | self._marks
+
+
+_WORD = re.compile(r"\w+")
+
+
+def words(text: str) -> frozenset[str]:
+    """The words and numbers of a text, whatever their case."""
+    return frozenset(_WORD.findall(text.casefold()))
+
+
+def _texts(arguments: str) -> list[str] | None:
+    """All texts in an object of JSON, without escapes; None for what is none, or has half of a surrogate pair."""
+    try:
+        whole = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    stack, texts = [whole], []
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack += [*node, *node.values()]
+        elif isinstance(node, list):
+            stack += node
+        elif isinstance(node, str):
+            texts.append(node)
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return None
+    return texts if isinstance(whole, dict) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,4 +244,4 @@ class Rendered:
     stops: tuple[str, ...] = ()
     borders: tuple[tuple[str, str], ...] = ()
     thinks: bool = False
-    reader: Callable[[], AnswerReader]
+    reader: Callable[[], AnswerReader] = AnswerReader

@@ -36,7 +36,8 @@ class Grammar:
     """A grammar that the sampler follows.
 
     text: GBNF with a rule `root`. lazy: nothing is held to it before one of the `triggers`, which are regular
-    expressions, or one of `trigger_words` has been written. prefill: text at the prompt's end that it begins with.
+    expressions, or one of `trigger_words` has been written. prefill: text at the prompt's end with which the template
+    has begun the answer. thinking: the mark before reasoning and those behind it; no trigger counts between them.
     """
 
     text: str
@@ -44,6 +45,14 @@ class Grammar:
     triggers: tuple[str, ...] = ()
     trigger_words: tuple[str, ...] = ()
     prefill: str = ""
+    thinking: tuple[str, ...] = ()
+
+    def as_asked(self) -> dict[str, Any]:
+        """As `kvf_chat_sampler` takes it."""
+        return {
+            "grammar": self.text, "lazy": self.lazy, "triggers": self.triggers, "words": self.trigger_words,
+            "prefill": self.prefill, "thinking": self.thinking,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 
 from ..arrays import Int32s, Int64s, common_prefix
 from ..calibration.finder import HeadFinder
+from ..chat.values import Grammar
 from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
@@ -24,6 +25,7 @@ from ..spec.loop import Speculator
 from ..spec.tree import Rows
 from ..spec.tree import rows as arranged
 from .call_lock import changing, locked, writing
+from .grammar import put_into
 from .state import SavingLlama
 
 logger = logging.getLogger("kvflash_ggml")
@@ -154,6 +156,15 @@ class GeneratingLlama(SavingLlama):
     sample = locked(SavingLlama.sample)
     embed = changing(llama_cpp.Llama.embed)
 
+    def _init_sampler(  # type: ignore[override]
+        self, *, grammar: LlamaGrammar | Grammar | None = None, **settings: Any
+    ) -> Any:
+        if not isinstance(grammar, Grammar):
+            return super()._init_sampler(grammar=grammar, **settings)
+        sampler = super()._init_sampler(**settings)
+        put_into(sampler, self._model.vocab, grammar)
+        return sampler
+
     @writing
     def generate(
         self,
@@ -174,7 +185,7 @@ class GeneratingLlama(SavingLlama):
         penalize_nl: bool = True,
         logits_processor: llama_cpp.LogitsProcessorList | None = None,
         stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
-        grammar: LlamaGrammar | None = None,
+        grammar: LlamaGrammar | Grammar | None = None,
     ) -> Generator[int, Sequence[int] | None, None]:
         """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
         given = _numbers(tokens)  # once: a long list takes milliseconds

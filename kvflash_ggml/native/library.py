@@ -73,6 +73,7 @@ def _load() -> None:
     files = [path for path in folder.iterdir() if path.suffix == _SUFFIX]
     for path in trial.to_open(files):
         _open(path)
+    _open(folder / f"{_PREFIX}kvf_chat{_SUFFIX}")
     _point_llama_cpp_at(folder)
     llama_cpp = _import("llama_cpp", libllama)
     try:
@@ -287,11 +288,13 @@ def _import(name: str, libllama: Path) -> ModuleType:
 
 def _refuse_mismatch(llama_cpp: ModuleType, lib: Any, libllama: Path) -> None:
     """Struct sizes are compared because llama_cpp passes these structs by value."""
-    if lib.kvf_abi() != lib.KVF_ABI:
-        raise LibraryError(
-            f"{libllama} has native interface {lib.kvf_abi()}, this package needs {lib.KVF_ABI}. "
-            f"Unset KVFLASH_LIB_PATH, or build again: {pip_line.reinstall()}"
-        )
+    chat = libllama.with_name(f"{_PREFIX}kvf_chat{_SUFFIX}")
+    for path, has, needs in ((libllama, lib.kvf_abi(), lib.KVF_ABI), (chat, lib.kvf_chat_abi(), lib.KVF_CHAT_ABI)):
+        if has != needs:
+            raise LibraryError(
+                f"{path} has native interface {has}, this package needs {needs}. "
+                f"Unset KVFLASH_LIB_PATH, or build again: {pip_line.reinstall()}"
+            )
     for which, name in enumerate(_STRUCTS):
         ours, theirs = int(lib.kvf_sizeof(which)), ctypes.sizeof(getattr(llama_cpp, name))
         if ours != theirs:

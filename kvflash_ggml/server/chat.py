@@ -9,45 +9,51 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..batching.messages import Request
+from ..chat.reader import Rendered
+from ..chat.values import ChatInput
+from . import bodies, schemas
 from .chat_answer import ChatAnswer
 from .errors import ApiError
 from .front import Front, several
-from .schema import ChatRequest, Message, TemplateRequest
-from .tools import ToolPlan, messages_for, plan
+from .schema import ChatRequest, Message, TemplateRequest, ToolChoice
 
 
 async def chat(front: Front, http: HttpRequest) -> Response:
     asked: ChatRequest = await front.asked(http, ChatRequest)
     front.admit()
-    requests, tools = await prepared(front, http, asked)
-    id = requests[0].id
-    answers = [ChatAnswer(front.settings.alias, id, asked, tools, index=i) for i in range(len(requests))]
+    requests, rendered = await prepared(front, http, asked)
+    answers = [ChatAnswer(front.settings.alias, requests[0].id, asked, rendered, index=i) for i in range(len(requests))]
     return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
 
 
-async def prepared(front: Front, http: HttpRequest, asked: ChatRequest) -> tuple[list[Request], ToolPlan]:
-    """The requests of a chat, one for each answer, and how these are read. ApiError."""
+async def prepared(
+    front: Front, http: HttpRequest, asked: ChatRequest, *, kind: str = "chatcmpl"
+) -> tuple[list[Request], Rendered]:
+    """What a chat comes to: a request for each of its answers, and how these are read. ApiError.
+
+    kind: what the identifiers of the requests begin with.
+    """
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    tools, tokens, shared_until = await front.work(http, _prompt, front, asked)
-    form = asked.response_format
-    formatted = asked.json_schema is not None or (form is not None and form.type != "text")
-    if tools.grammar is not None and (asked.grammar or formatted):
+    formatted = _formatted(asked)
+    called = asked.tool_choice == "required" or isinstance(asked.tool_choice, ToolChoice)
+    if called and formatted:
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
-    grammar = await front.format_grammar(http, asked)
-    if tools.grammar is not None:
-        grammar = await front.grammar(http, text=tools.grammar)
+    rendered, tokens, shared_until = await front.work(http, _prompt, front, asked)
+    preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = front.make(
         http,
         asked,
         tokens,
-        kind="chatcmpl",
+        kind=kind,
         most=None if asked.max_tokens < 0 else asked.max_tokens,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        grammar=grammar,
+        grammar=await front.format_grammar(http, asked) if formatted else rendered.grammar,
         shared_until=shared_until,
+        stops=rendered.stops,
+        preserved=preserved,
     )
-    return several(request, asked.n or 1), tools
+    return several(request, asked.n or 1), rendered
 
 
 def tokens_of(front: Front, asked: ChatRequest) -> int:
@@ -55,44 +61,103 @@ def tokens_of(front: Front, asked: ChatRequest) -> int:
     return len(_prompt(front, asked)[1])
 
 
-def _prompt(front: Front, asked: ChatRequest) -> tuple[ToolPlan, list[int], int]:
-    """What becomes of the tools; the prompt; and how many of its tokens are the system message's."""
-    tools = plan(asked, front.prompts)
-    text = render(front, asked, tools.tools)
-    tokens = front.prompts.tokenize(text, add_special=True, parse_special=True)
-    return tools, tokens, _system_end(front, asked.messages, text, tokens)
+def _formatted(asked: ChatRequest) -> bool:
+    """Does a grammar hold the whole answer? There is no reasoning in it then, and no call."""
+    form = asked.response_format
+    return asked.json_schema is not None or (form is not None and form.type != "text") or bool(asked.grammar)
+
+
+def _prompt(front: Front, asked: ChatRequest) -> tuple[Rendered, list[int], int]:
+    """The chat as a prompt; its tokens; and how many of them are the system message's."""
+    formatted = _formatted(asked)
+    rendered = front.prompts.chat(_input(asked, formatted=formatted))
+    if rendered.grammar is not None and not formatted:
+        front.prompts.check_grammar(rendered.grammar)
+    tokens = front.prompts.tokenize(rendered.prompt, add_special=True, parse_special=True)
+    return rendered, tokens, _system_end(front, asked.messages, rendered.prompt, tokens)
+
+
+def render(front: Front, asked: TemplateRequest) -> str:
+    """The text of a chat. ApiError for content that is not text."""
+    return front.prompts.chat(_input(asked)).prompt
 
 
 RENDERER = frozenset(
     (
-        "add_generation_prompt", "bos_token", "eos_token", "function_call", "functions", "messages",
-        "raise_exception", "self", "strftime_now", "tool_choice", "tools",
+        "add_generation_prompt", "bos_token", "date_string", "datetime", "eos_token", "function_call", "functions",
+        "messages", "raise_exception", "self", "strftime_now", "tool_choice", "tools",
     )
 )  # fmt: skip
 """What the renderer gives every template itself."""
 
 
-def render(front: Front, asked: ChatRequest | TemplateRequest, tools: Sequence[dict[str, Any]] | None) -> str:
-    """The text of a chat. ApiError for content that is not text."""
-    plain = []
-    for i, message in enumerate(asked.messages):
-        entry = message.model_dump(exclude_unset=True)
-        entry["role"] = "system" if message.role == "developer" else message.role
-        entry["content"] = _content(message.content, f"messages.{i}.content")
-        plain.append(entry)
-    more = {} if asked.enable_thinking is None else {"enable_thinking": asked.enable_thinking}
-    more |= asked.chat_template_kwargs or {}
+def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> ChatInput:
+    """A request as a template takes it. ApiError for what is not text, or cannot be asked for."""
+    messages = [_message(message, i) for i, message in enumerate(asked.messages)]
+    more = dict(asked.chat_template_kwargs or {})
     for name in more:
         if not name.isidentifier() or name in RENDERER:
             raise ApiError(400, f"chat_template_kwargs: {name[:40]!r} cannot be given", param="chat_template_kwargs")
-    template = front.prompts.template or ""
-    told = messages_for(plain, tools, template)
-    begun = ""
-    if told[-1]["role"] == "assistant" and "tool_calls" not in told[-1]:  # the answer has begun: it is gone on with
-        begun = told.pop()["content"]
-        if not told or told[-1]["role"] == "assistant":
-            raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
-    return front.prompts.render(told, tools, more) + begun
+    last = messages[-1]
+    continued = last["role"] == "assistant" and "tool_calls" not in last
+    if continued and (len(messages) == 1 or messages[-2]["role"] == "assistant"):
+        raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    for i, tool in enumerate(tools):
+        schemas.check(tool["function"].get("parameters", {}), f"tools.{i}.function.parameters")
+    thinking, effort = asked.enable_thinking, getattr(asked, "reasoning_effort", None)
+    if effort == "none" or formatted:
+        thinking = False if thinking is None else thinking
+    elif effort is not None:
+        more.setdefault("reasoning_effort", effort)
+    given = ChatInput(messages=messages, tools=tools, enable_thinking=thinking, kwargs=more, continued=continued)
+    return given if isinstance(asked, TemplateRequest) else _answered(given, asked, formatted=formatted)
+
+
+def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatInput:
+    """The same, and how it is to be answered."""
+    named = asked.tool_choice.function.name if isinstance(asked.tool_choice, ToolChoice) else None
+    choice = "required" if isinstance(asked.tool_choice, ToolChoice) else asked.tool_choice or "auto"
+    if choice == "required" and not given.tools:
+        raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+    if named is not None and named not in {tool["function"]["name"] for tool in given.tools}:
+        raise ApiError(400, f"tool_choice names {named!r}, which is no tool", param="tool_choice")
+    return ChatInput(
+        messages=given.messages,
+        tools=given.tools,
+        choice=choice,
+        named=named,
+        parallel=asked.parallel_tool_calls,
+        reasoning="none" if formatted or asked.reasoning_format == "none" else "auto",
+        enable_thinking=given.enable_thinking,
+        kwargs=given.kwargs,
+        continued=given.continued,
+    )
+
+
+def _message(message: Message, index: int) -> dict[str, Any]:
+    entry = message.model_dump(exclude_unset=True)
+    entry["role"] = "system" if message.role == "developer" else message.role
+    entry["content"] = _content(message.content, f"messages.{index}.content")
+    if not message.tool_calls:
+        entry.pop("tool_calls", None)
+    for call in message.tool_calls or ():
+        _check_call(call)
+    return entry
+
+
+def _check_call(call: dict[str, Any]) -> None:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise ApiError(400, "tool_calls: each has a function with a name and arguments", param="messages")
+    if isinstance(function.get("arguments"), str):
+        try:
+            bodies.loads((function["arguments"] or "{}").encode())
+        except bodies.Refused as err:
+            message = f"messages: the arguments of a tool call are refused: {err}"
+            raise ApiError(400, message, param="messages") from None
+        except ValueError:  # a model may have written what is none
+            pass
 
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:

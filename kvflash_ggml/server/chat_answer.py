@@ -8,24 +8,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..batching.messages import Event, Finished, Logprob, Piece
+from ..chat.reader import Rendered
+from ..chat.values import Delta
 from .exchange import DONE, Answer, dumps, frame
-from .schema import ChatRequest
+from .schema import ChatRequest, ToolChoice
 from .took import FINGERPRINT, report, timings, usage
-from .tools import CallReader, ToolPlan, made_call
 
 
 class ChatAnswer(Answer):
     """Events as OpenAI's chat objects: chunks of a stream, or one of the whole."""
 
-    def __init__(self, alias: str, id: str, asked: ChatRequest, tools: ToolPlan, *, index: int) -> None:
-        self._alias, self._id, self._asked, self._tools, self._index = alias, id, asked, tools, index
+    def __init__(self, alias: str, id: str, asked: ChatRequest, rendered: Rendered, *, index: int) -> None:
+        self._alias, self._id, self._asked, self._index = alias, id, asked, index
         self._created = int(time.time())
-        self._reader = CallReader() if tools.reads else None
+        self._reader = rendered.reader()
         self._text: list[str] = []
         self._logprobs: list[Logprob] = []
-        self._calls: list[dict[str, Any]] = []
-        if tools.named is not None:
-            self._calls.append(made_call(tools.named, ""))
         self._head = (
             f'data: {{"id":{dumps(id)},"object":"chat.completion.chunk","created":{self._created},'
             f'"model":{dumps(alias)},"system_fingerprint":"{FINGERPRINT}","choices":[{{"index":{index},"delta":'
@@ -38,15 +36,16 @@ class ChatAnswer(Answer):
             self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        text = "".join(self._text)
-        if self._tools.named is not None:
-            self._calls[0]["function"]["arguments"] = text
-            text = ""
-        elif self._reader is not None:
-            text, self._calls = self._reader.push(text, end=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self._calls else None}
-        if self._calls:
-            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in self._calls]
+        self._reader.push("".join(self._text), end=True)
+        said = self._reader.said
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said.content if said.content.strip() or not said.calls else None,
+        }
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in said.calls]
         return {
             "index": self._index,
             "message": message,
@@ -72,7 +71,7 @@ class ChatAnswer(Answer):
         return f'{self._head}{dumps(delta)},"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]}}\n\n'.encode()
 
     def opening(self) -> bytes:
-        return self.chunk({"role": "assistant", "content": "" if self._tools.named is None else None})
+        return self.chunk({"role": "assistant", "content": ""})
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Piece):
@@ -100,27 +99,30 @@ class ChatAnswer(Answer):
         yield DONE
 
     def _piece(self, text: str, logprobs: Sequence[Logprob], *, end: bool = False) -> Iterator[bytes]:
-        if self._tools.named is not None:
-            call = {"index": 0, "function": {"arguments": text}}
-            if self._calls[0]["function"]["arguments"] == "":
-                call = {**self._calls[0], "function": {"name": self._tools.named, "arguments": text}}
-            self._calls[0]["function"]["arguments"] += text
-            if text:
-                yield self.chunk({"tool_calls": [call]}, logprobs=logprobs)
-            return
-        calls: list[dict[str, Any]] = []
-        if self._reader is not None:
-            text, calls = self._reader.push(text, end=end)
-        if text or logprobs:
-            yield self.chunk({"content": text}, logprobs=logprobs)
-        for made in calls:
-            self._calls.append(made)
-            yield self.chunk({"tool_calls": [made]})
+        deltas = [_delta(delta) for delta in self._reader.push(text, end=end)]
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for i, delta in enumerate(deltas):
+            yield self.chunk(delta, logprobs=() if i else logprobs)
 
     def _reason(self, finished: Finished) -> str:
-        if finished.reason == "stop" and self._calls and self._tools.named is None:
-            return "tool_calls"
-        return finished.reason
+        """A function that the client has named is called anyway; so says OpenAI's API."""
+        called = self._reader.said.calls and not isinstance(self._asked.tool_choice, ToolChoice)
+        return "tool_calls" if finished.reason == "stop" and called and not self._reader.odd else finished.reason
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning}
+    if delta.index is None:
+        return {"content": delta.content}
+    if delta.name:
+        return {"tool_calls": [{"index": delta.index, **_call(delta.id, delta.name, delta.arguments)}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_logprobs(told: Sequence[Logprob]) -> dict[str, Any]:

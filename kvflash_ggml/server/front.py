@@ -6,9 +6,10 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ from starlette.types import Scope
 from ..batching.access import Access
 from ..batching.messages import Request, Sampling
 from ..batching.scheduler import Scheduler
+from ..chat.values import Grammar
 from ..errors import ConfigError, ContextFull
 from . import bodies, fields, schemas
 from .errors import ApiError
@@ -148,8 +150,10 @@ class Front:
         kind: str,
         most: int | None,
         logprobs: int | None = None,
-        grammar: str | None = None,
+        grammar: Grammar | str | None = None,
         shared_until: int = 0,
+        stops: tuple[str, ...] = (),
+        preserved: Mapping[int, bytes] = MappingProxyType({}),
     ) -> Request:
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
@@ -189,7 +193,7 @@ class Front:
             tokens=np.array(tokens, np.int32),
             max_tokens=wanted,
             sampling=self._sampling(asked, grammar),
-            stop=asked.stop,
+            stop=(*asked.stop, *stops),
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
             conversation=pool.conversation,
@@ -205,9 +209,10 @@ class Front:
             answer=pool.answer,
             drafts=pool.drafts,
             messages=_texts(asked),
+            preserved=preserved,
         )
 
-    def _sampling(self, asked: _Sampled, grammar: str | None) -> Sampling:
+    def _sampling(self, asked: _Sampled, grammar: Grammar | str | None) -> Sampling:
         usual, bias = self.settings.sampling, {}
         for token, value in (asked.logit_bias or {}).items():
             if not token.isdecimal() or len(token) > 9 or int(token) >= self.prompts.n_vocab:

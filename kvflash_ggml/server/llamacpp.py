@@ -112,8 +112,7 @@ async def apply_template(front: Front, http: HttpRequest) -> Response:
 
 
 def _templated(front: Front, asked: TemplateRequest) -> Response:
-    tools = None if asked.tools is None else [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    return JSONResponse({"prompt": render(front, asked, tools)})
+    return JSONResponse({"prompt": render(front, asked)})
 
 
 async def completion(front: Front, http: HttpRequest) -> Response:

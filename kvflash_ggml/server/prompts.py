@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..chat.reader import Rendered
+from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
 from . import schemas
 
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
 _LOOSE, _STRICT = r'char ::= [^"\\] |', r'char ::= [^"\\\x7F\x00-\x1F] |'
 """Upstream's grammar lets line breaks into strings, which no parser of JSON takes."""
 
+
+CHECKED = 64
+"""Grammars that are known to be sound: agents send the same tools each turn."""
 
 MOST_BYTES = 1 << 20
 MOST_PER_TOKEN = 16
@@ -33,10 +39,12 @@ class Prompts(Protocol):
 
     template: str | None
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
-    ) -> str:
-        """The text of a chat, up to where the answer begins. more: other names for the template."""
+    def chat(self, asked: ChatInput) -> Rendered:
+        """A chat as a prompt, up to where the answer begins, and how the answer is made and read."""
+        ...
+
+    def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
+        """The texts among these that are one token, by their tokens."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -48,7 +56,7 @@ class Prompts(Protocol):
     @property
     def n_vocab(self) -> int: ...
 
-    def check_grammar(self, grammar: str) -> None: ...
+    def check_grammar(self, grammar: Grammar | str) -> None: ...
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
         """The grammar of JSON values that a schema allows, None for any object."""
@@ -65,7 +73,8 @@ class LlamaPrompts:
 
     def __init__(self, llm: Llama, template: str | None = None) -> None:
         import llama_cpp
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        from ..chat.templates import ChatTemplate
 
         self._llm = llm
         self._model = llm._model
@@ -77,31 +86,30 @@ class LlamaPrompts:
         control = (t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_control(vocab, t))
         self._marks = [mark for t in control if (mark := self._model.token_get_text(t).encode())]
         self._pieces: dict[int, bytes] = {}
-        self._formatter = None
+        self._chat = None
         if self.template is not None:
             try:
-                self._formatter = Jinja2ChatFormatter(self.template, eos_token=self._eos, bos_token=self._bos)
-            except Exception as err:
+                self._chat = ChatTemplate(self.template, bos=self._bos, eos=self._eos)
+            except ConfigError as err:
                 raise ConfigError(
                     f"the chat template cannot be read: {err}: give another with --chat-template-file"
                 ) from err
+        self._checked = lru_cache(CHECKED)(self._check_grammar)
 
     @property
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
-    ) -> str:
-        if self._formatter is None:
+    def chat(self, asked: ChatInput) -> Rendered:
+        if self._chat is None:
             raise ConfigError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template-file"
             )
-        try:
-            result = self._formatter(messages=list(messages), tools=list(tools) if tools else None, **more)  # type: ignore[arg-type]
-        except Exception as err:
-            raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
-        return str(result.prompt)
+        return self._chat.render(asked)
+
+    def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
+        found = {text: self._tokenize(text.encode(), False, True) for text in texts}
+        return {tokens[0]: text.encode() for text, tokens in found.items() if len(tokens) == 1}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data, n_ctx = text.encode("utf-8", "replace"), self._llm.n_ctx()
@@ -155,19 +163,16 @@ class LlamaPrompts:
             piece = self._pieces[token] = buffer.raw[:count]
         return piece
 
-    def check_grammar(self, grammar: str) -> None:
+    def check_grammar(self, grammar: Grammar | str) -> None:
+        self._checked(grammar)
+
+    def _check_grammar(self, grammar: Grammar | str) -> None:
         import llama_cpp
 
-        try:
-            made = llama_cpp.llama_sampler_init_grammar(self._model.vocab, grammar.encode(), b"root")
-        except UnicodeEncodeError as err:
-            raise ConfigError(f"the grammar is no text that can be written as UTF-8: {err.reason}") from None
-        if not made or not ctypes.cast(made, ctypes.c_void_p).value:
-            raise ConfigError(
-                "the grammar cannot be parsed, or costs too much: it needs to be GBNF with a rule 'root', without left "
-                "recursion, and with fewer repetitions, groups within groups, and ways to read the same text"
-            )
-        llama_cpp.llama_sampler_free(made)
+        from ..llama.grammar import sampler_of
+
+        grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
+        llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
         if schema is None:

@@ -252,7 +252,8 @@ class ChatRequest(_Sampled):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
     verbosity: str | None = None
 
 

@@ -117,7 +117,7 @@ def _build_llama(p: Plan) -> None:
         log(f"libllama: {_sync_sources(p)} source files changed, compiling")
         _configure_llama(p)
         made: list[Path] = []
-        for name in ("llama", "mtmd"):
+        for name in ("llama", "mtmd", "kvf_chat"):
             _make(p, p.work / "build", name)
             made += (p.work / "build" / "bin").glob(f"*{name}.*")
         _try(p, made)
@@ -242,6 +242,7 @@ def assemble(p: Plan, target: Path) -> None:
     # libmtmd contains it, and its licence is in its source alone
     terms = (p.source / "vendor/hash/xxhash/xxhash.c").read_text(encoding="utf-8").partition("*/")[0]
     (licenses / "LICENSE.xxHash").write_text(f"{terms}*/\n", encoding="utf-8")
+    shutil.copy2(p.source / "licenses" / "LICENSE-jsonhpp", licenses / "LICENSE.json")
     if not p.developer:  # a tree of one's own has no sdist behind it, which would have to be downloaded
         bindings = pristine_tree(p.pin) / BINDINGS
         shutil.copy2(bindings / "LICENSE.md", licenses / "LICENSE.llama-cpp-python.md")
@@ -280,6 +281,7 @@ def notice(p: Plan) -> str:
         f"{'a developer tree of llama.cpp' if p.developer else origin}.",
         "libmtmd contains xxHash, (c) Yann Collet, BSD 2-Clause licence, and stb_image, miniaudio,",
         "SHA-1 and SHA-256, which are in the public domain.",
+        "libkvf_chat contains JSON for Modern C++, (c) Niels Lohmann, MIT licence.",
         f"It is used through {p.pin.name}, (c) Andrei Betlen, MIT licence, not contained here.",
     ]
     if p.series:

@@ -39,13 +39,14 @@ def libraries() -> list[Path]:
 
 
 def loaded() -> list[str]:
-    """What `library.load` opens: libmtmd waits for a vision chat handler."""
-    return [path.name for path in libraries() if path.name != "libmtmd.so"]
+    """What `library.load` opens of llama.cpp: libmtmd waits for a vision chat handler."""
+    return [path.name for path in libraries() if path.name not in {"libkvf_chat.so", "libmtmd.so"}]
 
 
 def test_one_plain_file_per_library() -> None:
     names = [p.name for p in libraries()]
-    assert {"libllama.so", "libmtmd.so", "libggml.so", "libggml-base.so", "libggml-cpu.so"} <= set(names)
+    parts = ("llama", "mtmd", "kvf_chat", "ggml", "ggml-base", "ggml-cpu")
+    assert {f"lib{part}.so" for part in parts} <= set(names)
     assert all(re.fullmatch(r"lib[\w-]+\.so", n) for n in names), names
     assert not any(p.is_symlink() for p in libraries())
     assert names == library.build_info()["libraries"]
@@ -156,6 +157,7 @@ def test_another_llama_cpp_version_is_refused() -> None:
     ("breakage", "message"),
     [
         ("_kvf.lib.kvf_abi = lambda: 99", "has native interface 99"),
+        ("_kvf.lib.kvf_chat_abi = lambda: 99", "has native interface 99"),
         ("_kvf.lib.kvf_sizeof = lambda which: 1", "llama_context_params has 1 bytes"),
     ],
 )
@@ -164,6 +166,7 @@ def test_parts_of_different_builds_are_refused(breakage: str, message: str) -> N
         "import types\nfrom kvflash_ggml.native import library\nlibrary.load()\n"
         "import llama_cpp\nfrom kvflash_ggml.native import _kvf as real\n"
         "lib = types.SimpleNamespace(kvf_abi=real.lib.kvf_abi, KVF_ABI=real.lib.KVF_ABI,"
+        " kvf_chat_abi=real.lib.kvf_chat_abi, KVF_CHAT_ABI=real.lib.KVF_CHAT_ABI,"
         " kvf_sizeof=real.lib.kvf_sizeof)\n_kvf = types.SimpleNamespace(lib=lib)\n"
         f"{breakage}\nlibrary._refuse_mismatch(llama_cpp, lib, library.library_folder())\n"
     )

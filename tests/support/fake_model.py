@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
 from kvflash_ggml.batching.model import Paused
 from kvflash_ggml.batching.residency import Residency
+from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered, words
+from kvflash_ggml.chat.values import ChatInput, Grammar
+from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
 from kvflash_ggml.store.shelf import Parked, usable
@@ -170,6 +175,33 @@ class FakeModel:
         self.closed = True
 
 
+def named_call(name: str, text: str) -> Parsed:
+    """An answer that is the arguments of this function."""
+    calls = (ParsedCall(name=name, arguments=text, closed=False),) if text else ()
+    return Parsed(calls=calls, read=len(text.encode()))
+
+
+def marked_calls(text: str) -> Parsed | None:
+    """An answer with calls in JSON between marks."""
+    begin, _, more = text.partition(OPEN.strip())
+    calls, read = [], len(begin)
+    while more:
+        body, end, after = more.partition(CLOSE.strip())
+        if not end:
+            break
+        try:
+            call = json.loads(body)
+            calls.append(ParsedCall(name=call["name"], arguments=json.dumps(call["arguments"])))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        read = len(text) - len(after)
+        more = after.lstrip().removeprefix(OPEN.strip())
+    held = next((n for n in range(len(OPEN) - 2, 0, -1) if begin.endswith(OPEN[:n])), 0)
+    begin = begin[: len(begin) - held]
+    size, first = len(text[:read].encode()), len(begin.encode())
+    return Parsed(content=begin, calls=tuple(calls), read=size if calls else first, plain=size, first=first)
+
+
 TEMPLATE = "{% messages, one a line, with tool_calls between <tool_call> marks; tools first %}"
 
 
@@ -184,14 +216,27 @@ class FakePrompts:
     def n_vocab(self) -> int:
         return 257
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, more: Mapping[str, Any]
-    ) -> str:
+    def chat(self, asked: ChatInput) -> Rendered:
         if self.template is None:
             raise ConfigError("no chat template")
-        self.rendered.append([dict(message) for message in messages])
+        tools = [] if asked.choice == "none" else asked.tools
+        messages = [dict(message) for message in asked.messages]
+        if "tools" not in self.template:
+            messages = in_words(messages, tools, calls="tool_calls" in self.template)
+        begun = messages.pop()["content"] if asked.continued else ""
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            made = plain_call(call)["function"]  # templates have an object
+            call["function"] = {"name": made["name"], "arguments": json.loads(made["arguments"])}
+        self.rendered.append(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
-        return "\n".join([*(["tools"] if tools else []), *lines, "assistant: "])
+        prompt = "\n".join([*(["tools"] if tools else []), *lines, "assistant: "]) + begun
+        grammar = Grammar(text="root ::= call", lazy=asked.choice == "auto") if tools else None
+        reads = partial(named_call, asked.named) if asked.named is not None else marked_calls if tools else None
+        marks = words("tool_call name arguments")
+        return Rendered(prompt=prompt, grammar=grammar, reader=partial(AnswerReader, reads, marks=marks))
+
+    def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
+        return {}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -199,8 +244,8 @@ class FakePrompts:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return bytes(t for t in tokens if t < 256)
 
-    def check_grammar(self, grammar: str) -> None:
-        if "root" not in grammar:
+    def check_grammar(self, grammar: Grammar | str) -> None:
+        if "root" not in (grammar if isinstance(grammar, str) else grammar.text):
             raise ConfigError("the grammar has no root")
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:

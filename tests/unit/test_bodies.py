@@ -129,7 +129,7 @@ def test_a_wrong_body_takes_a_small_multiple_of_its_size(name: str) -> None:
 )
 def test_what_a_model_is_asked_runs_on_other_threads(path: str, data: Any) -> None:
     server, threads = Server(), set()
-    for name in ("render", "tokenize", "detokenize", "check_grammar", "schema_grammar"):
+    for name in ("chat", "tokenize", "detokenize", "check_grammar", "schema_grammar"):
         function = getattr(server.prompts, name)
 
         def call(*args: Any, function: Callable[..., Any] = function, **more: Any) -> Any:

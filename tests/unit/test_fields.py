@@ -12,6 +12,8 @@ from support.fake_model import FakeModel
 from support.fake_server import Server
 
 from kvflash_ggml.batching.messages import Request
+from kvflash_ggml.chat.reader import Rendered
+from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.server.fields import HEADER
 from kvflash_ggml.server.requestlog import NAME
 
@@ -81,7 +83,7 @@ def test_what_other_servers_know_is_ignored_and_told(path: str, stream: bool) ->
 
 @pytest.mark.parametrize("path", BODIES)
 def test_strict_refuses_them_by_name(path: str) -> None:
-    for name in set(UNKNOWN) - {"repetition_penalty"}:
+    for name in set(UNKNOWN) - {"reasoning_format", "repetition_penalty"}:
         if UNKNOWN[name] is not None:
             reply = ask(path, server=Server(strict=True), **{name: UNKNOWN[name]})
             assert (reply.status, f"{name}: this server does not know the field" in reply.message) == (400, True)
@@ -176,20 +178,20 @@ def test_null_is_as_good_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/apply-template"])
 def test_thinking_is_a_name_of_the_template(path: str) -> None:
     server, given = Server(), []
-    render = server.prompts.render
+    render = server.prompts.chat
 
-    def recording(messages: Any, tools: Any, more: Any) -> str:
-        given.append(dict(more))
-        return render(messages, tools, more)
+    def recording(asked: ChatInput) -> Rendered:
+        given.append((asked.enable_thinking, dict(asked.kwargs)))
+        return render(asked)
 
-    server.prompts.render = recording  # type: ignore[method-assign]
+    server.prompts.chat = recording  # type: ignore[method-assign]
 
     async def work(client: Client) -> None:
         for more in ({"enable_thinking": False}, {"enable_thinking": False, "chat_template_kwargs": {"a": 1}}):
             assert (await client.post(path, {"messages": HELLO, **more})).status == 200
 
     server.run(work)
-    assert given == [{"enable_thinking": False}, {"enable_thinking": False, "a": 1}]
+    assert given == [(False, {}), (False, {"a": 1})]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,8 @@ def test_what_is_ignored_never_reaches_the_template() -> None:
     server = Server(FakeModel())
     tools = [{"type": "function", "x": 1, "function": {"name": "f", "y": 2}}]
     given: list[Any] = []
-    render = server.prompts.render
-    server.prompts.render = lambda m, t, more: (given.append(t), render(m, t, more))[1]  # type: ignore[method-assign]
+    render = server.prompts.chat
+    server.prompts.chat = lambda asked: (given.append(asked.tools), render(asked))[1]  # type: ignore[method-assign]
     assert ask(CHAT, server=server, tools=tools).status == 200
     assert given == [[{"type": "function", "function": {"name": "f"}}]]
 

@@ -770,13 +770,6 @@ def test_a_model_that_knows_no_tools_is_told_in_words() -> None:
     assert result["content"] == "noon"
 
 
-def test_a_form_of_calls_that_is_not_read() -> None:
-    reply = chat(server=replying("x", "{% tools as [TOOL_CALLS] %}"), tools=TOOLS)
-    assert reply.status == 501
-    assert "name a function in tool_choice" in reply.message
-    assert chat(server=replying("x", "{% tools as [TOOL_CALLS] %}"), tools=TOOLS, tool_choice="none").status == 200
-
-
 @pytest.mark.parametrize(
     "data",
     [

@@ -27,7 +27,8 @@ def configure(stage: str, folder: Path, *arguments: str) -> Path:
             pytest.skip(f"needs {tool}")
     source = folder / "source"
     place = source / "ggml" if stage == "ggml" else source
-    for empty in ("tests/test-llama-archs.cpp", "common/common.cpp", "common/json.cpp", "common/log.cpp"):
+    common = ("common", "json", "log", "peg-parser", "reasoning-budget", "trie", "unicode")
+    for empty in ("tests/test-llama-archs.cpp", *(f"common/{name}.cpp" for name in common)):
         (source / empty).parent.mkdir(parents=True, exist_ok=True)
         (source / empty).touch()
     place.mkdir(exist_ok=True)

@@ -167,7 +167,8 @@ def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("fetched the sdist")
 
     monkeypatch.setattr(source, "fetch", no_network)
-    for name in ("LICENSE", "AUTHORS", "src/llama.cpp", "ggml/CMakeLists.txt", "vendor/hash/xxhash/xxhash.c"):
+    licences = ("LICENSE", "AUTHORS", "licenses/LICENSE-jsonhpp", "vendor/hash/xxhash/xxhash.c")
+    for name in (*licences, "src/llama.cpp", "ggml/CMakeLists.txt"):
         (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "dev" / name).touch()
     monkeypatch.setenv("KVFLASH_LLAMA_SOURCE", str(tmp_path / "dev"))
@@ -177,7 +178,7 @@ def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.M
     build.build(plan)
     build.assemble(plan, tmp_path / "stage")
     licenses = tmp_path / "stage" / "licenses"
-    names = {"LICENSE.llama.cpp", "LICENSE.xxHash", "AUTHORS.llama.cpp", "NOTICE"}
+    names = {"LICENSE.llama.cpp", "LICENSE.json", "LICENSE.xxHash", "AUTHORS.llama.cpp", "NOTICE"}
     assert {file.name for file in licenses.iterdir()} == names
     assert "developer tree" in (licenses / "NOTICE").read_text()
 

@@ -1,0 +1,132 @@
+"""A model's chat template, by llama.cpp's own `common/chat`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+from ..errors import ConfigError
+from ..native import chat as native
+from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
+from .values import ChatInput, Grammar
+from .words import TEMPLATE, in_words, plain_call
+
+KEPT = 16
+"""Chats whose rendering is kept: a request is often sent again, or counted before it is sent."""
+
+_MARKS = words("none null true false name arguments function parameters type id")
+"""Words that formats write otherwise than they are told, or tell nowhere."""
+
+
+class ChatTemplate:
+    """bos, eos: texts of these tokens. ConfigError for a source that cannot be read. Several threads may use it."""
+
+    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
+        self._template, self.caps = native.open_template(source, bos=bos, eos=eos)
+        self._marks = words(source) | _MARKS
+        self._rendered = lru_cache(KEPT)(self._render)
+
+    def render(self, asked: ChatInput) -> Rendered:
+        """A chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
+        tools = [] if asked.choice == "none" else asked.tools
+        if not self.caps["supports_tools"]:
+            if not self.caps["supports_tool_calls"]:
+                return self._in_words(asked, tools)
+            asked = replace(asked, messages=in_words(asked.messages, tools, calls=True))
+        whole = self._rendered(_written(asked, tools))
+        if asked.named is None:
+            return whole
+        # the prompt has all tools, the answer calls one
+        named = [tool for tool in tools if tool["function"]["name"] == asked.named]
+        return replace(self._rendered(_written(asked, named)), prompt=whole.prompt)
+
+    def _in_words(self, asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
+        """For a template that knows no calls: a message tells the model of tools, and calls are read as that says."""
+        told = in_words(asked.messages, tools, calls=False)
+        whole = self._rendered(_written(replace(asked, messages=told, named=None), ()))
+        if not tools:
+            return whole
+        calls = _plain().render(replace(asked, messages=[{"role": "user", "content": ""}], kwargs={}, continued=False))
+        return replace(whole, grammar=calls.grammar, reader=calls.reader)
+
+    def _render(self, asked: str) -> Rendered:
+        given = json.loads(asked)
+        try:
+            told, parser = native.render(self._template, given)
+        except ConfigError as err:
+            raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
+        parses = given["tools"] or (told["thinks"] and given["reasoning"] != "none")
+        grammar = Grammar(
+            text=_strict(told["grammar"], called=given["tool_choice"] == "required", one=given["parallel"] is False),
+            lazy=told["lazy"],
+            triggers=tuple(told["triggers"]),
+            trigger_words=tuple(told["words"]),
+            prefill=told["generation_prompt"],
+            thinking=tuple(told["thinking"]),
+        )
+        return Rendered(
+            prompt=told["prompt"],
+            grammar=grammar if grammar.text else None,
+            preserved=tuple(told["preserved"]),
+            stops=tuple(told["stops"]),
+            borders=tuple((role, text) for role, text in told["borders"]),
+            thinks=told["thinks"],
+            reader=partial(
+                AnswerReader, partial(_parsed, parser) if parses else None, marks=self._marks | words(told["marks"])
+            ),
+        )
+
+
+def _strict(grammar: str, *, called: bool, one: bool) -> str:
+    """A grammar of calls without what it lets through: content in front of calls that must be made, and a second call.
+
+    called: must there be a call? one: may there be no second?
+    """
+    if called:
+        grammar = re.sub(r"(?m)(?<=^root ::= )(.*?) until-\d+\?", r"\1", grammar)
+    return re.sub(r"(?m)^(tool-calls ::= )\(tool-call\?? space\)\+$", r"\1tool-call space", grammar) if one else grammar
+
+
+@lru_cache(1)
+def _plain() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE)
+
+
+def _written(asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> str:
+    """What the library is asked, as JSON."""
+    kwargs = dict(asked.kwargs)
+    if asked.enable_thinking is not None:
+        kwargs["enable_thinking"] = asked.enable_thinking
+    thinking = kwargs.get("enable_thinking", True)
+    choice = "required" if asked.named is not None and tools else asked.choice
+    return json.dumps(
+        {
+            "messages": [_message(message) for message in asked.messages],
+            "tools": [dict(tool) for tool in tools],
+            "tool_choice": choice,
+            "parallel": False if asked.parallel is None and choice == "required" else asked.parallel,
+            "reasoning": asked.reasoning,
+            "enable_thinking": thinking if isinstance(thinking, bool) else True,
+            "kwargs": kwargs,
+            "continued": asked.continued,
+        }
+    )
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    out = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    out["content"] = message.get("content") or ""
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [plain_call(call) for call in calls]
+    return out
+
+
+def _parsed(parser: Any, text: str) -> Parsed | None:
+    found = native.parse(parser, text)
+    if not found.pop("understood"):
+        return None
+    return Parsed(**{**found, "calls": tuple(ParsedCall(**call) for call in found["calls"])})

@@ -1,0 +1,78 @@
+"""Tools in plain words, for templates that know none: what the model is told, and the form of its calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
+
+_TOLD = """\
+You can call functions. Their signatures:
+<tools>
+{signatures}
+</tools>"""
+
+_FORM = f"""
+To call one, write its name and arguments as JSON:
+{OPEN}{{"name": <function-name>, "arguments": <arguments>}}{CLOSE}"""
+
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>\\n' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if tools %}{{ '<|tools|>' + (tools | tojson) }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+"""A template with calls of this form: their grammar and parser are made of it."""
+
+
+def in_words(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, calls: bool
+) -> list[dict[str, Any]]:
+    """Messages that tell of the tools. calls: has the template a form for calls, so that only tools are to be told?"""
+    out = [dict(message) for message in messages]
+    for message in out:
+        if message.get("tool_calls") and not calls:
+            said = "\n".join(call_in_words(call) for call in message.pop("tool_calls"))
+            message["content"] = f"{message['content']}\n{said}" if message.get("content") else said
+    if not tools:
+        return out
+    told = _TOLD.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    told += "" if calls else _FORM
+    if out and out[0]["role"] == "system":
+        out[0]["content"] = f"{out[0]['content']}\n\n{told}"
+    else:
+        out.insert(0, {"role": "system", "content": told})
+    return out
+
+
+def call_in_words(call: Mapping[str, Any]) -> str:
+    """A call as the model writes it."""
+    made = plain_call(call)["function"]
+    name = json.dumps(made["name"], ensure_ascii=False)
+    return f'{OPEN}{{"name": {name}, "arguments": {made["arguments"]}}}{CLOSE}'
+
+
+def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object of JSON: a model may have written what is none, and templates want one."""
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {"arguments": arguments}
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": str(function.get("name") or ""), "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }

@@ -1,0 +1,56 @@
+"""llama.cpp's chat templates and the parsers of their answers, in libkvf_chat. No call holds the interpreter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, HostMemoryError
+from ._kvf import ffi, lib
+
+
+def open_template(source: str, *, bos: str, eos: str) -> tuple[Any, dict[str, bool]]:
+    """A chat template, and what it can do by llama.cpp's names. ConfigError for one that cannot be read."""
+    made, caps = ffi.new("kvf_chat **"), ffi.new("kvf_chat_text *")
+    data = source.encode("utf-8", "replace")
+    _check(lib.kvf_chat_open(data, len(data), _text(bos), _text(eos), made, caps))
+    return ffi.gc(made[0], lib.kvf_chat_close), _taken(caps)
+
+
+def render(template: Any, asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A chat as `kvf_chat.h` describes it, and the parser of its answers. ConfigError says what is wrong with it."""
+    rendered, parser, data = ffi.new("kvf_chat_text *"), ffi.new("kvf_chat_parser **"), json.dumps(asked).encode()
+    _check(lib.kvf_chat_render(template, data, len(data), rendered, parser))
+    return _taken(rendered), ffi.gc(parser[0], lib.kvf_chat_parser_close)
+
+
+def parse(parser: Any, text: str) -> dict[str, Any]:
+    """The beginning of an answer as `kvf_chat.h` describes it."""
+    said, data = ffi.new("kvf_chat_text *"), text.encode("utf-8", "replace")
+    _check(lib.kvf_chat_parse(parser, data, len(data), said))
+    found: dict[str, Any] = _taken(said)
+    return found
+
+
+def sampler(vocab: int, asked: Mapping[str, Any]) -> int:
+    """The address of a llama_sampler that holds an answer to a grammar, 0 if it is none. vocab: a llama_vocab's."""
+    data = json.dumps(asked).encode()
+    return int(ffi.cast("uintptr_t", lib.kvf_chat_sampler(ffi.cast("void *", vocab), data, len(data))))
+
+
+def _text(value: str) -> bytes:
+    return value.encode("utf-8", "replace").replace(b"\0", b"")
+
+
+def _taken(text: Any) -> Any:
+    try:
+        return json.loads(ffi.buffer(text.data, text.size)[:])
+    finally:
+        lib.kvf_chat_free(text[0])
+
+
+def _check(status: int) -> None:
+    if status != lib.KVF_CHAT_STATUS_SUCCESS:
+        told = ffi.string(lib.kvf_chat_last_error()).decode("utf-8", "replace")
+        raise (HostMemoryError if status == lib.KVF_CHAT_STATUS_MEMORY else ConfigError)(told)
