@@ -148,6 +148,9 @@ class Agent(Talking):
     answer: int = option(32, "Tokens of an answer.")
     side_every: int = option(5, "A short request of its own after so many turns; 0: none.")
     reread_every: int = option(8, "Turns whose whole prompt a stock cache reads; 0: none.")
+    interfaces: tuple[str, ...] = option(
+        "", "Replay it through these of a server instead: chat, messages, responses.", type=Names()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
