@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Usage
+from ..batching.messages import Event, Finished, Piece, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
 from . import bodies
@@ -20,9 +20,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
-from .spoken import Spoken
 from .took import report
-from .turns import Turns, as_json, kind_of, parts_of, text_of
+from .turns import Turns, as_json, kind_of, parts_of, read, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
@@ -190,17 +189,20 @@ class MessageAnswer(Answer):
 
     def __init__(self, alias: str, id: str, asked: ChatRequest, reader: AnswerReader, prompt: int) -> None:
         self._alias, self._id, self._asked, self._prompt = alias, f"msg_{id.partition('-')[2]}", asked, prompt
-        self._spoken = Spoken(reader)
+        self._reader = reader
+        self._text: list[str] = []
         self._index = -1
         self._open: tuple[str, int | None] | None = None  # the block that is being written: its kind, and its call
 
     # --- as a whole
 
     def take(self, event: Event) -> None:
-        self._spoken.keep(event)
+        if isinstance(event, Piece):
+            self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        said = self._spoken.whole()
+        self._reader.push("".join(self._text), end=True)
+        said = self._reader.said
         blocks: list[dict[str, Any]] = []
         if said.reasoning:
             blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
@@ -220,7 +222,7 @@ class MessageAnswer(Answer):
         return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        for delta in self._spoken.deltas(event):
+        for delta in read(self._reader, event):
             yield from self._delta(delta)
         if isinstance(event, Finished):
             yield from self._close()
@@ -283,7 +285,7 @@ class MessageAnswer(Answer):
 
     def _end(self, finished: Finished) -> dict[str, Any]:
         reason = _REASONS.get(finished.reason, finished.reason)
-        if finished.reason == "stop" and self._spoken.calls:
+        if finished.reason == "stop" and self._reader.said.calls:
             reason = "tool_use"
         elif finished.stop is not None:
             reason = "stop_sequence"

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Started, Usage
+from ..batching.messages import Event, Finished, Piece, Started, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Call, Delta
 from . import bodies
@@ -24,9 +24,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .schema import ChatRequest, Objects, PoolFields, _Known, parse
-from .spoken import Spoken
 from .took import report
-from .turns import Turns, as_json, kind_of, parts_of, text_of
+from .turns import Turns, as_json, kind_of, parts_of, read, text_of
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 
@@ -303,7 +302,8 @@ class ResponseAnswer(Answer):
         self.id = f"resp_{id.partition('-')[2]}"
         self._alias, self._asked, self._tools, self._keep = alias, asked, tools, keep
         self._created = int(time.time())
-        self._spoken = Spoken(reader)
+        self._reader = reader
+        self._text: list[str] = []
         self._conversation = ""
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -314,10 +314,12 @@ class ResponseAnswer(Answer):
 
     def take(self, event: Event) -> None:
         self._begun(event)
-        self._spoken.keep(event)
+        if isinstance(event, Piece):
+            self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        said = self._spoken.whole()
+        self._reader.push("".join(self._text), end=True)
+        said = self._reader.said
         items = []
         if said.reasoning:
             items.append(self._reasoning(said.reasoning))
@@ -338,7 +340,7 @@ class ResponseAnswer(Answer):
 
     def frames(self, event: Event) -> Iterator[bytes]:
         self._begun(event)
-        for delta in self._spoken.deltas(event):
+        for delta in read(self._reader, event):
             yield from self._delta(delta)
         if isinstance(event, Finished):
             yield from self._close()

@@ -1,10 +1,13 @@
-"""Messages of a chat, made from the items of another interface: in their order, and so that any template takes them."""
+"""Messages of a chat, made from the items of another interface so that any template takes them; and its answer."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from ..batching.messages import Event, Finished, Piece
+from ..chat.reader import AnswerReader
+from ..chat.values import Delta
 from .errors import ApiError
 
 LATE = "<system-reminder>\n{}\n</system-reminder>"
@@ -79,6 +82,13 @@ class Turns:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
+
+
+def read(reader: AnswerReader, event: Event) -> list[Delta]:
+    """What an answer has more with this event of it."""
+    if isinstance(event, Piece):
+        return reader.push(event.text)
+    return reader.push("", end=True) if isinstance(event, Finished) else []
 
 
 def text_of(value: Any, where: str) -> str:
