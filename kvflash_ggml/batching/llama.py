@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Floats, Int32s
 from ..chat.values import Grammar
-from ..errors import KVFlashError
+from ..errors import ConfigError, KVFlashError
 from ..llama.bias import with_bias
 from ..llama.overrides import answers, manner, readings
 from ..logs import Progress
@@ -46,6 +46,10 @@ class ParkedSession:
 
     def release(self) -> None:
         self.saved.release()
+
+
+SLOWEST_S = 5.0
+"""For one token by a grammar; a usual one takes milliseconds. Others wait for the engine meanwhile."""
 
 
 class LlamaModel:
@@ -138,7 +142,13 @@ class LlamaModel:
                     )
                 ) as stream,
             ):
-                yield from stream
+                for token in stream:
+                    if grammar is not None and llm.kvflash_sampled_s > SLOWEST_S:
+                        raise ConfigError(
+                            f"to choose a token by this grammar took {llm.kvflash_sampled_s:.1f} s, and {SLOWEST_S:g} s"
+                            " is the most: write it so that there are fewer ways to read one text"
+                        )
+                    yield token
         finally:
             llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
 

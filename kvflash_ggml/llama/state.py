@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import llama_cpp
@@ -40,6 +41,8 @@ class SavingLlama(llama_cpp.Llama):
     _prefixes: Prefixes | None = None
     _logits_all: bool = False
     _requires_eval: bool  # without a pool
+    kvflash_sampled_s: float = 0.0
+    """Seconds that the newest token took to be chosen, without its evaluation."""
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
@@ -102,7 +105,9 @@ class SavingLlama(llama_cpp.Llama):
         row = self._logits_at(pos)
         assert row is not None
         kwargs["idx"] = self.n_tokens + row  # it takes n_tokens off again
+        began = perf_counter()
         token = int(super().sample(*args, **kwargs))
+        self.kvflash_sampled_s = perf_counter() - began
         if not math.isfinite(logits[token]):
             raise NotFinite(f"the logits after token {pos} are not finite: reset, and read the text again")
         return token

@@ -5,8 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
+from support.served import answer, ask
+
+from kvflash_ggml.batching import llama as batching
+from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.messages import Failed, Sampling
+from kvflash_ggml.batching.scheduler import Scheduler
 
 CHILD = """
 import json, resource, sys
@@ -106,3 +115,22 @@ def test_where_no_way_goes_on(models: dict[str, Path]) -> None:
     rules = ['root ::= "a"* | one', f"one ::= {many.replace('next', 'two')}", f"two ::= {many.replace('next', 'last')}"]
     cut_off = "\n".join([*rules, 'last ::= "b"'])
     assert accepted(models["dense"], [cut_off, 'root ::= "b"'], tokens=4) == [True] * 2
+
+
+def test_a_grammar_that_holds_the_engine_ends_its_answer(
+    llama: Callable[..., Any], tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token that takes too long is the last one, and the next request has its turn."""
+    scheduler = Scheduler(LlamaModel(llama(kvflash=512, kvflash_calibrate=False)))
+    scheduler.start()
+    try:
+        sampling = Sampling(temperature=0.0, grammar="root ::= [a-z]+")
+        text = tokens[:20].tolist()
+        assert len(answer(scheduler, text, 3, sampling=sampling).tokens) == 3
+        monkeypatch.setattr(batching, "SLOWEST_S", 0.0)  # seconds
+        failed = ask(scheduler, text, 3, sampling=sampling).wait()
+        assert isinstance(failed, Failed)
+        assert (failed.code, "fewer ways" in failed.message) == ("invalid_value", True)
+        assert len(answer(scheduler, text, 3).tokens) == 3
+    finally:
+        scheduler.close()
