@@ -130,6 +130,10 @@ class CalibrationError(KVFlashError, RuntimeError):
     """The retrieval heads of a model cannot be found here. All heads count then."""
 
 
+class HubError(KVFlashError, RuntimeError):
+    """A model cannot be had from a hub, and is not in its cache folder."""
+
+
 class DraftError(KVFlashError, ValueError):
     """A drafter has proposed what cannot be verified. The text goes on without it."""
 

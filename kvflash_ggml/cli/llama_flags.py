@@ -38,7 +38,11 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--embedding", "--embeddings", "--pooling"): "embeddings are not served: use llama-server",
     ("--rerank", "--reranking"): "reranking is not served: use llama-server",
     ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--image"): "images are not read in a pool: use llama-server",
-    ("-mu", "--model-url"): "models are not fetched here: download the file, and give its path",
+    ("-mu", "--model-url"): "files of a URL are not fetched: -hf OWNER/REPO fetches one of a hub",
+    ("-hff", "--hf-file"): "-hf OWNER/REPO:FILE.gguf names the file",
+    ("-hft", "--hf-token"): "set HF_TOKEN, which other users of the machine do not see",
+    ("-hfd", "--hf-repo-draft"): "kvflash-run pull OWNER/REPO:FILE.gguf prints the path for -md",
+    ("--offline",): "set HF_HUB_OFFLINE=1",
     ("--chat-template",): "the names of templates are llama.cpp's own: put the template into a file, and give "
     "--chat-template-file FILE to serve",
     ("--chat-template-kwargs", "--reasoning-budget"): f"{_REQUEST} chat_template_kwargs, "
@@ -74,7 +78,7 @@ def llama_flags(function: F) -> F:
         for name in (name for name in names if name not in own):
             # a flag, so that the answer comes before the complaint that its value is missing
             function = _hidden(name, is_flag=True, is_eager=True, callback=_saying(name, answer))(function)
-    return _hidden("-hf", "--hf-repo", is_eager=True, callback=_refuse_repository)(function)
+    return function
 
 
 def _hidden(*names: str, **attributes: Any) -> Callable[[F], F]:
@@ -89,11 +93,3 @@ def _saying(name: str, answer: str) -> Callable[[click.Context, click.Parameter,
             raise click.UsageError(f"{name} is llama.cpp's: {answer}")
 
     return say
-
-
-def _refuse_repository(_ctx: click.Context, _param: click.Parameter, repository: str | None) -> None:
-    if repository is not None:
-        raise click.UsageError(
-            f"models are not fetched here: download a .gguf file of {repository}, and give its path "
-            "(in Python Llama.from_pretrained does both)"
-        )

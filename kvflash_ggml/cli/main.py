@@ -16,12 +16,16 @@ from .terminal import is_dumb
 
 INTERRUPTED = 130
 _OWN_OPTIONS = ("-h", "--help", "--version")
-_MODEL_OPTIONS = {"-m", "--model"}
+_MODEL_OPTIONS = {"-m", "--model", "-hf", "--hf-repo"}
+_MODEL_VARIABLES = {"KVFLASH_MODEL", "KVFLASH_HF_REPO"}
 
 
 _MODULES = {
     "run": "run",
     "serve": "serve",
+    "pull": "models",
+    "list": "models",
+    "rm": "models",
     "doctor": "doctor",
     "exec": "execute",
     "calibrate": "calibrate",
@@ -29,15 +33,18 @@ _MODULES = {
     "rpc": "rpc",
     "launch": "launch",
 }
-"""Verb to module and name in it."""
+"""Verb to module."""
+
+_NAMES = {"exec": "execute", "list": "list_"}
+"""The names of the commands there, where Python has the verb for something else."""
 
 
 class Imported(Mapping[str, click.Command]):
     """The verbs, each imported when it is looked up: `--version` and an error need none of them."""
 
     def __getitem__(self, name: str) -> click.Command:
-        module = _MODULES[name]
-        command: click.Command = getattr(import_module(f".{module}", __package__), module)
+        module = import_module(f".{_MODULES[name]}", __package__)
+        command: click.Command = getattr(module, _NAMES.get(name, name))
         return command
 
     def __iter__(self) -> Iterator[str]:
@@ -65,7 +72,7 @@ class DefaultRun(Verbs):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in _OWN_OPTIONS:
-            if _is_word(args[0]) and not _MODEL_OPTIONS & {*args} and "KVFLASH_MODEL" not in os.environ:
+            if _is_word(args[0]) and not _MODEL_OPTIONS & {*args} and not _MODEL_VARIABLES & {*os.environ}:
                 close = difflib.get_close_matches(args[0], self.commands, n=1)
                 hint = f": did you mean {close[0]}?" if close else f". Verbs are {', '.join(self.commands)}."
                 raise click.UsageError(f"{args[0]!r} is neither a verb nor a model file{hint}", ctx)
@@ -106,7 +113,9 @@ def main() -> None:
     kvflash-run model.gguf "Why is the sky blue?"           one answer
     kvflash-run model.gguf --kvflash 4096 -f book.txt -p "Who is Ishmael?"
     cat book.txt | kvflash-run model.gguf --kvflash auto "Who is Ishmael?"
+    kvflash-run -hf OWNER/REPO:Q4_K_M                       chat, with a model of a hub
     kvflash-run serve model.gguf                            OpenAI's API, and a page
+    kvflash-run pull OWNER/REPO                             fetch it; also list, rm
     kvflash-run launch claude                               a coding agent on that server
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session

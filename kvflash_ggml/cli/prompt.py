@@ -10,23 +10,28 @@ from pathlib import Path
 
 import click
 
+from .hub import HubModel
 from .terminal import stdin_is_terminal
 
 STDIN = Path("-")
 
 
-def model_and_words(option: str | None, arguments: Sequence[str]) -> tuple[str, str | None]:
-    """The model's path, and the prompt that was given as an argument.
+def model_and_words(
+    option: str | None, repository: HubModel | None, arguments: Sequence[str]
+) -> tuple[str | HubModel, str | None]:
+    """The model's path or its name on a hub, and the prompt that was given as an argument.
 
-    `-m` takes the model's place, so that the only argument left is the prompt.
+    `-m` and `-hf` take the model's place, so that the only argument left is the prompt.
     """
     given = list(arguments)
-    path = option if option is not None else given.pop(0) if given else None
-    if path is None:
-        raise click.UsageError("which model? Give the path of a .gguf file, or -m PATH.")
+    if option is not None and repository is not None:
+        raise click.UsageError(f"the model is given twice, with -m {option} and -hf {repository}: leave one out")
+    model = option if option is not None else repository or (given.pop(0) if given else None)
+    if model is None:
+        raise click.UsageError("which model? Give the path of a .gguf file, -m PATH, or -hf OWNER/REPO.")
     if len(given) > 1:
         raise click.UsageError(f"one prompt is expected, not {len(given)}: put it in quotes. Got: {' '.join(given)!r}")
-    return path, given[0] if given else None
+    return model, given[0] if given else None
 
 
 def read_prompt(words: str | None, prompt: str | None, files: Sequence[Path], *, use_stdin: bool) -> str | None:

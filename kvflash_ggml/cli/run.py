@@ -17,6 +17,7 @@ from .answer import Answer, Message, ask
 from .calibrate import finish
 from .chat import Chat
 from .device_options import DeviceOptions, device_options
+from .hub import HubModel, hub_model, located
 from .llama_flags import llama_flags
 from .model import first_seed, has_chat_template, keywords, log_to_stderr, open_model, plain_errors
 from .options import (
@@ -61,8 +62,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or a server of --rpc that cannot be 
 
 
 _COMMON = (
-    "--model", "--prompt", "--file", "--system", "--conversation", "--dry-run", "--ctx-size", "--n-gpu-layers",
-    "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec",
+    "--model", "--hf-repo", "--prompt", "--file", "--system", "--conversation", "--dry-run", "--ctx-size",
+    "--n-gpu-layers", "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec",
     "--snapshot", "--predict", "--temp", "--seed", "--json", "--verbose", "--quiet",
 )  # fmt: skip
 
@@ -72,6 +73,10 @@ class PromptOptions:
     """What is answered, and how."""
 
     model: str | None = _prompt(str, "-m", metavar="PATH", help="The model, instead of the first argument.")
+    hf_repo: HubModel | None = _prompt(
+        hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
+        help="The model, from a hub: fetched once (kvflash-run pull --help).",
+    )  # fmt: skip
     prompt: str | None = _prompt(str, "-p", variable="", metavar="TEXT", help="The prompt.")
     files: tuple[Path, ...] = _prompt(
         click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path), "-f", "--file", default=(), many=True,
@@ -132,11 +137,12 @@ def run(
     kvflash-run model.gguf --kvflash auto -f book.txt -p "And Ahab?" --snapshot book.kvs
     """
     _refuse_idle_options(ctx, pool, saving)
-    path, words = model_and_words(asked.model, arguments)
+    model, words = model_and_words(asked.model, asked.hf_repo, arguments)
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
         if asked.dry_run:
             settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
+            path = located(model, quiet=output.quiet)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
         system = as_typed(asked.system, "the system message")
@@ -153,6 +159,7 @@ def run(
             check_writable(report)
         session_file = SessionFile(None if pool.kvflash == "off" else saving, quiet=output.quiet)
         session_file.check()
+        path = located(model, quiet=output.quiet)
         start = time.perf_counter()
         with (
             open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=output.verbose) as llm,

@@ -13,6 +13,7 @@ from ..batching.messages import Sampling
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .device_options import DeviceOptions, device_options
+from .hub import HubModel, hub_model, located
 from .llama_flags import llama_flags
 from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import LogOptions, ModelOptions, SamplerOptions, log_options, model_options, sampler_options
@@ -42,8 +43,12 @@ class ServerOptions:
     """What only a command line says of a server. fields: of `ServerSettings`, by name."""
 
     model: str | None = _server(str, "-m", metavar="PATH", help="The model, instead of the argument.")
+    hf_repo: HubModel | None = _server(
+        hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
+        help="The model, from a hub: fetched once (kvflash-run pull --help).",
+    )  # fmt: skip
     alias: str | None = _server(
-        notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name]"
+        notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name, or the hub's]"
     )
     chat_template_file: Path | None = _server(
         Path, metavar="FILE", exists=True, help="Jinja template in place of the model's own."
@@ -60,9 +65,9 @@ class ServerOptions:
     )  # fmt: skip
     fields: dict[str, Any]
 
-    def settings(self, path: str, sampling: SamplerOptions) -> ServerSettings:
-        """The server's settings, for the model at `path`. UsageError for a file without a key."""
-        alias = self.alias or Path(path).stem
+    def settings(self, model: str | HubModel, sampling: SamplerOptions) -> ServerSettings:
+        """The server's settings, for the model. UsageError for a file without a key."""
+        alias = self.alias or (Path(model).stem if isinstance(model, str) else str(model))
         samplers = Sampling(**sampling.settings())
         return ServerSettings(alias=alias, keys=self._keys(), sampling=samplers, **self.fields)
 
@@ -80,9 +85,10 @@ class ServerOptions:
 
 
 _COMMON = (
-    "--model", "--alias", "--chat-template-file", "--host", "--port", "--api-key", "--isolate-keys", "--session-dir",
-    "--park-memory", "--max-queue", "--max-tokens-default", "--temp", "--ctx-size", "--n-gpu-layers", "--threads",
-    "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec", "--verbose", "--quiet",
+    "--model", "--hf-repo", "--alias", "--chat-template-file", "--host", "--port", "--api-key", "--isolate-keys",
+    "--session-dir", "--park-memory", "--max-queue", "--max-tokens-default", "--temp", "--ctx-size", "--n-gpu-layers",
+    "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec", "--verbose",
+    "--quiet",
 )  # fmt: skip
 
 
@@ -124,12 +130,12 @@ def serve(
     kvflash-run serve model.gguf
     kvflash-run serve model.gguf --kvflash 8K --session-dir sessions --api-key SECRET --host 0.0.0.0
     """
-    path = _model_of(ctx, path, server.model)
+    model = _model_of(ctx, path, server)
     if pool.kvflash == "off":
         raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
     if pool.report is not None:
         raise click.UsageError("--kvflash-report is of one run: the page at / shows the same while it happens")
-    settings = server.settings(path, sampling)
+    settings = server.settings(model, sampling)
     if not (settings.loopback or settings.keys or server.insecure):
         raise click.UsageError(f"--host {settings.host} lets others in: give an --api-key, or say --insecure")
     if settings.isolate_keys and not settings.keys:
@@ -158,7 +164,14 @@ def serve(
 
         with (
             listen(settings) as sock,  # before the model, whose loading may take minutes
-            open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=log.verbose) as llm,
+            open_model(
+                located(model, quiet=log.quiet),
+                loading=loading,
+                devices=devices,
+                pool=pool,
+                drafts=drafts,
+                verbose=log.verbose,
+            ) as llm,
         ):
             if not log.quiet and not log.verbose:
                 note(llm.kvflash.banner())
@@ -174,11 +187,19 @@ def serve(
             )
 
 
-def _model_of(ctx: click.Context, path: str | None, model: str | None) -> str:
-    """The argument, or `-m`. UsageError for both, or neither; a variable gives way to the argument."""
-    if path is not None and ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError(f"the model is given twice, as {path} and with -m {model}: leave one out")
-    found = path if path is not None else model
+def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> str | HubModel:
+    """The argument, `-m` or `-hf`. UsageError for two of them, or none; a variable gives way to the command line."""
+    options = {"model": ("-m ", server.model), "hf_repo": ("-hf ", server.hf_repo)}
+    typed = [
+        (flag, value)
+        for name, (flag, value) in options.items()
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    given: list[tuple[str, str | HubModel | None]] = [*([] if path is None else [("", path)]), *typed]
+    if len(given) > 1:
+        (one, first), (other, second) = given[:2]
+        raise click.UsageError(f"the model is given twice, as {one}{first} and with {other}{second}: leave one out")
+    found = next((value for _flag, value in [*given, *options.values()] if value is not None), None)
     if found is None:
-        raise click.UsageError("which model? Give the path of a .gguf file, or -m PATH.")
+        raise click.UsageError("which model? Give the path of a .gguf file, -m PATH, or -hf OWNER/REPO.")
     return found

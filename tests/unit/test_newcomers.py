@@ -48,12 +48,6 @@ def test_a_word_may_be_a_model_or_a_prompt(cli: Stage, tmp_path: Path, monkeypat
     assert cli("hello").exit_code == 0
 
 
-def test_a_repository_is_not_taken_for_a_question_for_help(cli: Stage) -> None:
-    result = cli("-hf", "someone/model-GGUF", "-p", "hello")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "models are not fetched here: download a .gguf file of someone/model-GGUF" in result.stderr
-
-
 def test_python_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["kvflash_ggml", "--version"])
     with pytest.raises(SystemExit) as ended:
