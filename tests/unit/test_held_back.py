@@ -16,6 +16,7 @@ import pytest
 from support.saving import make, snapshot_store, text
 
 from kvflash_ggml.interrupts import held_back
+from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.worker import Worker
 
 
@@ -36,7 +37,7 @@ def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypa
         time.sleep(0.5)
 
     session = make()
-    session.extend(text(300))
+    extend(session, text(300))
     store = snapshot_store(session)
     monkeypatch.setattr(os, "fsync", slow)
     done = store.save(session.state(), tmp_path / "x", compress=False)
