@@ -60,7 +60,7 @@ async def messages(front: Front, http: HttpRequest) -> Response:
     asked: MessagesRequest = await front.asked(http, MessagesRequest)
     front.admit()
     chat = await front.work(http, _translated, front, http, asked)
-    requests, rendered = await prepared(front, http, chat)
+    requests, rendered = await prepared(front, http, chat, kind="msg")
     answer = MessageAnswer(front.settings.alias, requests[0].id, chat, rendered.reader(), len(requests[0].tokens))
     return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
 
@@ -185,10 +185,8 @@ def _effort(asked: MessagesRequest) -> dict[str, Any]:
 class MessageAnswer(Answer):
     """Events of an answer as Anthropic's: blocks of text, thinking and calls, one after the other."""
 
-    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
-
     def __init__(self, alias: str, id: str, asked: ChatRequest, reader: AnswerReader, prompt: int) -> None:
-        self._alias, self._id, self._asked, self._prompt = alias, f"msg_{id.partition('-')[2]}", asked, prompt
+        self._alias, self._id, self._asked, self._prompt = alias, id.replace("-", "_"), asked, prompt
         self._reader = reader
         self._text: list[str] = []
         self._index = -1
@@ -219,7 +217,10 @@ class MessageAnswer(Answer):
 
     def opening(self) -> bytes:
         """How much was not read again is known at the end only."""
-        return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping
+        return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping()
+
+    def ping(self) -> bytes:
+        return _event("ping")
 
     def frames(self, event: Event) -> Iterator[bytes]:
         for delta in read(self._reader, event):

@@ -20,7 +20,7 @@ from ..batching.residency import Residency
 from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError
-from .exchange import Answer, frame
+from .exchange import PING, frame
 from .front import KEY, Front
 
 MAX_VIEWERS = 16
@@ -88,7 +88,7 @@ class Viewer(Response):
             while not left.done() and not self._front.draining:
                 data, quiet = frame(state(self._front, self._access)), quiet + PAUSE_S
                 if data != last or quiet >= PING_S:
-                    body, last, quiet = data if data != last else Answer.ping, data, 0.0
+                    body, last, quiet = data if data != last else PING, data, 0.0
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 await asyncio.wait([left], timeout=PAUSE_S)
             if not left.done():

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -22,15 +22,11 @@ MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 
 
 class Answer(Protocol):
-    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole.
-
-    ping: what goes to the client where there is nothing to say for a while.
-    """
-
-    ping: ClassVar[bytes] = b": ping\n\n"
+    """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
 
     def opening(self) -> bytes:
         """Of a stream, before any event."""
@@ -41,6 +37,10 @@ class Answer(Protocol):
     def ending(self, finished: Finished, /) -> Iterable[bytes]:
         """Of a stream, behind the last of several answers; finished: of all of them together."""
         ...
+
+    def ping(self) -> bytes:
+        """Of a stream, where there is nothing to say for a while."""
+        return PING
 
     def failed(self, error: ApiError, /) -> bytes:
         """Of a stream, the last of it if it cannot come to its end."""
@@ -219,7 +219,7 @@ class EventStream(Response):
                     if event.code != CANCELLED:
                         await self._bytes(send, answer.failed(exchange.error(event)))
                     return event.code == CANCELLED
-                await self._bytes(send, answer.ping if event is None else b"".join(answer.frames(event)))
+                await self._bytes(send, answer.ping() if event is None else b"".join(answer.frames(event)))
                 if isinstance(event, Finished):
                     ended.append(event)
         await self._bytes(send, b"".join(answer.ending(together(ended, each=self._each))))

@@ -162,8 +162,9 @@ class Front:
         if len(tokens) + 1 > n_ctx:
             raise ApiError(
                 400,
-                f"the prompt has {len(tokens)} tokens, and the context has room for {n_ctx} with the answer: "
-                f"shorten it, or start the server with a larger -c",
+                # Claude Code shortens its history where it reads these words
+                f"prompt is too long: {len(tokens)} tokens > {n_ctx} maximum, with the answer: shorten it, or start "
+                f"the server with a larger -c",
                 code="context_length_exceeded",
                 param="messages",
             )

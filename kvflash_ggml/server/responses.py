@@ -80,7 +80,7 @@ async def responses(front: Front, http: HttpRequest) -> Response:
     front.admit()
     items = await _items(front, http, asked)
     chat, tools = await front.work(http, _translated, front, http, asked, items)
-    requests, rendered = await prepared(front, http, chat)
+    requests, rendered = await prepared(front, http, chat, kind="resp")
     (request,) = requests
 
     def keep(output: list[dict[str, Any]], conversation: str) -> None:
@@ -299,7 +299,7 @@ class ResponseAnswer(Answer):
         reader: AnswerReader,
         keep: Callable[[list[dict[str, Any]], str], None],
     ) -> None:
-        self.id = f"resp_{id.partition('-')[2]}"
+        self.id = id.replace("-", "_")
         self._alias, self._asked, self._tools, self._keep = alias, asked, tools, keep
         self._created = int(time.time())
         self._reader = reader
@@ -337,6 +337,10 @@ class ResponseAnswer(Answer):
     def opening(self) -> bytes:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def ping(self) -> bytes:
+        """An event, since Codex gives up where none comes for five minutes, whatever else does."""
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def frames(self, event: Event) -> Iterator[bytes]:
         self._begun(event)

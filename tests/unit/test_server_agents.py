@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,52 @@ def test_a_task_of_three_calls_is_read_once(path: Path, stateful: bool) -> None:
     assert {reply.headers.get("x-kvflash-ignored") for reply, _ in replies} == {LEFT_OUT[path.stem]}
     assert max(read for _, read in replies[-3:]) < 250
     assert server.scheduler.totals.missed == 0
+
+
+JUNK: list[Any] = [
+    None,
+    5,
+    -1,
+    "",
+    "x",
+    "\x00",
+    [],
+    {},
+    [5],
+    [[]],
+    {"type": 5},
+    {"type": "text"},
+    True,
+    1e300,
+    "x" * 300,
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where there is a value in a body."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(place for key, one in inner for place in places(one, (*path, key)))]
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_no_hostile_body_makes_the_server_fail(path: Path) -> None:
+    """Each of 300 bodies has one or two values of another kind. It is answered, or refused with a typed error."""
+    request = json.loads(path.read_text(encoding="utf-8"))[-1]
+    counting = {"/v1/messages": "/v1/messages/count_tokens", "/v1/responses": "/v1/responses/input_tokens"}
+    chance = random.Random(7)
+
+    async def work(client: Client) -> None:
+        for _ in range(300):
+            body = copy.deepcopy(request["body"])
+            for _ in range(chance.choice((1, 2))):
+                *before, last = chance.choice(places(body))
+                parent = body
+                for key in before:
+                    parent = parent[key]
+                parent[last] = chance.choice(JUNK)
+            body |= {"max_tokens": 1, "stream": False} if request["path"] not in counting else {}
+            reply = await client.post(counting.get(request["path"], request["path"]), body)
+            assert reply.status in (200, 400, 501), (reply.status, body)
+            assert reply.status == 200 or reply.message
+
+    Server(FakeModel(n_ctx=1 << 17)).run(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from typing import Any
 
@@ -272,6 +273,11 @@ def test_what_is_refused(data: dict[str, Any]) -> None:
     assert reply.json["type"] == "error"
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert reply.message
+
+
+def test_a_prompt_that_is_too_long_is_told_as_claude_code_reads_it() -> None:
+    reply = ask(messages=[{"role": "user", "content": "x" * 5000}])
+    assert re.match(r"prompt is too long: 5018 tokens > 4096 maximum", reply.message)
 
 
 def test_errors_have_anthropics_shape() -> None:

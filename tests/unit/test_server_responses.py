@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -263,6 +264,21 @@ def test_what_is_refused(data: dict[str, Any]) -> None:
     reply = ask(data)
     assert reply.status == 400
     assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_client_that_waits_gets_events() -> None:
+    """Codex counts events, and gives up without them."""
+
+    async def work(client: Client) -> list[Any]:
+        call = client.call("POST", "/v1/responses", {"input": "hello", "stream": True})
+        reply = await call.until(lambda reply: len(reply.frames) > 3)
+        call.leave()
+        await call.done()
+        return reply.frames[:4]
+
+    frames = Server(FakeModel(on_step=lambda: time.sleep(0.1)), ping_s=0.01).run(work)
+    assert [frame["type"] for frame in frames] == ["response.created", *["response.in_progress"] * 3]
+    assert [frame["sequence_number"] for frame in frames] == [0, 1, 2, 3]
 
 
 def test_a_stream_that_fails_says_so() -> None:
