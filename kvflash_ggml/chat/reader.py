@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 import secrets
+import string
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .values import Call, Delta, Grammar, Said
 
@@ -106,21 +108,19 @@ class AnswerReader:
 
     # --- what is understood
 
-    def _take(self, parsed: Parsed, *, closed: bool = False, least: int = 0) -> Iterator[Delta]:
-        """What has been added. closed: of calls, those alone that are closed. least: so many calls from the first."""
+    def _take(self, parsed: Parsed, *, all_: bool = False) -> Iterator[Delta]:
+        """What has been added. all_: arguments too that may go on."""
         yield from self._grown("reasoning", parsed.reasoning)
         yield from self._grown("content", parsed.content)
         for i, call in enumerate(parsed.calls):
-            whole = call.closed or i < least
-            if closed and not whole:
+            if call.closed and _texts(call.arguments) is None:  # it will be content
                 break
+            whole = call.closed or all_
             arguments = call.arguments if whole else call.arguments.rstrip(_UNSURE)
             if i == len(self._calls):
                 if not whole and len(arguments) < 2:  # its name may grow
                     break
-                self._calls.append(
-                    Call(id=call.id or f"call_{secrets.token_hex(12)}", name=call.name, arguments=arguments)
-                )
+                self._calls.append(Call(id=call.id or _made_id(), name=call.name, arguments=arguments))
                 made = self._calls[i]
                 yield Delta(index=i, id=made.id, name=made.name, arguments=arguments)
             elif len(arguments) > len(told := self._calls[i].arguments) and arguments.startswith(told):
@@ -143,13 +143,9 @@ class AnswerReader:
     # --- what is not
 
     def _end(self, parsed: Parsed) -> Iterator[Delta]:
-        """The answer as it is understood, or else the part of it in front of its calls, or none of it."""
+        """The whole answer has been understood, or all of it may be the beginning of one."""
         rest = self._from(parsed.read)
-        plain = Parsed(content=parsed.content, reasoning=parsed.reasoning)
-        ways = [(parsed, rest if rest.strip() else ""), (plain, self._from(parsed.first)), (Parsed(), self._text)]
-        parsed, rest = next(((way, rest) for way, rest in ways if not self._lost(way, rest)), ways[-1])
-        yield from self._take(parsed, least=len(parsed.calls))
-        yield from self._rest(rest)
+        yield from self._settle(parsed, rest if rest.strip() else "")
 
     def _give_up(self) -> Iterator[Delta]:
         """From now on everything is content, from where it was not understood any more."""
@@ -163,8 +159,16 @@ class AnswerReader:
                 high = middle
             else:
                 low, parsed = middle, tried
-        yield from self._take(parsed, closed=True)
-        yield from self._rest(self._from(parsed.plain))
+        whole = tuple(itertools.takewhile(lambda call: call.closed, parsed.calls))
+        yield from self._settle(replace(parsed, calls=whole), self._from(parsed.plain))
+
+    def _settle(self, parsed: Parsed, rest: str) -> Iterator[Delta]:
+        """The answer and the content behind it; or without calls, or as it stands, where that would lose text."""
+        plain = Parsed(content=parsed.content, reasoning=parsed.reasoning)
+        ways = [(parsed, rest), (plain, self._from(parsed.first)), (Parsed(), self._text)]
+        parsed, rest = next(((way, rest) for way, rest in ways if not self._lost(way, rest)), ways[-1])
+        yield from self._take(parsed, all_=True)
+        yield from self._rest(rest)
 
     def _rest(self, text: str) -> Iterator[Delta]:
         if text:
@@ -177,26 +181,25 @@ class AnswerReader:
 
     def _lost(self, parsed: Parsed, rest: str) -> bool:
         """Has the text a word that no part of this answer has, or has something else been told already?"""
-        calls = parsed.calls
         if rest != self._text:
-            told = [(call.name, call.arguments) for call in self._calls]
-            found = [(call.name, call.arguments) for call in calls]
-            if any(
-                name != has or not all_.startswith(part) for (name, part), (has, all_) in zip(told, found, strict=False)
-            ):
-                return True
-            if calls and len(told) > len(found):
+            pairs = [(told.name, told.arguments, call) for told, call in zip(self._calls, parsed.calls, strict=False)]
+            if any(name != call.name or not call.arguments.startswith(part) for name, part, call in pairs):
                 return True
             for kind, text in (("content", parsed.content), ("reasoning", parsed.reasoning)):
                 if not text.startswith(self._told[kind]) and not self._told[kind].startswith(text):
                     return True
         parts = [parsed.content, parsed.reasoning, rest]
-        for call in calls:
+        for call in parsed.calls:
             texts = _texts(call.arguments)
             if texts is None and call.closed:
                 return True
             parts += [call.name, call.id, call.arguments, *(texts or ())]
         return not words(self._text) <= words("\n".join(parts)) | self._marks
+
+
+def _made_id() -> str:
+    """Nine letters and digits, which Mistral's templates insist on."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 _WORD = re.compile(r"\w+")
@@ -235,7 +238,7 @@ class Rendered:
 
     grammar: None for any text. preserved: special tokens that the answer shows as text. stops: further stop texts.
     borders: how a message begins, as (role, text). thinks: does the template know reasoning? reader: makes a reader of
-    one answer.
+    one answer, which takes the `clock` of `AnswerReader` as well.
     """
 
     prompt: str
@@ -244,4 +247,4 @@ class Rendered:
     stops: tuple[str, ...] = ()
     borders: tuple[tuple[str, str], ...] = ()
     thinks: bool = False
-    reader: Callable[[], AnswerReader] = AnswerReader
+    reader: Callable[..., AnswerReader] = AnswerReader
