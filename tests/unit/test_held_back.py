@@ -17,6 +17,7 @@ from support.saving import make, snapshot_store, text
 
 from kvflash_ggml.interrupts import held_back
 from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.restore import state
 from kvflash_ggml.sequence.worker import Worker
 
 
@@ -40,7 +41,7 @@ def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypa
     extend(session, text(300))
     store = snapshot_store(session)
     monkeypatch.setattr(os, "fsync", slow)
-    done = store.save(session.state(), tmp_path / "x", compress=False)
+    done = store.save(state(session), tmp_path / "x", compress=False)
     assert begun.wait(30)
     interrupted(store.close)
     assert done.done()
