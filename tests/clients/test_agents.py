@@ -83,6 +83,23 @@ def test_an_agent_does_a_task_of_three_calls(name: str, tmp_path: Path) -> None:
     assert (work / "out.txt").read_text() == "seven\n"
 
 
+def test_libraries_for_agents_do_the_same(tmp_path: Path) -> None:
+    """Pydantic AI through all three interfaces, LangChain through both of OpenAI's, and LiteLLM through Anthropic's."""
+    python = PLACES / "agents/bin/python"
+    if not python.exists():
+        pytest.skip("these libraries are not there: scripts/test --clients installs them")
+    calls = [["run", {"command": command}] for command in "abc"]
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OTEL_SDK_DISABLED": "true", "HOME": str(tmp_path)}
+    with scripted(calls, tmp_path) as url:
+        program = REPO / "tests/clients/programs/server/tools_of_libraries.py"
+        done = subprocess.run(
+            [python, program, url], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=quiet
+        )
+    assert done.returncode == 0, done.stderr
+    names = ("OpenAIChatModel", "OpenAIResponsesModel", "AnthropicModel", "ChatOpenAI", "ChatOpenAI", "litellm")
+    assert done.stdout.splitlines() == [*(f"{name} {END}" for name in names), "calls 18"]
+
+
 @pytest.mark.parametrize("python", [PYTHON, PLACES / "agents/bin/python"], ids=["newest", "before"])
 def test_the_official_clients_parse_every_event(python: Path, tmp_path: Path) -> None:
     if not python.exists():
