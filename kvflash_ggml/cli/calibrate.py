@@ -18,7 +18,7 @@ from .device_options import DeviceOptions, device_options
 from .model import load_model, log_to_stderr, plain_errors
 from .options import LogOptions, WeightOptions, log_options, weight_options
 from .report import say
-from .sections import SectionCommand, option
+from .sections import MODEL_FILE, SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal
 
 _result = option("Result")
@@ -33,7 +33,7 @@ PATIENCE = 60.0
     cls=SectionCommand,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "KVFLASH"},
 )
-@click.argument("model", metavar="MODEL")
+@click.argument("model", type=MODEL_FILE, metavar="MODEL")
 @_result(
     "-o",
     "--save",

@@ -72,12 +72,26 @@ class DefaultRun(Verbs):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in _OWN_OPTIONS:
-            if _is_word(args[0]) and not _MODEL_OPTIONS & {*args} and not _MODEL_VARIABLES & {*os.environ}:
+            if (
+                not ctx.resilient_parsing
+                and _is_word(args[0])
+                and not _MODEL_OPTIONS & {*args}
+                and not _MODEL_VARIABLES & {*os.environ}
+            ):
                 close = difflib.get_close_matches(args[0], self.commands, n=1)
                 hint = f": did you mean {close[0]}?" if close else f". Verbs are {', '.join(self.commands)}."
                 raise click.UsageError(f"{args[0]!r} is neither a verb nor a model file{hint}", ctx)
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """Verbs and options, those of `run` too; where none begins so, the shell completes files."""
+        from click.shell_completion import CompletionItem
+
+        run = self.commands["run"]
+        theirs = run.shell_complete(click.Context(run, parent=ctx), incomplete)
+        found = {item.value: item for item in [*theirs, *super().shell_complete(ctx, incomplete)]}
+        return [*found.values()] or [CompletionItem(incomplete, type="file")]
 
 
 def _is_word(text: str) -> bool:

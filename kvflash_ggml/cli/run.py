@@ -34,7 +34,7 @@ from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
 from .prompt import as_typed, model_and_words, read_prompt
 from .report import closing_line, document, recorded
 from .report import dry_run as say_what_goes_where
-from .sections import SectionCommand, collected
+from .sections import MODEL_FILE, SectionCommand, collected
 from .session_file import SessionFile
 from .terminal import end_answer, note, print_piece, stderr_is_terminal, stdin_is_terminal
 
@@ -72,7 +72,7 @@ _COMMON = (
 class PromptOptions:
     """What is answered, and how."""
 
-    model: str | None = _prompt(str, "-m", metavar="PATH", help="The model, instead of the first argument.")
+    model: str | None = _prompt(MODEL_FILE, "-m", metavar="PATH", help="The model, instead of the first argument.")
     hf_repo: HubModel | None = _prompt(
         hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
         help="The model, from a hub: fetched once (kvflash-run pull --help).",
@@ -105,7 +105,7 @@ class PromptOptions:
     },
 )
 @llama_flags
-@click.argument("arguments", nargs=-1, metavar="MODEL [PROMPT]")
+@click.argument("arguments", nargs=-1, type=MODEL_FILE, metavar="MODEL [PROMPT]")
 @collected("asked", PromptOptions)
 @model_options
 @device_options

@@ -107,6 +107,20 @@ class Written(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # older
             self.fail(str(error), param, ctx)
 
 
+class ModelFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """The path of a model as it is typed; the model is looked for when it is opened. Shells complete files."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
+MODEL_FILE = ModelFile()
+
+
 class Place(click.Path):  # type: ignore[type-arg,unused-ignore]
     """A path; an empty text, as of a variable that is not set, would be the folder where the program runs."""
 

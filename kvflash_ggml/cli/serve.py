@@ -18,7 +18,7 @@ from .llama_flags import llama_flags
 from .model import log_requests, log_to_stderr, open_model, plain_errors
 from .options import LogOptions, ModelOptions, SamplerOptions, log_options, model_options, sampler_options
 from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
-from .sections import SectionCommand, collected
+from .sections import MODEL_FILE, SectionCommand, collected
 from .terminal import note
 
 _net = in_section("Network")
@@ -42,7 +42,7 @@ Every option has a variable: --api-key is KVFLASH_API_KEY, --kvflash is KVFLASH_
 class ServerOptions:
     """What only a command line says of a server. fields: of `ServerSettings`, by name."""
 
-    model: str | None = _server(str, "-m", metavar="PATH", help="The model, instead of the argument.")
+    model: str | None = _server(MODEL_FILE, "-m", metavar="PATH", help="The model, instead of the argument.")
     hf_repo: HubModel | None = _server(
         hub_model, "-hf", "-hfr", "--hf-repo", metavar="OWNER/REPO[:QUANT]",
         help="The model, from a hub: fetched once (kvflash-run pull --help).",
@@ -103,7 +103,7 @@ _COMMON = (
     },
 )
 @llama_flags
-@click.argument("path", metavar="MODEL", required=False)
+@click.argument("path", type=MODEL_FILE, metavar="MODEL", required=False)
 @collected("server", ServerOptions, also=ServerSettings)
 @model_options
 @sampler_options
