@@ -37,17 +37,20 @@ class Served:
     n_ctx: int
 
 
+Told = tuple[dict[str, str], list[str]]
+"""Variables of a program, and its arguments before those of the user."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How a program is started. program: its file. arguments: before those of the user."""
+class Program:
+    """file: its name on the PATH. package: of npm. tells: how it is pointed to a server."""
 
-    program: str
+    file: str
     package: str
-    environment: Mapping[str, str]
-    arguments: tuple[str, ...] = ()
+    tells: Callable[[Served], Told]
 
 
-def _claude(served: Served) -> Launch:
+def _claude(served: Served) -> Told:
     names = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")))
     environment = {
         "ANTHROPIC_BASE_URL": served.url,
@@ -57,10 +60,10 @@ def _claude(served: Served) -> Launch:
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return Launch(program="claude", package="@anthropic-ai/claude-code", environment=environment)
+    return environment, []
 
 
-def _codex(served: Served) -> Launch:
+def _codex(served: Served) -> Told:
     settings = {
         "model": served.model,
         "model_provider": "kvflash",
@@ -72,16 +75,11 @@ def _codex(served: Served) -> Launch:
         "model_providers.kvflash.stream_idle_timeout_ms": 3_600_000,
     }
     # a JSON text or number is one of TOML
-    arguments = (part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}"))
-    return Launch(
-        program="codex",
-        package="@openai/codex",
-        environment={"KVFLASH_API_KEY": served.key},
-        arguments=tuple(arguments),
-    )
+    arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    return {"KVFLASH_API_KEY": served.key}, arguments
 
 
-def _opencode(served: Served) -> Launch:
+def _opencode(served: Served) -> Told:
     model = {"name": served.model, "limit": {"context": served.n_ctx, "output": min(served.n_ctx // 4, 32_000)}}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -92,28 +90,23 @@ def _opencode(served: Served) -> Launch:
     name = f"kvflash/{served.model}"
     config = {"provider": {"kvflash": provider}, "model": name, "small_model": name}
     environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-    return Launch(program="opencode", package="opencode-ai", environment=environment)
+    return environment, []
 
 
-def _qwen_code(served: Served) -> Launch:
+def _qwen_code(served: Served) -> Told:
     environment = {
         "OPENAI_BASE_URL": f"{served.url}/v1",
         "OPENAI_API_KEY": served.key,
         "OPENAI_MODEL": served.model,
     }
-    return Launch(
-        program="qwen",
-        package="@qwen-code/qwen-code",
-        environment=environment,
-        arguments=("--auth-type", "openai"),
-    )
+    return environment, ["--auth-type", "openai"]
 
 
-PROGRAMS: Mapping[str, Callable[[Served], Launch]] = {
-    "claude": _claude,
-    "codex": _codex,
-    "opencode": _opencode,
-    "qwen-code": _qwen_code,
+PROGRAMS: Mapping[str, Program] = {
+    "claude": Program(file="claude", package="@anthropic-ai/claude-code", tells=_claude),
+    "codex": Program(file="codex", package="@openai/codex", tells=_codex),
+    "opencode": Program(file="opencode", package="opencode-ai", tells=_opencode),
+    "qwen-code": Program(file="qwen", package="@qwen-code/qwen-code", tells=_qwen_code),
 }
 
 
@@ -148,19 +141,20 @@ def launch(
     kvflash-run launch -m model.gguf codex -- exec "Fix it"    on a server of its own
     kvflash-run launch --dry-run opencode                      what to set
     """
+    wanted = PROGRAMS[program]
+    found = shutil.which(wanted.file)  # first: to load a model may take minutes
+    if found is None and not dry_run:
+        raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: npm install -g {wanted.package}")
     with _server(model, api_key) if model is not None else _given(url) as address:
-        start = PROGRAMS[program](_served(address, api_key))
-        line = [start.program, *start.arguments, *(one for one in arguments if one != "--")]
-        for name, value in start.environment.items():
+        environment, given = wanted.tells(_served(address, api_key))
+        line = [*given, *(one for one in arguments if one != "--")]
+        for name, value in environment.items():
             shown = "..." if value == api_key != "none" else value
             note(f"{name}={shlex.quote(shown)}")
-        note(shlex.join(line))
-        if dry_run:
+        note(shlex.join([wanted.file, *line]))
+        if found is None or dry_run:
             return
-        found = shutil.which(line[0])
-        if found is None:
-            raise click.UsageError(f"there is no program {line[0]!r} on the PATH: npm install -g {start.package}")
-        code = _run([found, *line[1:]], {**os.environ, **start.environment})
+        code = _run([found, *line], {**os.environ, **environment})
     sys.exit(code)
 
 

@@ -32,6 +32,12 @@ MAX_BIAS = 1024
 MAX_MESSAGES = 1 << 14
 
 
+LATE = "<system-reminder>\n{}\n</system-reminder>"
+"""How a system message in the middle of a conversation is told. At the front it would change the prompt's beginning in
+every turn, and all that follows would be read again. In the middle many templates refuse it.
+"""
+
+
 def _all(value: list[Any], kind: type, what: str) -> list[Any]:
     if set(map(type, value)) <= {kind}:
         return value
@@ -116,6 +122,17 @@ def text_of_content(content: str | list[dict[str, Any]] | None) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def _in_place(messages: list[Message]) -> list[Message]:
+    """Make user's turns of system messages that come late."""
+    late = False
+    for message in messages:
+        if message.role not in ("system", "developer"):
+            late = True
+        elif late:
+            message.role, message.content = "user", LATE.format(text_of_content(message.content))
+    return messages
+
+
 Tokens = Annotated[list[int], PlainValidator(_tokens)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Messages = Annotated[
@@ -123,6 +140,7 @@ Messages = Annotated[
     Field(fail_fast=True),
     Field(min_length=1),
     BeforeValidator(lambda value: _few(value, MAX_MESSAGES)),
+    AfterValidator(_in_place),
 ]
 Tools = Annotated["list[Tool]", Field(fail_fast=True), Field(max_length=128)]
 

@@ -9,11 +9,7 @@ from ..batching.messages import Event, Finished, Piece
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
 from .errors import ApiError
-
-LATE = "<system-reminder>\n{}\n</system-reminder>"
-"""How a system message in the middle of a conversation is told. At the front it would change the prompt's beginning in
-every turn, and all that follows would be read again. In the middle many templates refuse it.
-"""
+from .schema import LATE
 
 
 class Turns:

@@ -82,7 +82,7 @@ def test_what_codex_is_told_is_toml(url: str) -> None:
     assert "model_context_window=65536" in result.output
 
 
-def test_without_a_server(url: str) -> None:
+def test_without_a_server(url: str, programs: Path) -> None:
     for line in (("--url", "http://127.0.0.1:9"), ("--url", url, "--api-key", "wrong")):
         result = run(*line, "claude")
         assert result.exit_code == 1

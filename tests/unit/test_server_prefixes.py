@@ -77,6 +77,15 @@ def test_an_answer_that_comes_back_otherwise_is_told() -> None:
     assert (missed["message"], missed["role"]) == (2, "assistant")
 
 
+def test_a_late_system_message_of_a_chat_is_told_in_place() -> None:
+    server = Server()
+    late = {"role": "developer", "content": [{"type": "text", "text": "It is late."}]}
+    server.post("/v1/chat/completions", {"messages": [*turn("hello", "an answer"), late]})
+    roles = [(message["role"], message["content"]) for message in server.prompts.rendered[-1]]
+    assert roles[0][0] == "system"
+    assert roles[-1] == ("user", "<system-reminder>\nIt is late.\n</system-reminder>")
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
 def test_a_retry_goes_on_where_the_client_gave_up(path: str, stateful: bool) -> None:
