@@ -1,3 +1,4 @@
+# Not yet built: no machine with Docker has tried this file.
 # A server on the CPU, whichever the host has:
 #   docker build -t kvflash .
 #   docker run -p 8080:8080 -v "$PWD/models:/models:ro" kvflash /models/model.gguf --kvflash 8K --api-key SECRET
@@ -9,7 +10,7 @@ RUN /source/scripts/wheel /dist
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /dist /tmp/dist
-RUN pip install --no-cache-dir --find-links /tmp/dist "kvflash-ggml[server]" && rm -r /tmp/dist \
+RUN pip install --no-cache-dir --find-links /tmp/dist "kvflash-ggml[server,hub]" && rm -r /tmp/dist \
     && useradd --create-home kvflash
 USER kvflash
 WORKDIR /home/kvflash
