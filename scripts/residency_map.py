@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.trace.moment import Moment
+from kvflash_ggml.trace.recorder import Moment
 
 LEVELS = "·▁▃▅▇█"
 """A character's chunks: none of them on the device, ..., all of them."""

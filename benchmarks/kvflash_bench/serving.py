@@ -20,7 +20,7 @@ from kvflash_ggml.batching.messages import Event, Failed, Finished, Request, Sam
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import KVFlashError
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama

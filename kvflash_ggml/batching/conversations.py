@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import KVFlashError
-from ..store.sessions import SessionFolder
-from ..store.shelf import Conversation, Shelf
-from .access import Access
+from ..store.shelf import Conversation, SessionFolder, Shelf
+from .messages import Access
 from .model import Model
 from .seat import Seat
 

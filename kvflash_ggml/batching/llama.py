@@ -18,8 +18,7 @@ from ..logs import Progress
 from ..state.session import SessionState
 from ..store.shelf import Parked, usable
 from .messages import Logprob, Request
-from .model import Paused
-from .residency import Residency, ResidencyObserver
+from .model import Paused, Residency, ResidencyObserver
 
 if TYPE_CHECKING:
     from ..llama.llama import Llama

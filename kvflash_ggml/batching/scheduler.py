@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
-from ..store.sessions import SessionFolder
-from ..store.shelf import Shelf
+from ..store.shelf import SessionFolder, Shelf
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .conversations import Conversations
 from .messages import (
@@ -31,8 +30,8 @@ from .messages import (
     Usage,
 )
 from .model import Model
+from .queue import Job, RequestQueue
 from .seat import Seat
-from .waiting import Job, Waiting
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -89,7 +88,7 @@ class Scheduler:
     ) -> None:
         limits = Limits() if limits is None else limits
         self.model = model
-        self.waiting = Waiting(most=limits.most, most_tokens=limits.most_tokens)
+        self.waiting = RequestQueue(most=limits.most, most_tokens=limits.most_tokens)
         self.shelf = Shelf(
             capacity=limits.park_bytes,
             folder=folder,

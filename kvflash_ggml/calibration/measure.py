@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..logs import Progress
-from ..policy.combine import log_shares
+from ..policy.heads import log_shares
 from .documents import Document, Tokenize, compose, question
 
 DOCUMENTS = 2

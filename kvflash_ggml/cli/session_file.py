@@ -8,8 +8,7 @@ from typing import Any
 from ..errors import SnapshotError, SnapshotMismatch
 from ..files import check_writable
 from ..snapshot import codec
-from ..snapshot.container import Container
-from ..snapshot.source import FileSource
+from ..snapshot.container import Container, FileSource
 from .options import SnapshotOptions
 from .terminal import busy, note, size_text, stderr_is_terminal
 

@@ -18,11 +18,9 @@ from ..arrays import Floats, Int32s
 from ..errors import ConfigError, UnsupportedModelError
 from ..gguf import modelfile
 from ..native import measure
-from ..policy.combine import softmax_max
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
-from ..policy.edges import boost_successors
-from ..policy.heads import every_head
+from ..policy.heads import boost_successors, every_head, softmax_max
 from ..sequence import restore
 from ..sequence.sidecar import Sidecar
 from ..snapshot.fingerprint import ModelFile

@@ -25,10 +25,8 @@ from typing import TypeVar
 
 from ..errors import HostMemoryError, SnapshotError
 from . import slabs
-from .image import NOWHERE, PageImage, Read, Readers
-from .lease import AllLeased, Lease, Leases
-from .slabs import HandOver, HostMemory, Slabs
-from .spill import SpillFile
+from .image import NOWHERE, AllLeased, Lease, Leases, PageImage, Read, Readers
+from .slabs import HandOver, HostMemory, Slabs, SpillFile
 
 T = TypeVar("T")
 

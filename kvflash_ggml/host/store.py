@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .heap import PageHeap
-from .image import UNFILLED, PageImage
-from .lease import Lease
+from .image import UNFILLED, Lease, PageImage
 
 
 class HostStore:

@@ -18,7 +18,7 @@ from ..chat.values import Grammar
 from ..config import KVFlashConfig
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..logs import Progress
-from ..pool.branches import Branches
+from ..pool.masks import Branches
 from ..sequence import prefill
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator

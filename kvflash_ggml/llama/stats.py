@@ -16,8 +16,7 @@ from ..sequence.sequence import Sequence
 from ..spec.loop import Speculator
 from ..spec.stats import SpecStats
 from ..trace.events import Observer
-from ..trace.html import Summary
-from ..trace.recorder import Trace
+from ..trace.recorder import Summary, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

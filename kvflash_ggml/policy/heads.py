@@ -1,4 +1,8 @@
-"""Which attention heads a policy asks: pairs (pooled layer, head), in order."""
+"""Which attention heads a policy asks, and from their scores to one score per chunk.
+
+Retrieval lives in one or two heads of one or two layers. So each column is normalised over the chunks by itself, and
+the best column decides; averaging over layers would bury it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats
-from .base import KeyShape, ScoreRequest
+from ..arrays import Floats, Int64s
+from ..constants import CHUNK
+from .base import Keys, KeyShape, ScoreRequest
 
 Heads = npt.NDArray[np.int32]
 """Shape [n, 2], sorted: the index of a pooled layer, and of a query head in it. Units name KV heads in the same way."""
@@ -50,3 +55,121 @@ def newest(request: ScoreRequest, rows: int, shapes: Sequence[KeyShape]) -> Scor
     return ScoreRequest(
         tokens=request.tokens, n_chunks=request.n_chunks, rows=rows, queries=queries, protected=request.protected
     )
+
+
+# --- scores per layer, head and query row
+
+
+BLOCK = 64
+"""Columns that are worked on at once: at 256K tokens a megabyte, which stays in the cache."""
+
+MAX_COLUMNS = 1024
+"""A mean over more columns (heads x query rows) is not worth its time: a sample of them is taken."""
+
+
+def log_shares(columns: Floats) -> Floats:
+    """Log of the share of attention that each chunk gets in each column; [columns, n]."""
+    most = columns.max(axis=1, keepdims=True)
+    shares: Floats = columns - (most + np.log(np.exp(columns - most).sum(axis=1, keepdims=True)))
+    return shares
+
+
+def softmax_max(columns: Floats, penalty: Floats | float = 0.0) -> Floats:
+    """Log of the largest share of attention a chunk gets in any column, less its penalty; [columns, n] -> [n]."""
+    best = np.full(columns.shape[1], -np.inf, np.float32)
+    penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
+    work = np.empty((min(BLOCK, len(columns)), columns.shape[1]), np.float32)
+    for first in range(0, len(columns), BLOCK):
+        part = columns[first : first + BLOCK]
+        shares = work[: len(part)]
+        most = part.max(axis=1, keepdims=True)
+        np.exp(np.subtract(part, most, out=shares), out=shares)
+        whole = most + np.log(shares.sum(axis=1, keepdims=True)) + penalties[first : first + BLOCK]
+        np.maximum(best, np.subtract(part, whole, out=shares).max(axis=0), out=best)
+    return best
+
+
+def deciding(columns: Floats, chunks: Int64s, penalty: Floats | float = 0.0) -> tuple[Int64s, Floats]:
+    """Of some chunks the column that `softmax_max` has gone by, and the log of the share they get in it."""
+    which = np.zeros(len(chunks), np.int64)
+    best = np.full(len(chunks), -np.inf, np.float32)
+    share = np.full(len(chunks), -np.inf, np.float32)
+    penalties = np.broadcast_to(np.asarray(penalty, np.float32), (len(columns), 1))
+    for first in range(0, len(columns), BLOCK):
+        shares = log_shares(columns[first : first + BLOCK])[:, chunks]
+        scores = shares - penalties[first : first + BLOCK]
+        at = scores.argmax(axis=0)
+        found = np.take_along_axis(scores, at[None], axis=0)[0]
+        better = found > best
+        best[better], which[better] = found[better], first + at[better]
+        share[better] = np.take_along_axis(shares, at[None], axis=0)[0][better]
+    return which, share
+
+
+def attention_shares(masses: Floats) -> Floats:
+    """The share of the attention that each of n chunks gets; [n], summing to 1. masses: their logs, [columns, n].
+
+    A column counts by the largest share one chunk has in it. Where nothing stands out, a head averages over the text,
+    and loses as little as it would by reading a sample; where the attention is on one chunk, its absence is felt.
+    """
+    masses = masses[:: len(masses) // MAX_COLUMNS | 1]  # an odd step, so that every row comes up
+    total, weight = np.zeros(masses.shape[1], np.float32), np.float32(0)
+    for first in range(0, len(masses), BLOCK):
+        part = masses[first : first + BLOCK]
+        shares = np.exp(part - part.max(axis=1, keepdims=True))
+        whole = shares.sum(axis=1, keepdims=True)
+        focus = 1 / whole  # the largest share, as the largest of `shares` is 1
+        # no matrix product: the threads of BLAS would spin for a while after it and take the cores from others
+        shares *= focus / whole
+        total += shares.sum(axis=0)
+        weight += focus.sum()
+    mean: Floats = total / weight
+    return mean
+
+
+# --- a fact across two chunks: the query that finds it attends to its beginning
+
+
+EDGE = 16
+"""Tokens at the end of a chunk from which a short fact may run on."""
+
+FOLLOWED = 8
+"""Best chunks that are looked at: each costs reading the keys of a head."""
+
+SUCCESSOR_MARGIN = 1e-3
+"""By how much a follower ranks below the chunk it follows."""
+
+
+def boost_successors(
+    keys: Keys,
+    request: ScoreRequest,
+    heads: Heads,
+    masses: Floats,
+    chunks: Sequence[int],
+    scores: Floats,
+    penalty: Floats | float = 0.0,
+) -> None:
+    """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
+
+    masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the request,
+    [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,
+    [columns, 1].
+    """
+    order = sorted(chunks, key=lambda c: (-scores[c], c))[:FOLLOWED]
+    best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
+    for chunk, column in zip(order, best.tolist(), strict=True):
+        after = chunk + 1
+        if after >= request.n_chunks or after in request.protected or scores[after] >= scores[chunk]:
+            continue
+        which, row = divmod(column, request.rows)
+        layer, head = heads[which].tolist()
+        if _attends_to_end(keys, request, layer, head, row, chunk):
+            scores[after] = scores[chunk] - SUCCESSOR_MARGIN
+
+
+def _attends_to_end(keys: Keys, request: ScoreRequest, layer: int, head: int, row: int, chunk: int) -> bool:
+    """Does most of the attention that a query gives a chunk go to its last keys?"""
+    shape, queries = keys.shapes[layer], split(request, keys.shapes)[layer]
+    scores = shape.scale * (keys.read_head(chunk, layer, head // shape.group) @ queries[row, head])
+    weights = np.exp(scores - scores.max())
+    return bool(2 * weights[CHUNK - EDGE :].sum() > weights.sum())

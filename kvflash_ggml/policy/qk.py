@@ -19,9 +19,7 @@ from ..constants import CHUNK
 from ..pool.residency import others
 from ..state.session import Layout, Row
 from .base import Keys, Masses, Rows, ScoreRequest, register
-from .combine import attention_shares, deciding, softmax_max
-from .edges import boost_successors
-from .heads import Heads, every_head, newest, units_of
+from .heads import Heads, attention_shares, boost_successors, deciding, every_head, newest, softmax_max, units_of
 
 LOOKS_KNOWN = 4
 """Looks whose shares are at hand: more than can be under way at once."""

@@ -1,4 +1,4 @@
-"""Who may see whom, in slot space.
+"""Who may see whom: rows over the slots of a pool and over those of a layer buffer, and how the rows of a tree lie.
 
 One rule everywhere: a slot that holds position `p` is visible to a query at position `q` iff `0 <= p <= q`. Rows of
 rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared.
@@ -6,11 +6,16 @@ rejected drafts, of a truncated tail and of free blocks are hidden by it without
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Int32s
-from ..constants import CHUNK
+from ..constants import CHUNK, POOL_STEP, round_up
+from .plan import ABSENT, Layout
+from .residency import Ranking, known
 
 FREE = -1
 
@@ -124,3 +129,126 @@ class AlibiMask(SlotMask):
             rows[i] = np.where(seen, self.slot_pos - (start + last), -np.inf)
             rows[i, slots[paths[i]]] = np.arange(-last, 1)
         return rows
+
+
+# --- steps that do not read the pool: chunks in order, and the mask over the rows of a layer buffer
+
+
+Halves = npt.NDArray[np.float16]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """chunks: sealed ones, ascending. rows: of the open chunk that come before the step's own tokens.
+
+    whole: are these all there are?
+    """
+
+    chunks: tuple[int, ...]
+    rows: int
+    whole: bool
+
+    @property
+    def tokens(self) -> int:
+        return len(self.chunks) * CHUNK + self.rows
+
+
+def everything_is_resident(layout: Layout, start: int) -> bool:
+    """Would a step at `start` see the whole text before it in the pool?"""
+    return all(chunk.block != ABSENT for chunk in layout.chunks[: -(-start // CHUNK)])
+
+
+def lies_in_order(layout: Layout) -> bool:
+    """Is every chunk in the block where a cache that holds the whole text has it?"""
+    return all(chunk.block == c for c, chunk in enumerate(layout.chunks))
+
+
+def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:
+    """The text before `start`, or those `room` chunks of it that matter: `keep`, then by rank, then the newest."""
+    sealed, rows = divmod(start, CHUNK)
+    if sealed <= room:
+        return View(tuple(range(sealed)), rows, True)
+    first = np.zeros(sealed, bool)
+    first[[c for c in keep if c < sealed]] = True
+    newest = np.arange(sealed)
+    order = np.lexsort((-newest, -known(ranking, sealed), ~first))
+    return View(tuple(sorted(order[:room].tolist())), rows, False)
+
+
+class StageMask:
+    """Rows of a streamed step, in half precision. `fill` writes them for one step, valid until the next.
+
+    max_rows: tokens of a step at most.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._data = np.empty((max_rows, round_up(max_rows + CHUNK, POOL_STEP) + POOL_STEP), np.float16)
+        self._filled = (0, 0)
+
+    def fill(self, start: int, count: int, view: View) -> tuple[Halves, int]:
+        """(rows [count, n], the row of the stage that their first column is).
+
+        What comes before that is visible to every token. Of the rest a token sees what is at or before its position.
+        """
+        if self._filled != (view.rows, count):  # a prompt is read in steps that are alike
+            seen = np.tri(count, self._data.shape[1], view.rows, dtype=bool)
+            self._data[:count] = np.where(seen, np.float16(0), np.float16(-np.inf))
+            self._filled = (view.rows, count)
+        return self._data[:count], len(view.chunks) * CHUNK
+
+
+class AlibiStageMask(StageMask):
+    """For models whose attention adds the negative distance: it is given for all rows."""
+
+    def fill(self, start: int, count: int, view: View) -> tuple[Halves, int]:
+        chunks: npt.NDArray[np.int32] = np.array(view.chunks, np.int32)
+        past = (chunks[:, None] * CHUNK + np.arange(CHUNK, dtype=np.int32)).reshape(-1)
+        own = np.arange(start - view.rows, start + count, dtype=np.int32)
+        distance = np.arange(start, start + count, dtype=np.int32)[:, None] - np.concatenate([past, own])
+        rows = np.full((count, round_up(distance.shape[1], POOL_STEP)), -np.inf, np.float16)
+        rows[:, : distance.shape[1]] = np.where(distance >= 0, -distance, -np.inf)
+        return rows, 0
+
+
+# --- the rows of a tree, and where those of its path go, as positions counted from the root
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """The rows of a tree in the order of depth; row 0 is the root.
+
+    depth: [n], positions after the root's. parent: [n], the row before each, -1 for the root. where: [n], positions
+    after the root's whose slots they take.
+    """
+
+    depth: Int32s
+    parent: Int32s
+    where: Int32s
+
+    @property
+    def room(self) -> int:
+        """Positions from the root's on whose slots are needed."""
+        return int(self.where.max()) + 1
+
+
+def places(depth: Int32s, main: npt.NDArray[np.bool_]) -> Int32s:
+    """The position whose slot each row takes, [n].
+
+    depth: [n], positions after the root's. main: [n], is the row on the chain that is expected to stay? These lie where
+    they would stay. The others lie beyond the deepest row, where no path goes.
+    """
+    where: Int32s = depth.copy()
+    where[~main] = depth.max() + 1 + np.arange(np.count_nonzero(~main))
+    return where
+
+
+def leaving(path: Sequence[int], where: Int32s) -> list[int]:
+    """The places of the rows off a path, which are forgotten. path: row numbers from the root on."""
+    off = set(range(len(where))) - set(path)
+    return [int(where[row]) for row in sorted(off)]
+
+
+def moving(path: Sequence[int], where: Int32s) -> tuple[list[int], list[int]]:
+    """The places that rows of a path leave, and those that they go to: the positions after the root, in order."""
+    pairs = [(at, to) for to, at in enumerate(where[list(path)].tolist()) if at != to]
+    return [at for at, _ in pairs], [to for _, to in pairs]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..errors import SnapshotError
-from ..pool.branches import Branches, leaving, moving
+from ..pool.masks import Branches, leaving, moving
 from ..pool.plan import Layout
 from .device_states import DeviceStates, SavedState
 from .query_ring import QueryRing

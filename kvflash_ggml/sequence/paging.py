@@ -12,10 +12,9 @@ from ..constants import CHUNK
 from ..host.image import PageImage
 from ..host.store import HostStore
 from ..native.streamed import Asked, Streamed
-from ..pool.masks import SlotMask
+from ..pool.masks import SlotMask, StageMask, View
 from ..pool.page_table import PageTable
 from ..pool.plan import ABSENT, Layout, Moves
-from ..pool.view import StageMask, View
 
 if TYPE_CHECKING:
     from ..native.engine import Engine

@@ -11,9 +11,8 @@ import numpy as np
 
 from ..constants import CHUNK
 from ..host.heap import PageHeap
-from ..pool.allocator import BlockAllocator
-from ..pool.masks import AlibiMask, MaskRows, SlotMask
-from ..pool.view import AlibiStageMask, StageMask
+from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
+from ..pool.page_table import BlockAllocator
 from .device_states import DeviceStates
 
 if TYPE_CHECKING:

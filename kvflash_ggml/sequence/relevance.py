@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..native.streamed import NOBODY, Asked
+from ..pool.masks import View
 from ..pool.page_table import PageTable
 from ..pool.residency import Ranking
-from ..pool.view import View
 from ..state.session import PolicyState
 from ..trace.events import Events
 from .query_ring import QueryRing

@@ -17,10 +17,9 @@ from ..config import KVFlashConfig
 from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, ContextFull, DeviceLost, HostMemoryError, KVFlashError
 from ..host.store import HostStore
-from ..pool.branches import Branches
+from ..pool.masks import Branches, View, everything_is_resident
 from ..pool.page_table import PageTable, PageTableState
 from ..pool.plan import NO_MOVES, Plan
-from ..pool.view import View, everything_is_resident
 from ..state.session import Limits
 from ..trace.events import Events
 from .checkpoints import Checkpoints

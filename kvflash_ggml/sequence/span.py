@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..constants import CHUNK
+from ..pool.masks import View, choose, everything_is_resident, lies_in_order
 from ..pool.page_table import PageTable
 from ..pool.plan import Chunk, Plan
 from ..pool.residency import Ranking
-from ..pool.view import View, choose, everything_is_resident, lies_in_order
 
 if TYPE_CHECKING:
     from .pool import Pool

@@ -9,10 +9,8 @@ from typing import Protocol
 
 from ..arrays import Int32s
 from ..native.streamed import NOBODY, Asked, Streamed
-from ..pool.branches import Branches
-from ..pool.masks import SlotMask
+from ..pool.masks import Branches, SlotMask, View
 from ..pool.plan import Plan
-from ..pool.view import View
 from ..state.draft import SavedDraft
 from .device_states import SavedState
 from .draft_rows import DraftRows

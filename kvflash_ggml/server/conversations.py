@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.access import Access
-from ..batching.residency import Residency
+from ..batching.messages import Access
+from ..batching.model import Residency
 from ..errors import KVFlashError
 from ..store.shelf import Conversation
 from .errors import ApiError

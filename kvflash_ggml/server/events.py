@@ -15,8 +15,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..batching.access import Access
-from ..batching.residency import Residency
+from ..batching.messages import Access
+from ..batching.model import Residency
 from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError

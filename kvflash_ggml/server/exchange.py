@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..batching.messages import CANCELLED, Event, Failed, Finished, Piece, Request
+from ..batching.queue import QueueFull
 from ..batching.scheduler import Scheduler
-from ..batching.waiting import QueueFull
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
 from .took import together

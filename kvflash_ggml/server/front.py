@@ -19,8 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from ..batching.access import Access
-from ..batching.messages import Request, Sampling
+from ..batching.messages import Access, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
 from ..errors import ConfigError, ContextFull

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from ..batching.access import Access
+from ..batching.messages import Access
 
 MAX_BYTES = 64 << 20
 """JSON of all items that are kept; the responses that were used longest ago go first."""

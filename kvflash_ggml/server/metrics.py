@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..batching.access import Access
-from ..batching.messages import Request, Usage
+from ..batching.messages import Access, Request, Usage
 from ..batching.scheduler import Scheduler
 
 _OF_TEXT = b"kvflash:kv_cache_usage_perc"

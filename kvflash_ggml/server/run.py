@@ -18,7 +18,7 @@ import uvicorn
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
-from ..store.sessions import SessionFolder
+from ..store.shelf import SessionFolder
 from .app import make_app
 from .connection import bounded
 from .front import Front

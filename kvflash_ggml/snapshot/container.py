@@ -1,4 +1,4 @@
-"""A file of named sections and page images, each with its size and checksum.
+"""A file of named sections and page images, each with its size and checksum, and where its bytes come from.
 
     prefix     48 bytes: magic, version, file size, place, size and checksum of the directory, checksum of all that
     data       sections and page images, in any order
@@ -11,7 +11,10 @@ docs/snapshot-format.md.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +22,8 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +32,66 @@ from ..arrays import Buffer, room_for
 from ..errors import SnapshotError
 from ..host.image import READERS
 from . import codec
-from .source import Source
+
+MAX_AT_ONCE = 1 << 30
+"""Linux reads at most 2 GiB in one call."""
+
+
+class Source(Protocol):
+    """name: for messages. size: in bytes."""
+
+    name: str
+    size: int
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out`. SnapshotError if that is not to be had."""
+        ...
+
+
+class FileSource:
+    """An open file. It can be deleted or replaced meanwhile: what was opened stays readable.
+
+    It is closed with the last page or section that comes from it: nobody else knows when that is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
+            weakref.finalize(self, os.close, self._handle)
+            status = os.fstat(self._handle)
+        except (OSError, ValueError) as err:
+            raise SnapshotError(f"cannot open {path}: {getattr(err, 'strerror', None) or err}") from err
+        if not stat.S_ISREG(status.st_mode):
+            raise SnapshotError(f"{path} is no snapshot: it is not a regular file")
+        self.size = status.st_size
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        while out:
+            try:
+                read = os.preadv(self._handle, [out[:MAX_AT_ONCE]], offset)
+            except OSError as err:
+                raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
+            if not read:
+                raise SnapshotError(f"{self.name} has been cut short: it ends before byte {offset + len(out)}")
+            offset += read
+            out = out[read:]
+
+
+class BytesSource:
+    """A container in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self.name = "the state"
+        self.size = len(data)
+        self._data = memoryview(data)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        part = self._data[offset : offset + len(out)]
+        if len(part) != len(out):
+            raise SnapshotError(f"{self.name} ends before byte {offset + len(out)}")
+        out[:] = part
+
 
 MAGIC = b"KVFLASH\x1a"
 VERSION = 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -14,12 +15,193 @@ from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError, SnapshotMismatch
 from ..host.heap import PageHeap
 from ..host.image import PageImage
+from ..pool.page_table import ANY, PageTableState
+from ..pool.plan import ABSENT
 from ..state.blob import Blob
-from ..state.session import DrafterState, Limits, PolicyState, SessionState, Statistics, TokenAlignment, done
-from . import drafts, ledger, replays
+from ..state.draft import Origin, SavedDraft
+from ..state.session import DrafterState, Limits, PolicyState, Replay, SessionState, Statistics, TokenAlignment, done
 from .container import Container, Writer
-from .facts import LARGEST, count, fact
 from .fingerprint import Fingerprint
+
+# --- what the directory says, believed only if it can be
+
+
+LARGEST = 2**31 - 1
+
+
+def count(container: Container, name: str, *, most: int = LARGEST) -> int:
+    """A whole number from 0 to `most`."""
+    value = container.facts.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise container.contradiction(name)
+    return value
+
+
+def fact(container: Container, name: str, kind: type) -> Any:
+    """A value of this very type."""
+    value = container.facts.get(name)
+    if type(value) is not kind:
+        raise container.contradiction(name)
+    return value
+
+
+# --- the page table
+
+
+LEDGER = np.dtype([("block", "<i4"), ("scored", "<u4"), ("score", "<f8"), ("last_use", "<u8")])
+"""One chunk: its block in the pool, -1 if it is on the host only, -2 for any block; whether it has a score, the score,
+and the clock of its last use."""
+
+
+def ledger_rows(table: PageTableState) -> npt.NDArray[np.void]:
+    """A table as it is written."""
+    rows = np.zeros(len(table.blocks), LEDGER)
+    rows["block"] = table.blocks
+    rows["last_use"] = table.last_use
+    if table.scores is not None:
+        known = min(len(table.scores), len(rows))
+        rows["scored"][:known] = 1
+        rows["score"][:known] = table.scores[:known]
+    return rows
+
+
+def read_ledger(container: Container, length: int) -> PageTableState:
+    """The table of a text of `length` tokens. SnapshotError if there can be none such."""
+    rows = container.section("ledger").array(LEDGER, most=-(-length // CHUNK))
+    if len(rows) != -(-length // CHUNK):
+        raise container.contradiction("ledger")
+    blocks, uses, clock = rows["block"].tolist(), rows["last_use"].tolist(), count(container, "clock")
+    resident = [block for block in blocks if block not in (ABSENT, ANY)]
+    scored = int(rows["scored"].sum(dtype=np.int64))
+    pins = fact(container, "pins", list)
+    sound = (
+        all(block >= 0 for block in resident)
+        and len(set(resident)) == len(resident)
+        and max(uses, default=0) <= clock
+        and np.array_equal(rows["scored"], np.arange(len(rows)) < scored)
+        and all(type(pin) is int and 0 <= pin <= LARGEST for pin in pins)
+    )
+    if not sound:
+        raise container.contradiction("ledger")
+    return PageTableState(
+        blocks=blocks,
+        last_use=uses,
+        clock=clock,
+        settled=fact(container, "settled", bool),
+        pins=frozenset(pins),
+        scores=rows["score"][:scored].copy() if scored else None,
+    )
+
+
+# --- how the ends of known prompts are replayed
+
+
+FOUND = "found"
+MAX_FOUND = 16
+"""In a file: more than a text keeps today (sequence/scoring.py), so that one that keeps more could be read here."""
+
+MAX_TOKENS = 1 << 16
+"""Of one step."""
+
+
+def write_replays(writer: Writer, found: Sequence[Replay]) -> list[dict[str, Any]]:
+    """A part for each, in sections of its own. Returns the facts."""
+    facts = []
+    for number, one in enumerate(found):
+        with writer.part(f"{FOUND} {number} "):
+            writer.section("tokens", one.tokens.astype("<i4"))
+            writer.section("ledger", ledger_rows(one.table))
+            if one.ranking is not None:
+                writer.section("ranking", one.ranking.astype("<f8"))
+        table = one.table
+        facts.append({
+            "start": one.start, "rebuild": one.rebuild, "due": one.due,
+            "clock": table.clock, "settled": table.settled, "pins": sorted(table.pins),
+        })  # fmt: skip
+    return facts
+
+
+def read_replays(container: Container, policy: dict[str, Any], length: int) -> list[Replay]:
+    """Those of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say."""
+    facts = policy.get(FOUND, [])
+    if not isinstance(facts, list) or len(facts) > MAX_FOUND or not all(isinstance(one, dict) for one in facts):
+        raise container.contradiction(FOUND)
+    return [_read_replay(container.part(f"{FOUND} {number} ", one), length) for number, one in enumerate(facts)]
+
+
+def _read_replay(part: Container, length: int) -> Replay:
+    start = count(part, "start", most=length)
+    tokens = part.section("tokens").array("<i4", most=MAX_TOKENS).astype(np.int32, copy=False)
+    ranking = None
+    if "ranking" in part:
+        ranking = part.section("ranking").array("<f8", most=(start + len(tokens)) // CHUNK).copy()
+    return Replay(
+        start=start,
+        tokens=tokens,
+        table=replace(read_ledger(part, start), pins=frozenset()),  # these are of a request
+        rebuild=fact(part, "rebuild", bool),
+        ranking=ranking,
+        due=fact(part, "due", bool),
+    )
+
+
+# --- what drafters knew of the text
+
+
+SPECULATION = "speculation"
+MAX_DRAFTS = 16
+
+
+def write_drafts(writer: Writer, saved: Sequence[SavedDraft]) -> list[dict[str, Any]]:
+    """A part for each, in sections of its own. Returns the facts."""
+    facts = []
+    for number, one in enumerate(saved):
+        with writer.part(f"{SPECULATION} {number} "):
+            writer.section("context", one.context.read())
+            writer.section("rows", one.rows.read())
+        origin = one.origin
+        facts.append({
+            "name": origin.name, "model": origin.model, "window": origin.window, "types": list(origin.types),
+            "length": one.length, "first": one.first, "end": one.end,
+        })  # fmt: skip
+    return facts
+
+
+def read_drafts(container: Container, length: int) -> list[SavedDraft]:
+    """The parts of a text of so many tokens; none in a file without. SnapshotError if they cannot be as they say.
+
+    Their sections are read when a drafter adopts them.
+    """
+    facts = container.facts.get(SPECULATION, [])
+    if not isinstance(facts, list) or len(facts) > MAX_DRAFTS:
+        raise container.contradiction(SPECULATION)
+    return [_read_draft(container, number, fact, length) for number, fact in enumerate(facts)]
+
+
+def _read_draft(container: Container, number: int, facts: object, length: int) -> SavedDraft:
+    if not isinstance(facts, dict):
+        raise container.contradiction(SPECULATION)
+    name, model, types = (facts.get(key) for key in ("name", "model", "types"))
+    told, first, end, window = (facts.get(key) for key in ("length", "first", "end", "window"))
+    whole = [x for x in (told, first, end, window) if type(x) is int and 0 <= x <= LARGEST]
+    sound = isinstance(name, str) and isinstance(model, str) and len(whole) == 4
+    if not sound or not whole[1] <= whole[2] <= whole[0] <= length:
+        raise container.contradiction(SPECULATION)
+    if not isinstance(types, list) or [type(x) for x in types] != [int, int]:
+        raise container.contradiction(SPECULATION)
+    part = container.part(f"{SPECULATION} {number} ", facts)
+    return SavedDraft(
+        origin=Origin(str(name), str(model), whole[3], (types[0], types[1])),
+        length=whole[0],
+        first=whole[1],
+        end=whole[2],
+        context=part.section("context"),
+        rows=part.section("rows"),
+    )
+
+
+# --- the whole of it
+
 
 KIND = "snapshot"
 DRAFTER = "drafter "
@@ -43,7 +225,7 @@ def write(
     if reader is not None:
         facts["drafter"] = _write_reader(writer, reader)
     if saved.drafts:
-        facts[drafts.FACT] = drafts.write(writer, saved.drafts)
+        facts[SPECULATION] = write_drafts(writer, saved.drafts)
     writer.close(KIND, {**facts, "fingerprint": fingerprint, "settings": settings})
 
 
@@ -51,7 +233,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
     """Everything but the chunks' images and statistics. Returns the facts for the directory."""
     table, policy = saved.table, saved.policy
     writer.section("tokens", saved.tokens.astype("<i4"))
-    writer.section("ledger", ledger.rows(table))
+    writer.section("ledger", ledger_rows(table))
     writer.section("state", saved.state.read())
     for pos, blob in sorted(saved.checkpoints.items()):
         writer.section(f"checkpoint {pos}", blob.read())
@@ -82,7 +264,7 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
             "since_reselect": policy.since_reselect,
             "due": policy.due,
             "looks": len(policy.looks),
-            replays.FACT: replays.write(writer, policy.found),
+            FOUND: write_replays(writer, policy.found),
         }
     return facts
 
@@ -106,7 +288,7 @@ def read(container: Container, fingerprint: Fingerprint, heap: PageHeap, limits:
         saved.policy.statistics = _beside(read_rows)
     if saved.policy is not None and container.facts.get("drafter") is not None:
         saved.policy.reader = _read_reader(container, saved.length)
-    saved.drafts = drafts.read(container, saved.length)
+    saved.drafts = read_drafts(container, saved.length)
     return saved
 
 
@@ -181,7 +363,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
     return SessionState(
         tokens=tokens,
         whole=read_whole(container, length),
-        table=ledger.read(container, length),
+        table=read_ledger(container, length),
         heap=heap,
         pages=[],
         state=container.section("state"),
@@ -194,17 +376,13 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
         queries_valid_from=count(container, "queries_from", most=length),
         policy=_policy(container, length),
         logits=_logits(container, n_vocab),
-        rebuild=_rebuild(container),
+        rebuild="rebuild" in container.facts and bool(fact(container, "rebuild", bool)),
         seed=_seed(container),
         repaired=count(container, "repaired", most=length) if "repaired" in container.facts else None,
     )
 
 
 # --- parts
-
-
-def _rebuild(container: Container) -> bool:
-    return "rebuild" in container.facts and bool(fact(container, "rebuild", bool))
 
 
 def write_whole(writer: Writer, whole: npt.NDArray[np.bool_]) -> None:
@@ -248,7 +426,7 @@ def _policy(container: Container, length: int) -> PolicyState | None:
         due=due,
         looks=[_look(container, i, length // CHUNK) for i in range(looks)],
         statistics=done(None),
-        found=replays.read(container, facts, length),
+        found=read_replays(container, facts, length),
     )
 
 

@@ -18,10 +18,8 @@ from ..errors import ConfigError, SnapshotError
 from ..files import PART, being_written
 from ..logs import Progress
 from . import codec
-from .container import MAGIC, TABLE, VERSION, Container
-from .format import KIND
-from .ledger import LEDGER
-from .source import FileSource
+from .container import MAGIC, TABLE, VERSION, Container, FileSource
+from .format import KIND, LEDGER
 
 PAGES = "pages"
 MAX_PAGE = 1 << 30

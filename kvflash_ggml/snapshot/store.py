@@ -17,9 +17,8 @@ from ..interrupts import held_back
 from ..sequence.sequence import Sequence
 from ..state.session import SessionState
 from . import codec, format
-from .container import Container
+from .container import BytesSource, Container, FileSource, Source
 from .fingerprint import Fingerprint
-from .source import BytesSource, FileSource, Source
 
 logger = logging.getLogger("kvflash_ggml")
 

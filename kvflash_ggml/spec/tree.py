@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Floats, Int32s
-from ..pool.branches import Branches, places
+from ..pool.masks import Branches, places
 from .draft import ROOT, Draft, chain
 
 SIBLINGS = 8

@@ -23,13 +23,11 @@ from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format
-from ..snapshot.container import VERSION, Container, StoredPage, Writer
+from ..snapshot.container import VERSION, Container, FileSource, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
-from ..snapshot.source import FileSource
 from ..state.blob import Bytes
 from ..state.session import Limits, PolicyState, SessionState, Statistics, done
-from . import hashes
-from .segments import SEGMENT, TAIL, Entry, Segments
+from .segments import NAME_BYTES, SEGMENT, TAIL, Entry, Segments, chunk_names, extend_name, root_name
 
 MAX_CHUNKS = 256
 """Chunks of one segment: what is evicted at once."""
@@ -69,7 +67,7 @@ class DiskTier:
         stateful: bool,
         limits: Limits,
     ) -> None:
-        self._root = hashes.root({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
+        self._root = root_name({"fingerprint": fingerprint, "settings": settings, "version": VERSION})
         self._all = Segments(folder, capacity=capacity)
         self.folder = self._all.folder
         self._folder = folder / self._root
@@ -85,7 +83,7 @@ class DiskTier:
 
     def find(self, tokens: Int32s) -> PrefixMatch:
         """The longest beginning of the text that can be continued from here. Opens nothing but small parts."""
-        names = hashes.names(self._root, tokens)
+        names = chunk_names(self._root, tokens)
         by_parent = self._by_parent()
         segments = self._cover(names, by_parent)
         tail, length = self._best_tail(tokens, names[: len(segments) + 1], by_parent)
@@ -98,7 +96,7 @@ class DiskTier:
 
     def known(self, tokens: Int32s) -> int:
         """How long a beginning of the text has been stored, whether or not it can be continued."""
-        return CHUNK * len(self._cover(hashes.names(self._root, tokens), self._by_parent()))
+        return CHUNK * len(self._cover(chunk_names(self._root, tokens), self._by_parent()))
 
     def load(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
         """What was found, to be restored and released. SnapshotError if it cannot be read.
@@ -131,7 +129,7 @@ class DiskTier:
                         page.read_into(image)
 
     def _read(self, found: PrefixMatch, tokens: Int32s, fresh: PolicyState | None) -> SessionState:
-        pages, statistics, whole = self._read_segments(found, hashes.names(self._root, tokens))
+        pages, statistics, whole = self._read_segments(found, chunk_names(self._root, tokens))
         if found.tail is None:
             saved = SessionState(
                 tokens=tokens,
@@ -173,7 +171,7 @@ class DiskTier:
                 last += 1
             with self._blaming(entry.path):
                 container = self._open(entry)
-                held = container.section("names").read()[first * hashes.SIZE : last * hashes.SIZE]
+                held = container.section("names").read()[first * NAME_BYTES : last * NAME_BYTES]
                 if held.hex() != "".join(names[at + 1 : at + 1 + last - first]):
                     raise SnapshotError(f"{entry.path} holds another text than its name says")
                 pages += container.pages("pages", self._heap.page_bytes, count=entry.count)[first:last]
@@ -222,7 +220,7 @@ class DiskTier:
                 if entry.kind == TAIL
                 and c * CHUNK + entry.count <= len(tokens)
                 and entry.count < CHUNK
-                and entry.end == hashes.extend(names[c], rest[: entry.count])
+                and entry.end == extend_name(names[c], rest[: entry.count])
             ]
             if fitting:
                 best = max(fitting, key=lambda entry: entry.count)
@@ -265,7 +263,7 @@ class DiskTier:
                 f"a text is larger than the {self._all.capacity >> 20} MiB that the folder may take: allow it more"
             )
         self.folder.make(self._folder)
-        names = hashes.names(self._root, saved.tokens)
+        names = chunk_names(self._root, saved.tokens)
         if self._put_segments(saved, names):
             self._put_tail(saved, names)
             for pos in saved.checkpoints:
@@ -311,7 +309,7 @@ class DiskTier:
 
     def _put_tail(self, saved: SessionState, names: list[str]) -> None:
         full, rest = divmod(saved.length, CHUNK)
-        end = hashes.extend(names[full], saved.tokens[full * CHUNK :])
+        end = extend_name(names[full], saved.tokens[full * CHUNK :])
         tail = Entry.named(self._folder, names[full], rest, end, TAIL)
         if self._all.has(tail.path) and (saved.logits is None or self._has_logits(tail)):
             with contextlib.suppress(OSError):

@@ -9,21 +9,54 @@ ROOT is the name of the empty text, of one model under one set of settings.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import heapq
+import json
 import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from ..arrays import Int32s
+from ..constants import CHUNK
 from ..errors import SnapshotError
-from ..snapshot.container import Container
-from ..snapshot.source import FileSource
-from . import hashes
+from ..snapshot.container import Container, FileSource
 from .folder import Folder, file_stat
+
+# --- names of the beginnings of texts: each chunk depends on all tokens up to its end
+
+
+NAME_BYTES = 16
+
+
+def root_name(facts: dict[str, Any]) -> str:
+    """The name of the empty text under these facts. Texts under other facts share nothing with it."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[: 2 * NAME_BYTES]
+
+
+def chunk_names(start: str, tokens: Int32s) -> list[str]:
+    """The names of the text's beginnings at chunk boundaries, the empty one first."""
+    result = [start]
+    for at in range(0, len(tokens) // CHUNK * CHUNK, CHUNK):
+        result.append(extend_name(result[-1], tokens[at : at + CHUNK]))
+    return result
+
+
+def extend_name(name: str, tokens: Int32s | Sequence[int]) -> str:
+    """The name of a text that goes on from a named one."""
+    data = np.asarray(tokens, "<i4").tobytes()
+    return hashlib.blake2b(bytes.fromhex(name) + data, digest_size=NAME_BYTES).hexdigest()
+
+
+# --- the files
+
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -84,10 +117,10 @@ class Segments:
         data = self._names.get(entry.path)
         if data is None:
             data = bytes(Container(FileSource(entry.path)).section("names").read())
-            if len(data) != entry.count * hashes.SIZE or data[-hashes.SIZE :].hex() != entry.end:
+            if len(data) != entry.count * NAME_BYTES or data[-NAME_BYTES:].hex() != entry.end:
                 raise SnapshotError(f"{entry.path} holds another text than its name says")
             self._names[entry.path] = data
-        return [data[at : at + hashes.SIZE].hex() for at in range(0, len(data), hashes.SIZE)]
+        return [data[at : at + NAME_BYTES].hex() for at in range(0, len(data), NAME_BYTES)]
 
     # --- changes
 

@@ -20,7 +20,7 @@ from kvflash_ggml import PrefixCache
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 KINDS = ("dense", "hybrid", "iswa")
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_calibrate": False}

@@ -20,10 +20,9 @@ from kvflash_bench.tasks import needle_task
 from kvflash_ggml.drafter import model as drafter
 from kvflash_ggml.errors import ConfigError, ConversionError
 from kvflash_ggml.llama import fitting
-from kvflash_ggml.policy.combine import softmax_max
 from kvflash_ggml.policy.crosstok import TextReader
 from kvflash_ggml.policy.drafter import QUERY_ROWS, TokenReader
-from kvflash_ggml.policy.heads import split
+from kvflash_ggml.policy.heads import softmax_max, split
 
 SMALL = MODELS / "scorer-qwen3-q8_0.gguf"
 POOLED = {"n_ctx": 5120, "n_batch": 512, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter"}

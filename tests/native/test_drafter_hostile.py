@@ -14,8 +14,7 @@ from support.harness import MODELS, go_on
 from support.inside import inside
 
 from kvflash_ggml.errors import SnapshotError
-from kvflash_ggml.snapshot.container import TABLE, Container, Writer
-from kvflash_ggml.snapshot.source import BytesSource
+from kvflash_ggml.snapshot.container import TABLE, BytesSource, Container, Writer
 
 POOLED = {"n_ctx": 2048, "n_ubatch": 128, "kvflash": 512, "kvflash_policy": "drafter", "kvflash_tau": 4}
 Change = Callable[[dict[str, Any], dict[str, bytes]], object]

@@ -16,12 +16,11 @@ from support.inside import inside
 from support.served import answer, ask
 
 from kvflash_bench.serving import expected_bytes
-from kvflash_ggml.batching.access import Access
 from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
-from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
+from kvflash_ggml.batching.messages import Access, Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.sequence import copies
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 Turns = list[list[int]]
 POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}

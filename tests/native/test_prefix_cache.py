@@ -23,9 +23,8 @@ from support.inside import inside
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml import KVFlashError, PrefixCache
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.snapshot.container import Container
-from kvflash_ggml.snapshot.ledger import LEDGER
-from kvflash_ggml.snapshot.source import FileSource
+from kvflash_ggml.snapshot.container import Container, FileSource
+from kvflash_ggml.snapshot.format import LEDGER
 
 KINDS = ("dense", "hybrid", "iswa")
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_reading": "pool"}

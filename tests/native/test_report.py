@@ -13,7 +13,7 @@ import pytest
 from support.harness import CHUNK, TEXT
 
 from kvflash_bench.tasks import needle_task
-from kvflash_ggml.policy import combine
+from kvflash_ggml.policy import heads
 from kvflash_ggml.policy.qk import QKScorer
 
 
@@ -96,7 +96,7 @@ def test_the_estimate_is_near_the_truth(llama: Callable[..., Any]) -> None:
             if scores is not None and look.n_chunks > 40:
                 shares = self.shares_of(scores)
                 every = self._keys.score_keys(range(look.n_chunks), look)
-                truth = combine.attention_shares(every)
+                truth = heads.attention_shares(every)
                 best = np.argsort(-scores, kind="stable")[:16]
                 assert shares is not None
                 assert shares.sum() == pytest.approx(1, abs=1e-3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.harness import CHUNK, KV_TYPES, Bare, Logits, read_block, same_bits
 
-from kvflash_ggml.pool.branches import leaving, moving, places
+from kvflash_ggml.pool.masks import leaving, moving, places
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.tree import Rows, rows

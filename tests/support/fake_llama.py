@@ -15,8 +15,7 @@ from click.testing import CliRunner, Result
 
 from kvflash_ggml.cli import main, model
 from kvflash_ggml.sequence.reading import ReadStats
-from kvflash_ggml.snapshot.container import Container, Writer
-from kvflash_ggml.snapshot.source import FileSource
+from kvflash_ggml.snapshot.container import Container, FileSource, Writer
 from kvflash_ggml.trace.recorder import Trace
 
 REPLY = "an answer"

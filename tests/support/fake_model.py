@@ -13,8 +13,7 @@ import numpy as np
 
 from kvflash_ggml.arrays import Int32s
 from kvflash_ggml.batching.messages import Logprob, Request
-from kvflash_ggml.batching.model import Paused
-from kvflash_ggml.batching.residency import Residency
+from kvflash_ggml.batching.model import Paused, Residency
 from kvflash_ggml.chat.reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call

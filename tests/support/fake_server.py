@@ -13,7 +13,7 @@ from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
 from kvflash_ggml.server.settings import ServerSettings
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 from .asgi import Client, Reply
 from .fake_model import FakeModel, FakePrompts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.snapshot.container import Writer
-from kvflash_ggml.snapshot.ledger import LEDGER
+from kvflash_ggml.snapshot.format import LEDGER
 
 PAGE = 256
 FACTS: dict[str, Any] = {

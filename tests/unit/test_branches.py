@@ -9,9 +9,8 @@ from support.integrity import check_table
 from support.on_host import OnHost, save
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.pool.allocator import BlockAllocator
-from kvflash_ggml.pool.branches import leaving, moving, places
-from kvflash_ggml.pool.page_table import PageTable
+from kvflash_ggml.pool.masks import leaving, moving, places
+from kvflash_ggml.pool.page_table import BlockAllocator, PageTable
 from kvflash_ggml.spec.draft import Draft
 from kvflash_ggml.spec.tree import Rows, rows
 

@@ -16,8 +16,7 @@ from support.fake_llama import Stage, staged
 
 from kvflash_ggml.calibration import choice, measure
 from kvflash_ggml.calibration.choice import Calibration, Subject, choose, load, save
-from kvflash_ggml.calibration.documents import compose, question
-from kvflash_ggml.calibration.facts import FORMS, VALUES, make_facts
+from kvflash_ggml.calibration.documents import FORMS, VALUES, compose, make_facts, question
 from kvflash_ggml.calibration.measure import documents
 from kvflash_ggml.cli.calibrate import table
 from kvflash_ggml.constants import CHUNK

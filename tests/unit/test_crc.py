@@ -9,8 +9,7 @@ import pytest
 
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.snapshot import container
-from kvflash_ggml.snapshot.container import Container, Writer
-from kvflash_ggml.snapshot.source import BytesSource
+from kvflash_ggml.snapshot.container import BytesSource, Container, Writer
 
 DATA = bytes(range(251)) * 40
 

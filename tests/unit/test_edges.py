@@ -7,8 +7,7 @@ import pytest
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy.base import KeyShape, ScoreRequest
-from kvflash_ggml.policy.edges import EDGE, FOLLOWED, boost_successors
-from kvflash_ggml.policy.heads import every_head
+from kvflash_ggml.policy.heads import EDGE, FOLLOWED, boost_successors, every_head
 
 SHAPES = [KeyShape(n_head=2, n_head_kv=1, head=8, scale=1.0), KeyShape(n_head=4, n_head_kv=2, head=4, scale=2.0)]
 

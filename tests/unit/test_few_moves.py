@@ -10,8 +10,8 @@ from support.fake_engine import FakeEngine, make_session
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.pool.masks import choose
 from kvflash_ggml.pool.residency import few_moves
-from kvflash_ggml.pool.view import choose
 from kvflash_ggml.sequence.prefill import extend
 
 INSIDE, OUTSIDE = np.array([0, 1, 2, 3]), np.array([4, 5, 6, 7, 8])

@@ -15,8 +15,7 @@ from support.on_host import OnHost, save
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool import residency
-from kvflash_ggml.pool.allocator import BlockAllocator
-from kvflash_ggml.pool.page_table import PageTable, PageTableState
+from kvflash_ggml.pool.page_table import BlockAllocator, PageTable, PageTableState
 from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
 from kvflash_ggml.pool.residency import Ranking
 

@@ -16,8 +16,8 @@ from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import PageImage
 from kvflash_ggml.state.blob import Bytes
-from kvflash_ggml.store import hashes as chain
-from kvflash_ggml.store.memory import MemoryTier
+from kvflash_ggml.store import segments as chain
+from kvflash_ggml.store.prefixes import MemoryTier
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,9 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_depends_on_all_tokens_before_it() -> None:
-    root = chain.root({"model": "a"})
+    root = chain.root_name({"model": "a"})
     one, other = text((1, 64), (2, 64), (3, 64)), text((1, 64), (9, 64), (3, 64))
-    a, b = chain.names(root, one), chain.names(root, other)
+    a, b = chain.chunk_names(root, one), chain.chunk_names(root, other)
     assert len(a) == 4
     assert a[:2] == b[:2]
     assert not set(a[2:]) & set(b[2:])
@@ -39,21 +39,21 @@ def test_a_name_depends_on_all_tokens_before_it() -> None:
 
 def test_names_of_other_facts_share_nothing() -> None:
     tokens = text((1, 200))
-    a, b = (chain.names(chain.root({"model": model}), tokens) for model in "ab")
+    a, b = (chain.chunk_names(chain.root_name({"model": model}), tokens) for model in "ab")
     assert not set(a) & set(b)
-    assert chain.root({"x": 1, "y": 2}) == chain.root({"y": 2, "x": 1})
+    assert chain.root_name({"x": 1, "y": 2}) == chain.root_name({"y": 2, "x": 1})
 
 
 def test_a_chunk_that_is_not_full_has_no_name_yet() -> None:
-    root = chain.root({})
-    assert len(chain.names(root, text((1, 63)))) == 1
-    assert len(chain.names(root, text((1, 64)))) == 2
-    assert chain.names(root, text((1, 64), (2, 30))) == chain.names(root, text((1, 64)))
+    root = chain.root_name({})
+    assert len(chain.chunk_names(root, text((1, 63)))) == 1
+    assert len(chain.chunk_names(root, text((1, 64)))) == 2
+    assert chain.chunk_names(root, text((1, 64), (2, 30))) == chain.chunk_names(root, text((1, 64)))
 
 
 def test_names_do_not_depend_on_how_tokens_are_stored() -> None:
     tokens = text((1, 128))
-    assert chain.names("00" * 16, tokens) == chain.names("00" * 16, tokens.astype(np.int64))
+    assert chain.chunk_names("00" * 16, tokens) == chain.chunk_names("00" * 16, tokens.astype(np.int64))
 
 
 # --- the tier

@@ -10,8 +10,7 @@ import pytest
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.policy import qk
 from kvflash_ggml.policy.base import KeyShape, Masses, ScoreRequest
-from kvflash_ggml.policy.combine import BLOCK, deciding, log_shares, softmax_max
-from kvflash_ggml.policy.heads import as_heads, every_head, split, units_of
+from kvflash_ggml.policy.heads import BLOCK, as_heads, deciding, every_head, log_shares, softmax_max, split, units_of
 from kvflash_ggml.policy.qk import QKScorer
 
 SHAPES = [KeyShape(n_head=4, n_head_kv=2, head=8, scale=0.5), KeyShape(n_head=2, n_head_kv=2, head=4, scale=1.0)]

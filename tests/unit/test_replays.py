@@ -22,7 +22,7 @@ from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence import scoring as kept
 from kvflash_ggml.sequence.prefill import extend, prefix_to_keep
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.snapshot import replays as written
+from kvflash_ggml.snapshot import format as written
 from kvflash_ggml.state.session import Layout
 
 PROMPT = text(900, 3)

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.trace import html as trace_html
-from kvflash_ggml.trace.html import Summary, levels, mass_warning, page
-from kvflash_ggml.trace.recorder import Trace
+from kvflash_ggml.trace import recorder as trace_html
+from kvflash_ggml.trace.recorder import Summary, Trace, levels, mass_warning, page
 
 HOSTILE = """</title><script>alert("x")</script><img src=x onerror='y'> & ${data} $title"""
 VOID = {"meta", "link", "img", "br", "hr", "input"}

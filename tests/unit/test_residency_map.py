@@ -6,7 +6,7 @@ import numpy as np
 from residency_map import CHUNKS, draw
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.trace.moment import Moment
+from kvflash_ggml.trace.recorder import Moment
 
 
 def moment(length: int, *resident: int) -> Moment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvflash_ggml.batching.residency import Residency, ResidencyObserver
+from kvflash_ggml.batching.model import Residency, ResidencyObserver
 
 
 def test_nothing_is_told_of_a_text_that_is_gone() -> None:

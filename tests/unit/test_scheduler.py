@@ -16,13 +16,12 @@ import pytest
 from support.fake_model import STEP, FakeModel, FakeParked
 from support.served import Asked, answer, ask, request
 
-from kvflash_ggml.batching.access import Access
-from kvflash_ggml.batching.messages import Failed, Finished, Started
+from kvflash_ggml.batching.messages import Access, Failed, Finished, Started
+from kvflash_ggml.batching.queue import QueueFull
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.batching.waiting import QueueFull
 from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, SnapshotError
 from kvflash_ggml.store import folder
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 Make = Callable[..., Scheduler]
 

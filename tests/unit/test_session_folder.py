@@ -17,7 +17,7 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.server.run import serve
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_ggml.snapshot.container import MAGIC
-from kvflash_ggml.store.sessions import SessionFolder
+from kvflash_ggml.store.shelf import SessionFolder
 
 
 def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from kvflash_ggml.errors import ConfigError, ContextFull, SnapshotError, Snapsho
 from kvflash_ggml.sequence import restore
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
-from kvflash_ggml.snapshot.source import BytesSource, FileSource
+from kvflash_ggml.snapshot.container import BytesSource, FileSource
 from kvflash_ggml.state.session import Layout
 
 LENGTH = 700

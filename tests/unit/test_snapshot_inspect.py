@@ -16,9 +16,8 @@ from support.snapshot_files import PAGE, damage, write
 
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.files import replacing
-from kvflash_ggml.snapshot.container import PREFIX, Container, Writer
+from kvflash_ggml.snapshot.container import PREFIX, Container, FileSource, Writer
 from kvflash_ggml.snapshot.inspect import describe, removable, verify
-from kvflash_ggml.snapshot.source import FileSource
 
 DAY = 86_400
 

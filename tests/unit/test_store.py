@@ -21,8 +21,7 @@ from support.fake_host import POISON, FakeHost
 from kvflash_ggml.errors import ConfigError, HostMemoryError, SnapshotError
 from kvflash_ggml.host import slabs
 from kvflash_ggml.host.heap import PageHeap
-from kvflash_ggml.host.image import NOWHERE, PageImage
-from kvflash_ggml.host.lease import Lease
+from kvflash_ggml.host.image import NOWHERE, Lease, PageImage
 from kvflash_ggml.host.store import HostStore
 
 PAGE = 100

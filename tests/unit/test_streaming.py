@@ -14,7 +14,7 @@ from support.saving import Digest, dump, load
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
-from kvflash_ggml.pool.view import choose
+from kvflash_ggml.pool.masks import choose
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 

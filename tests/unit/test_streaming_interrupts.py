@@ -22,7 +22,7 @@ FILES = (
     "sequence/prefill.py",
     "sequence/relevance.py",
     "pool/page_table.py",
-    "pool/view.py",
+    "pool/masks.py",
 )
 
 N = 508  # four tokens more end a chunk, and all of them are more than the pool holds

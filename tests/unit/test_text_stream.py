@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflash_ggml.batching.answer import TextStream
 from kvflash_ggml.batching.messages import Logprob
-from kvflash_ggml.batching.text import TextStream
 
 
 def run(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[str, str | None]:

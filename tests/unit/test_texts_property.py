@@ -13,8 +13,7 @@ from support.on_host import save as save_all
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import PoolExhausted
-from kvflash_ggml.pool.allocator import BlockAllocator
-from kvflash_ggml.pool.page_table import PageTable
+from kvflash_ggml.pool.page_table import BlockAllocator, PageTable
 
 COUNT = 24
 MAX_TEXTS = 4

@@ -17,8 +17,8 @@ from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.files import check_writable, write_atomically
-from kvflash_ggml.policy import combine
-from kvflash_ggml.policy.combine import attention_shares
+from kvflash_ggml.policy import heads
+from kvflash_ggml.policy.heads import attention_shares
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.trace import recorder as trace_module
@@ -231,7 +231,7 @@ def test_of_many_columns_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     rng = np.random.default_rng(1)
     masses = rng.normal(0, 1, (4096, 8)).astype(np.float32)
     sampled = attention_shares(masses)
-    monkeypatch.setattr(combine, "MAX_COLUMNS", 1 << 20)
+    monkeypatch.setattr(heads, "MAX_COLUMNS", 1 << 20)
     assert sampled == pytest.approx(attention_shares(masses), abs=0.02)
 
 

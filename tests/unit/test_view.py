@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflash_ggml.constants import CHUNK, POOL_STEP, round_up
+from kvflash_ggml.pool.masks import AlibiStageMask, StageMask, View, choose, everything_is_resident
 from kvflash_ggml.pool.plan import ABSENT, Chunk, Layout
-from kvflash_ggml.pool.view import AlibiStageMask, StageMask, View, choose, everything_is_resident
 
 MAX_ROWS = 128
 

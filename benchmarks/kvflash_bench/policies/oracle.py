@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvflash_ggml.arrays import Floats
 from kvflash_ggml.policy.base import Keys, ScoreRequest, register
-from kvflash_ggml.policy.combine import softmax_max
+from kvflash_ggml.policy.heads import softmax_max
 
 
 @register("oracle")

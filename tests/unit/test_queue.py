@@ -10,42 +10,41 @@ from collections import Counter
 import pytest
 from support.served import request
 
-from kvflash_ggml.batching import places
-from kvflash_ggml.batching.places import Places
-from kvflash_ggml.batching.waiting import Job, QueueFull, Waiting
+from kvflash_ggml.batching import queue
+from kvflash_ggml.batching.queue import Job, QueueFull, RequestQueue, RetrySlots
 
 
 def job(size: int = 4, **more: object) -> Job:
     return Job(request=request(range(size), **more), sink=lambda event: None, submitted=0.0)
 
 
-def put(waiting: Waiting, *jobs: Job) -> None:
+def put(waiting: RequestQueue, *jobs: Job) -> None:
     for one in jobs:
         waiting.put(one, pace=2.0)
 
 
 def test_in_order_of_arrival() -> None:
-    waiting, jobs = Waiting(most=9, most_tokens=99), [job() for _ in range(3)]
+    waiting, jobs = RequestQueue(most=9, most_tokens=99), [job() for _ in range(3)]
     put(waiting, *jobs)
     assert [waiting.take() for _ in range(4)] == [*jobs, None]
 
 
 def test_keys_take_turns() -> None:
-    waiting = Waiting(most=9, most_tokens=99)
+    waiting = RequestQueue(most=9, most_tokens=99)
     a, b = [job(key="a") for _ in range(3)], [job(key="b") for _ in range(2)]
     put(waiting, *a, *b)
     assert [waiting.take() for _ in range(5)] == [a[0], b[0], a[1], b[1], a[2]]
 
 
 def test_higher_priorities_first() -> None:
-    waiting = Waiting(most=9, most_tokens=99)
+    waiting = RequestQueue(most=9, most_tokens=99)
     low, usual, high = job(priority=-1), job(), job(priority=2)
     put(waiting, low, usual, high)
     assert [waiting.take() for _ in range(3)] == [high, usual, low]
 
 
 def test_too_many() -> None:
-    waiting = Waiting(most=2, most_tokens=99)
+    waiting = RequestQueue(most=2, most_tokens=99)
     put(waiting, job(), job())
     with pytest.raises(QueueFull, match="2 requests wait, and 2 may") as err:
         put(waiting, job())
@@ -54,7 +53,7 @@ def test_too_many() -> None:
 
 
 def test_too_many_tokens() -> None:
-    waiting = Waiting(most=9, most_tokens=10)
+    waiting = RequestQueue(most=9, most_tokens=10)
     put(waiting, job(8))
     with pytest.raises(QueueFull, match="with 3 more they would pass 10"):
         put(waiting, job(3))
@@ -63,13 +62,13 @@ def test_too_many_tokens() -> None:
 
 
 def test_one_alone_may_be_as_long_as_it_likes() -> None:
-    waiting = Waiting(most=9, most_tokens=10)
+    waiting = RequestQueue(most=9, most_tokens=10)
     put(waiting, job(50))
     assert len(waiting) == 1
 
 
 def test_who_leaves_makes_room() -> None:
-    waiting = Waiting(most=2, most_tokens=99)
+    waiting = RequestQueue(most=2, most_tokens=99)
     stays, leaves = job(), job(key="b")
     put(waiting, stays, leaves)
     assert waiting.remove_if(lambda one: one is leaves) == [leaves]
@@ -82,7 +81,7 @@ class Crowd:
     """Requests to a queue of 16 whose seat takes one in `pace` seconds, on a clock of numbers."""
 
     def __init__(self, pace: float = 0.5) -> None:
-        self.waiting, self.pace, self._dice = Waiting(most=16, most_tokens=10**6), pace, random.Random(1)
+        self.waiting, self.pace, self._dice = RequestQueue(most=16, most_tokens=10**6), pace, random.Random(1)
         self.refused, self.told, self._waits = Counter[int](), dict[int, list[float]](), set[int]()
         self.sizes = Counter[int]()  # of who asks for several at once
         self._events: list[tuple[float, int, str, bool]] = [(0.0, -1, "", False)]  # -1: the seat is free
@@ -167,7 +166,7 @@ def test_who_does_not_wait_lengthens_nobodys_time() -> None:
 
 
 def test_many_clients_may_ask_for_the_same() -> None:
-    waiting, told = Waiting(most=16, most_tokens=99), set[float]()
+    waiting, told = RequestQueue(most=16, most_tokens=99), set[float]()
     for i in range(64):
         same = Job(request=request([1]), sink=lambda event: None, submitted=0.0)
         try:
@@ -189,8 +188,8 @@ def test_who_never_comes_again_is_not_waited_for() -> None:
 
 
 def test_who_asks_for_ever_new_things_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "MAX_REMEMBERED", 8)
-    known = Places()
+    monkeypatch.setattr(queue, "MAX_REMEMBERED", 8)
+    known = RetrySlots()
     for who in range(100):
         assert known.book(who, "", 0.0, 1.0) > 0
     assert len(known._told) == len(known._ahead) == 8
@@ -210,7 +209,7 @@ def test_keys_wait_for_themselves() -> None:
 
 
 def test_places_are_kept_for_those_who_were_told_to_come() -> None:
-    waiting = Waiting(most=2, most_tokens=99)
+    waiting = RequestQueue(most=2, most_tokens=99)
 
     def asks(tokens: int, now: float) -> float:
         """0, or when to come again."""
