@@ -13,14 +13,14 @@ from .schema import LATE
 
 
 class Turns:
-    """Collects `messages` as `ChatRequest` has them.
+    """Collects messages as `ChatRequest` has them.
 
     Texts of one role that follow each other are one message, since many templates want roles to alternate. left_out:
     names of parts that are not understood, for the header. model: its name, for errors.
     """
 
     def __init__(self, model: str) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # with lists of texts: to join them one by one takes their square
         self.left_out: list[str] = []
         self._model = model
         self._names: dict[str, str] = {}  # of calls, by their ids
@@ -29,29 +29,25 @@ class Turns:
         """At the front a system message; later a user's turn in place."""
         if not text:
             return
-        if all(message["role"] == "system" for message in self.messages):
-            self._join("system", text)
+        if self._at_front():
+            self._last("system")["content"].append(text)
         else:
-            self._join("user", LATE.format(text))
+            self.say("user", LATE.format(text))
 
     def say(self, role: str, text: str) -> None:
-        if role == "assistant":
-            self._answer()["content"] += text
-        else:
-            self._join("user", text)
+        self._last(role)["content"].append(text)
 
     def think(self, text: str) -> None:
-        answer = self._answer()
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+        self._last("assistant").setdefault("reasoning_content", []).append(text)
 
     def call(self, id: str, name: str, arguments: str) -> None:
         self._names[id] = name
-        calls = self._answer().setdefault("tool_calls", [])
+        calls = self._last("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def result(self, id: str, text: str) -> None:
         named = {"name": self._names[id]} if id in self._names else {}
-        self.messages.append({"role": "tool", "tool_call_id": id, **named, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": id, **named, "content": [text]})
 
     def leave_out(self, what: str) -> None:
         self.left_out.append(what)
@@ -63,21 +59,23 @@ class Turns:
 
     def ended(self) -> list[dict[str, Any]]:
         """The messages. Templates want a question; some programs send none to see whether the server is there."""
-        if all(message["role"] == "system" for message in self.messages):
-            self.messages.append({"role": "user", "content": ""})
-        return self.messages
+        if self._at_front():
+            self.say("user", "")
+        for message in self._messages:
+            between = "" if message["role"] == "assistant" else "\n\n"
+            message["content"] = between.join(filter(None, message["content"]))
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
+        return self._messages
 
-    def _join(self, role: str, text: str) -> None:
-        if self.messages and self.messages[-1]["role"] == role:
-            before = self.messages[-1]["content"]
-            self.messages[-1]["content"] = f"{before}\n\n{text}" if before else text
-        else:
-            self.messages.append({"role": role, "content": text})
+    def _at_front(self) -> bool:
+        return all(message["role"] == "system" for message in self._messages[:2])
 
-    def _answer(self) -> dict[str, Any]:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+    def _last(self, role: str) -> dict[str, Any]:
+        """The last message, if it is of this role, or else a new one."""
+        if not self._messages or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+        return self._messages[-1]
 
 
 def read(reader: AnswerReader, event: Event) -> list[Delta]:

@@ -192,6 +192,13 @@ def test_what_changes_in_each_request_is_left_out() -> None:
     assert front("0a1b2", steady_prompts=False) != front("fffff", steady_prompts=False)
 
 
+def test_very_many_blocks_are_one_message() -> None:
+    """Each of them joined to those before takes the square of their number."""
+    blocks = [{"type": "text", "text": "x" * 200}] * 20_000
+    asked = {"messages": [{"role": role, "content": blocks} for role in ("user", "assistant")]}
+    assert Server().post("/v1/messages/count_tokens", asked).json["input_tokens"] > 8_000_000
+
+
 def test_an_answer_that_has_begun() -> None:
     reply = ask(messages=[*HELLO, {"role": "assistant", "content": "It is"}])
     assert reply.json["usage"]["input_tokens"] == len("user: hello\nassistant: It is")
