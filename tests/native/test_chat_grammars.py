@@ -1,0 +1,94 @@
+"""Grammars of chats in the sampler: one waits for its trigger and the end of the reasoning, one goes on a prompt."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+import pytest
+
+from kvflash_ggml.chat.values import Grammar
+from kvflash_ggml.errors import ConfigError
+from kvflash_ggml.llama.grammar import sampler_of
+
+CALL = Grammar(text='root ::= "<go>" ("left" | "right")', lazy=True, trigger_words=("<go>",))
+THINKING = Grammar(
+    text=CALL.text, lazy=True, trigger_words=CALL.trigger_words, thinking=("<think>", "</think>"), prefill="<think>"
+)
+
+
+class Held:
+    """A sampler of a grammar, and what it allows next."""
+
+    def __init__(self, llm: Any, grammar: Grammar) -> None:
+        self._llm, self._vocab = llm, llm._model.vocab
+        self.sampler = sampler_of(self._vocab, grammar)
+
+    def write(self, *texts: str) -> None:
+        for text in texts:
+            for token in self._llm.tokenize(text.encode(), add_bos=False, special=True):
+                llama_cpp.llama_sampler_accept(self.sampler, token)
+
+    def allows(self, *words: str) -> list[bool]:
+        """May the next token be the first of each word?"""
+        tokens = [self._llm.tokenize(word.encode(), add_bos=False, special=True)[0] for word in words]
+        data = (llama_cpp.llama_token_data * len(tokens))(*((token, 0.0, 0.0) for token in tokens))
+        array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
+        llama_cpp.llama_sampler_apply(self.sampler, ctypes.byref(array))
+        return [data[i].logit == 0.0 for i in range(len(tokens))]
+
+
+@pytest.fixture
+def held(llama: Callable[..., Any]) -> Callable[[Grammar], Held]:
+    llm = llama("dense", n_ctx=64, n_batch=64)
+    return lambda grammar: Held(llm, grammar)
+
+
+def test_a_grammar_waits_for_its_trigger(held: Callable[[Grammar], Held]) -> None:
+    answer = held(CALL)
+    assert answer.allows("left", "up") == [True, True]
+    answer.write("Let me see: ")
+    assert answer.allows("left", "up") == [True, True]
+    answer.write("<go>")
+    assert answer.allows("left", "right", "up") == [True, True, False]
+
+
+def test_a_copy_goes_its_own_way(held: Callable[[Grammar], Held]) -> None:
+    """Drafts are sampled with one."""
+    answer = held(THINKING)
+    answer.write("hm</think>")
+    copy = Held.__new__(Held)
+    copy._llm, copy._vocab, copy.sampler = answer._llm, answer._vocab, llama_cpp.llama_sampler_clone(answer.sampler)
+    copy.write("<go>")
+    assert copy.allows("left", "up") == [True, False]
+    assert answer.allows("left", "up") == [True, True]
+
+
+def test_no_trigger_counts_within_reasoning(held: Callable[[Grammar], Held]) -> None:
+    answer = held(THINKING)  # the template has begun the reasoning
+    answer.write("I could ", "<go>", "up")
+    assert answer.allows("left", "up") == [True, True]
+    answer.write("</think>", "So: ")
+    assert answer.allows("left", "up") == [True, True]
+    answer.write("<go>")
+    assert answer.allows("left", "up") == [True, False]
+
+
+def test_a_grammar_begins_with_what_the_template_has_written(held: Callable[[Grammar], Held]) -> None:
+    answer = held(Grammar(text='root ::= "<ask>" ("left" | "right")', prefill="<ask>"))
+    assert answer.allows("left", "up", "<") == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(text="root ::= ("),
+        Grammar(text='root ::= "x"', lazy=True, triggers=("(",)),
+        Grammar(text='root ::= "\ud800"'),
+    ],
+)
+def test_grammars_that_are_none(grammar: Grammar, held: Callable[[Grammar], Held]) -> None:
+    with pytest.raises(ConfigError, match="the grammar"):
+        held(grammar)
