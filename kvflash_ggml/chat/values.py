@@ -63,6 +63,10 @@ class Call:
     name: str
     arguments: str
 
+    def as_openai(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
@@ -86,3 +90,14 @@ class Delta:
     id: str = ""
     name: str = ""
     arguments: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The `delta` of OpenAI's API."""
+        if self.reasoning:
+            return {"reasoning_content": self.reasoning}
+        if self.index is None:
+            return {"content": self.content}
+        if not self.name:
+            return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
+        made = Call(id=self.id, name=self.name, arguments=self.arguments)
+        return {"tool_calls": [{"index": self.index, **made.as_openai()}]}

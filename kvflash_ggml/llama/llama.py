@@ -36,8 +36,8 @@ from ..state.session import SessionState
 from . import fitting, parameters
 from .bias import with_bias
 from .call_lock import CallLock, changing
+from .chatting import ChattingLlama
 from .context import Closed, PagedContext, check_adapter, take_closing
-from .generation import GeneratingLlama
 from .reading import open_session
 from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
 from .stats import PoolStats
@@ -63,7 +63,7 @@ NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
 
 
-class Llama(GeneratingLlama):
+class Llama(ChattingLlama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
@@ -136,6 +136,7 @@ class Llama(GeneratingLlama):
                 )
             self._config = request.config
         settings = request.upstream
+        self._own_template = settings.get("chat_format") is None and settings.get("chat_handler") is None
         self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)

@@ -18,7 +18,7 @@ class IncrementalTokenizer:
     """Wraps a tokenizer whose text is the concatenation of its tokens' pieces, as llama.cpp's is.
 
     spells: does the model's file have a vocabulary? Without one, or for a token that is not in it, llama.cpp ends the
-    process: here it is a ConfigError.
+    process: here it is a ConfigError. shown: special tokens that have a text for now.
     """
 
     def __init__(self, tokenizer: Any, bos: Callable[[], int], *, n_vocab: int, spells: bool = True) -> None:
@@ -29,6 +29,7 @@ class IncrementalTokenizer:
         self._tokens: list[int] = []
         self._text = b""
         self._special = False
+        self.shown: frozenset[int] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -67,5 +68,8 @@ class IncrementalTokenizer:
         for token in tokens:
             if not 0 <= token < self._n_vocab:
                 raise ConfigError(f"token {token} has no text: this model has 0 to {self._n_vocab - 1}")
+        if not self.shown.isdisjoint(tokens):
+            pieces = (self._tokenizer.detokenize([token], special=special or token in self.shown) for token in tokens)
+            return b"".join(pieces)
         text: bytes = self._tokenizer.detokenize(tokens, prev_tokens=prev_tokens, special=special)
         return text

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..batching.messages import Event, Finished, Logprob, Piece
 from ..chat.reader import Rendered
-from ..chat.values import Delta
 from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest, ToolChoice
 from .took import FINGERPRINT, report, timings, usage
@@ -45,7 +44,7 @@ class ChatAnswer(Answer):
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
-            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in said.calls]
+            message["tool_calls"] = [call.as_openai() for call in said.calls]
         return {
             "index": self._index,
             "message": message,
@@ -99,7 +98,7 @@ class ChatAnswer(Answer):
         yield DONE
 
     def _piece(self, text: str, logprobs: Sequence[Logprob], *, end: bool = False) -> Iterator[bytes]:
-        deltas = [_delta(delta) for delta in self._reader.push(text, end=end)]
+        deltas = [delta.as_openai() for delta in self._reader.push(text, end=end)]
         if logprobs and not deltas:
             deltas = [{"content": ""}]
         for i, delta in enumerate(deltas):
@@ -109,20 +108,6 @@ class ChatAnswer(Answer):
         """A function that the client has named is called anyway; so says OpenAI's API."""
         called = self._reader.said.calls and not isinstance(self._asked.tool_choice, ToolChoice)
         return "tool_calls" if finished.reason == "stop" and called and not self._reader.odd else finished.reason
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
-    if delta.reasoning:
-        return {"reasoning_content": delta.reasoning}
-    if delta.index is None:
-        return {"content": delta.content}
-    if delta.name:
-        return {"tool_calls": [{"index": delta.index, **_call(delta.id, delta.name, delta.arguments)}]}
-    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
-
-
-def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_logprobs(told: Sequence[Logprob]) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""`create_chat_completion` with tools, by the model's own template: its prompt, its grammar, and its calls."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import llama_cpp
+
+from ..chat.reader import AnswerReader, Rendered
+from ..chat.templates import ChatTemplate
+from ..chat.values import ChatInput
+from ..errors import ConfigError
+from .generation import GeneratingLlama
+
+_UPSTREAM = llama_cpp.Llama.create_chat_completion
+_PARAMETERS = inspect.signature(_UPSTREAM)
+_ELSEWHERE = ("functions", "function_call", "grammar", "response_format", "logprobs")
+"""What upstream's own handler does with tools, or instead of them."""
+
+_OURS = {"self", "messages", "tools", "tool_choice", "stream", "stop", "top_logprobs", *_ELSEWHERE}
+
+
+class ChattingLlama(GeneratingLlama):
+    """_own_template: is the model's own template to be used, and no `chat_format` or `chat_handler`?"""
+
+    _own_template = False
+
+    def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
+        """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
+
+        ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
+        """
+        bound = _PARAMETERS.bind(self, *args, **settings)
+        bound.apply_defaults()
+        given = bound.arguments
+        source = self.metadata.get("tokenizer.chat_template")
+        tools = given["tools"] and given["tool_choice"] != "none" and not any(given[name] for name in _ELSEWHERE)
+        if not tools or source is None or not self._own_template or self.chat_handler is not None:
+            return super().create_chat_completion(*args, **settings)
+        template = _template(source, self._text_of(self.token_bos()), self._text_of(self.token_eos()))
+        rendered = template.render(_asked(given))
+        stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"] or ()
+        made: dict[str, Any] = {
+            **{name: value for name, value in given.items() if name not in _OURS},
+            "prompt": self._prompt_of(rendered),
+            "stop": [*stop, *rendered.stops],
+            "grammar": rendered.grammar,
+        }
+        return self._chunks(rendered, made) if given["stream"] else self._whole(rendered, made)
+
+    create_chat_completion.__signature__ = _PARAMETERS  # type: ignore[attr-defined]
+
+    def _text_of(self, token: int) -> str:
+        return str(self._model.token_get_text(token)) if token != -1 else ""
+
+    def _prompt_of(self, rendered: Rendered) -> list[int]:
+        bos = self._text_of(self.token_bos())
+        adds = not (bos and rendered.prompt.startswith(bos))
+        return self.tokenize(rendered.prompt.encode("utf-8", "replace"), add_bos=adds, special=True)
+
+    @contextmanager
+    def _shown(self, rendered: Rendered) -> Iterator[None]:
+        """The answer has the special tokens that its format needs."""
+        found = [self.tokenize(text.encode(), add_bos=False, special=True) for text in rendered.preserved]
+        tokenizer: Any = self.tokenizer_
+        tokenizer.shown = frozenset(tokens[0] for tokens in found if len(tokens) == 1)
+        try:
+            yield
+        finally:
+            tokenizer.shown = frozenset()
+
+    def _whole(self, rendered: Rendered, made: Mapping[str, Any]) -> dict[str, Any]:
+        with self._shown(rendered):
+            done: Any = self.create_completion(**made)
+        (choice,) = done["choices"]
+        reader = rendered.reader()
+        reader.push(choice["text"], end=True)
+        said = reader.said
+        calls = [call.as_openai() for call in said.calls]
+        message = {
+            "role": "assistant",
+            "content": said.content if said.content.strip() or not calls else None,
+            **({"reasoning_content": said.reasoning} if said.reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+        reason = _reason(reader, choice["finish_reason"])
+        answer = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return {**done, "id": f"chat{done['id']}", "object": "chat.completion", "choices": [answer]}
+
+    def _chunks(self, rendered: Rendered, made: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        head = {
+            "id": f"chatcmpl-{secrets.token_hex(16)}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": made["model"] or self.model_path,
+        }
+
+        def chunk(delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+
+        reader, reason = rendered.reader(), "stop"
+        yield chunk({"role": "assistant"})
+        with self._shown(rendered):
+            parts: Any = self.create_completion(**made, stream=True)
+            for part in parts:
+                (choice,) = part["choices"]
+                reason = choice["finish_reason"] or reason
+                for delta in reader.push(choice["text"]):
+                    yield chunk(delta.as_openai())
+        for delta in reader.push("", end=True):
+            yield chunk(delta.as_openai())
+        yield chunk({}, _reason(reader, reason))
+
+
+@cache
+def _template(source: str, bos: str, eos: str) -> ChatTemplate:
+    return ChatTemplate(source, bos=bos, eos=eos)
+
+
+def _asked(given: Mapping[str, Any]) -> ChatInput:
+    choice: Any = given["tool_choice"] or "auto"
+    named = None if isinstance(choice, str) else choice["function"]["name"]
+    if named is not None and named not in {tool["function"]["name"] for tool in given["tools"]}:
+        raise ConfigError(f"tool_choice names {named!r}, which is no tool: name one of `tools`")
+    choice = choice if named is None else "required"
+    return ChatInput(messages=given["messages"], tools=given["tools"], choice=choice, named=named)
+
+
+def _reason(reader: AnswerReader, reason: str) -> str:
+    return "tool_calls" if reason == "stop" and reader.said.calls and not reader.odd else reason
