@@ -22,8 +22,7 @@ from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.constants import POOL_STEP, round_up
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.sequence.selection import TAU
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.tally import Tally
+from kvflash_ggml.spec.draft import Draft, Tally
 from kvflash_ggml.spec.tree import rows as arranged
 
 from . import report

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft
-from kvflash_ggml.spec.tally import Tally
+from kvflash_ggml.spec.draft import Draft, Tally
 
 from .outcomes import Arm
 

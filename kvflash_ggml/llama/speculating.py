@@ -18,20 +18,14 @@ from ..drafter.model import COMPUTE_BYTES
 from ..errors import ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
-from ..spec.asked import Asked
-from ..spec.base import Drafter
-from ..spec.callback import Callback
+from ..spec.base import Callback, Drafter, FeatureRows, Target
+from ..spec.chained import Eagle3, Mtp, Small
 from ..spec.decision import WIDTHS, Controller, Controls, Fixed
 from ..spec.dflash import DFlash
-from ..spec.eagle3 import Eagle3
-from ..spec.features import FeatureRows
+from ..spec.draft import Tally
 from ..spec.find import DFLASH, EAGLE3, MTP, NGRAM, SIMPLE, Found, find
-from ..spec.loop import Speculator
-from ..spec.mtp import Mtp
+from ..spec.loop import Asked, Speculator
 from ..spec.ngram import NGram
-from ..spec.small import Small
-from ..spec.tally import Tally
-from ..spec.target import Target
 from .pool_drafter import PoolDrafter
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from ..placement.sizing import PoolSize
 from ..policy.qk import QKScorer, Reason
 from ..sequence.reading import ReadStats
 from ..sequence.sequence import Sequence
-from ..spec.loop import Speculator
-from ..spec.stats import SpecStats
+from ..spec.loop import SpecStats, Speculator
 from ..trace.events import Observer
 from ..trace.recorder import Summary, Trace
 

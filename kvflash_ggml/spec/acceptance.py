@@ -24,8 +24,7 @@ from ..arrays import Floats
 from ..errors import ConversionError, LibraryError
 from ..gguf import reader, verify
 from ..native import library
-from .base import Drafter
-from .target import Target
+from .base import Drafter, Target
 
 TEXTS = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -97,10 +96,9 @@ def measure(model: Path, drafts: Sequence[Path], texts: Sequence[str], *, tokens
 
 def _open(path: Path, kind: str, target: Target) -> tuple[Drafter, int]:
     """A drafter, and how many tokens it drafts at once."""
+    from .chained import Eagle3, Mtp
     from .dflash import DFlash
-    from .eagle3 import Eagle3
     from .find import DFLASH, EAGLE3
-    from .mtp import Mtp
 
     if kind == DFLASH:
         blocks = DFlash(path, target)

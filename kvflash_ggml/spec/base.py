@@ -1,13 +1,45 @@
-"""What a drafter is."""
+"""What a drafter is, what it knows and is given of its target, and the plainest kind: a function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Floats, Int32s
+from ..errors import DraftError
 from ..state.draft import SavedDraft
-from .draft import Draft
+from .draft import Draft, chain
+
+if TYPE_CHECKING:
+    from ..native.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a drafter has to know of its target.
+
+    path: its file, the first one if it is split. model, context: addresses of the llama_model and the llama_context;
+    both outlive the drafter. n_embd, n_vocab: values a layer's input has, and tokens. n_ctx: how long a text can be.
+    ends: the tokens that end one. threads, batch_threads: for one token, and for several. offload: use a device.
+    repack: pack weights for the CPU's kernels.
+    """
+
+    path: Path
+    model: int
+    context: int
+    n_embd: int
+    n_vocab: int
+    n_ctx: int
+    ends: frozenset[int] = frozenset()
+    threads: int = 1
+    batch_threads: int = 1
+    offload: bool = False
+    repack: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +115,87 @@ class Remembering(Protocol):
         SnapshotError, and nothing known, if it is of another origin, or damaged.
         """
         ...
+
+
+# --- what drafters are given of the compute: kept once for all, and handed to each as it wants it
+
+
+class FeatureRows:
+    """Lets an engine keep what drafters want of each token. Made before its first step, and once.
+
+    n_embd: values of a layer's input. newest: of so many tokens, the newest ones, it is looked at; None for all. Raises
+    UnsupportedError for an architecture that does not give them.
+    """
+
+    def __init__(self, engine: Engine, drafters: Sequence[Drafter], n_embd: int) -> None:
+        self._layers = sorted({layer for drafter in drafters for layer in drafter.wants.layers})
+        self._n_embd = n_embd
+        self._engine = engine
+        spans = [drafter.wants.newest for drafter in drafters]
+        self.newest = None if None in spans else max(span for span in spans if span is not None)
+        self._columns: dict[Features, slice | npt.NDArray[np.intp]] = {}
+        self._width = engine.open_features(self._layers, nextn=any(drafter.wants.nextn for drafter in drafters))
+
+    def read(self, count: int) -> Floats:
+        """What is kept of the first `count` tokens of the newest step, [count, width]. Waits for the compute."""
+        rows = np.empty((count, self._width), np.float32)
+        self._engine.read_features(0, rows)
+        return rows
+
+    def of(self, wants: Features, rows: Floats) -> Floats:
+        """The columns that one drafter wants, in its order."""
+        columns = self._columns.get(wants)
+        if columns is None:
+            columns = self._columns[wants] = self._find(wants)
+        return rows[:, columns]
+
+    def _find(self, wants: Features) -> slice | npt.NDArray[np.intp]:
+        n = self._n_embd
+        parts = [np.arange(n) + n * self._layers.index(layer) for layer in wants.layers]
+        if wants.nextn:
+            parts.append(np.arange(n * len(self._layers), self._width))
+        columns = np.concatenate(parts)
+        adjacent = bool(np.all(np.diff(columns) == 1))  # a view is enough
+        return slice(int(columns[0]), int(columns[-1]) + 1) if adjacent else columns
+
+
+# --- a drafter as llama-cpp-python has them
+
+
+class Callback:
+    """Asks a `LlamaDraftModel`, or anything that can be called so."""
+
+    name = "draft_model"
+    wants = Features()
+
+    def __init__(self, model: Callable[[Int32s], Any]) -> None:
+        self._model = model
+        self._text = np.empty(0, np.int32)
+        self._length = 0
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """See `Drafter`."""
+        end = start + len(tokens)
+        if end >= len(self._text):
+            self._text = np.resize(self._text, 2 * end + 1) if end else self._text
+        self._text[start:end] = tokens
+        self._length = end
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """See `Drafter`. DraftError where it returns what are no token ids."""
+        text = np.append(self._text[: self._length], np.int32(root)).astype(np.intc)
+        proposed = np.asarray(self._model(text))
+        if proposed.size == 0:
+            return None
+        with np.errstate(invalid="ignore"):  # what is no number is not what it was cast to
+            whole = proposed.astype(np.int32) if proposed.dtype.kind in "iuf" and proposed.ndim == 1 else None
+        if whole is None or not np.array_equal(whole, proposed):
+            raise DraftError(f"{self.name}: tokens must be a list of whole numbers, not {proposed!r}")
+        return chain(whole[:most], self.name)
+
+    def truncate(self, length: int) -> None:
+        """See `Drafter`."""
+        self._length = min(self._length, length)
+
+    def close(self) -> None:
+        """See `Drafter`."""

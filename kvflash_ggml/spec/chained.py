@@ -1,4 +1,4 @@
-"""Drafters that go on from what the target knew before a token, a step for each: MTP heads and EAGLE3."""
+"""Drafters that go on token by token: MTP heads, EAGLE3, and small models."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Floats, Int32s
+from ..config import SPEC_DEFAULT_WINDOW
+from ..drafter.model import BOUND
+from ..errors import ConversionError
+from ..gguf import heads, modelfile, reader, verify
+from ..native import stock
 from ..sequence.prefill import LEFT_OVER, QUESTION_TOKENS
 from ..state.draft import SavedDraft
-from .base import Features
-from .context import DraftContext
+from .base import Features, Target
+from .context import DraftContext, DraftModel, state_width
 from .draft import Draft, chain
+from .find import wants
 from .model_drafter import ModelDrafter
-from .target import Target
 
 RECENT = QUESTION_TOKENS + LEFT_OVER + 1
 """Rows that are kept for a text that is cut, as it is where the end of a prompt is read again: what follows a cut needs
@@ -127,3 +133,119 @@ class Chained(ModelDrafter):
         at = start + kept.start + self._place
         self._context.truncate(at)
         return at, tokens[kept], self._recent[:0] if rows is None else rows[kept]
+
+
+class Mtp(Chained):
+    """The head of a model that predicts the token after the next one, chained on itself.
+
+    path: another file of the same model that has the head, None for the target's own, which must have been loaded with
+    load_mtp. Raises ConversionError for a file without one head of this target's, and what DraftModel and DraftContext
+    raise.
+    """
+
+    def __init__(self, path: Path | None, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
+        file = reader.read(path or target.path)
+        with ExitStack() as stack:
+            address: Any = target.model
+            if path is None:
+                heads.check(file)
+                if not stock.has_head(target.model):
+                    raise ConversionError(
+                        file.name, "the head for further tokens", found="not loaded", wanted="a model loaded with it",
+                        remedy="Load the model with load_mtp.",
+                    )  # fmt: skip
+            else:
+                heads.check_pair(file, reader.read(target.path))
+                model = DraftModel(path, offload=target.offload, repack=target.repack, mtp=True)
+                stack.callback(model.close)
+                address = model.address
+            context = DraftContext(address, target, window=window, mtp=True, states=stock.STATES)
+            stack.callback(context.close)
+            width = state_width(address)
+            super().__init__(
+                "mtp", Features(nextn=True), target, path or target.path, context, stack.pop_all(), width=width, place=0
+            )
+
+
+class Eagle3(Chained):
+    """A drafter of the architecture eagle3 beside its target.
+
+    Raises ConversionError for a file that is not a drafter of this target, and what DraftModel and DraftContext raise.
+    """
+
+    def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
+        file, model = reader.read(path), reader.read(target.path)
+        verify.check(file, model)
+        with ExitStack() as stack:
+            weights = DraftModel(path, offload=target.offload, repack=target.repack)
+            stack.callback(weights.close)
+            shares = not {"token_embd.weight", "output.weight"} <= file.tensors.keys()
+            context = DraftContext(weights.address, target, window=window, shares=shares, states=stock.STATES)
+            stack.callback(context.close)
+            super().__init__(
+                "eagle3", wants(file, model), target, path, context, stack.pop_all(),
+                width=len(verify.target_layers(file)) * target.n_embd, place=-1, state=context.encode,
+            )  # fmt: skip
+
+
+PADDING = 128
+"""So many of the target's last tokens may be unknown to the small model: sizes of one family are padded differently."""
+
+
+class Small(ModelDrafter):
+    """A model of the target's vocabulary beside it.
+
+    Raises ConversionError for a file that cannot be one, or has recurrent state, which could not go back behind drafts
+    that were rejected, and what DraftModel and DraftContext raise.
+    """
+
+    name = "draft"
+    wants = Features()
+
+    def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
+        if (architecture := modelfile.architecture(path)) in BOUND:
+            raise ConversionError(
+                path.name, "general.architecture", found=architecture, wanted="a model that reads a text by itself",
+                remedy="It drafts with what its target computes: ask for a drafter of that kind.",
+            )  # fmt: skip
+        self._target = target
+        with ExitStack() as stack:
+            model = DraftModel(path, offload=target.offload, repack=target.repack)
+            stack.callback(model.close)
+            if model.recurrent:
+                raise ConversionError(
+                    path.name, "its memory", found=f"recurrent state, as every {architecture} has it",
+                    wanted="attention only, as drafts are taken back", remedy="Draft with another model.",
+                )  # fmt: skip
+            if not model.shares_vocabulary(target, apart=PADDING):
+                raise ConversionError(
+                    path.name, "the vocabulary", found="another one", wanted=f"the tokens of {target.path.name}",
+                    remedy="Draft with a model of the same family.",
+                )  # fmt: skip
+            context = DraftContext(model.address, target, window=window)
+            stack.callback(context.close)
+            super().__init__(path, context, stack.pop_all())
+
+    def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
+        """See Drafter. It starts anew behind a token that it does not know."""
+        unknown = np.flatnonzero(tokens >= self._context.n_vocab)
+        if unknown.size:
+            skipped = int(unknown[-1]) + 1
+            start, tokens = start + skipped, tokens[skipped:]
+            self._lag.reset(start)
+        self._lag.add(start, tokens)
+
+    def propose(self, root: int, most: int) -> Draft | None:
+        """See Drafter. DecodeError if what it computes are no numbers."""
+        context = self._context
+        if root >= context.n_vocab:
+            return None
+        start, tokens, _ = self._lag.take()
+        end = start + len(tokens)
+        unread = np.append(tokens, np.int32(root))
+        if len(unread) > context.step:
+            context.feed(start, tokens, None)
+            start, unread = end, unread[-1:]
+        draft = go_on(context, self._target, start, unread, most=most, source=self.name)
+        context.truncate(end)
+        return draft

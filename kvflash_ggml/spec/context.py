@@ -17,7 +17,7 @@ from ..constants import round_up
 from ..drafter.model import same_vocabulary
 from ..errors import ConfigError, ConversionError, HostMemoryError
 from ..native import logits, stock
-from .target import Target
+from .base import Target
 
 STEP = 512
 """Tokens that a drafter reads at once, at most."""

@@ -16,11 +16,10 @@ from support.inside import inside
 from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
 from kvflash_ggml.llama.speculating import HOPES, SERIAL
-from kvflash_ggml.spec.asked import Asked
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import WIDTHS, Controller
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.spec.loop import Asked, Speculator
 
 ROWS = [1, 4, 8, 16, 32]
 POOL = [0.0132, 0.019, 0.026, 0.031, 0.036]

@@ -36,9 +36,8 @@ class Told:
 @pytest.fixture
 def beside(bare: Any, model: Any) -> Iterator[Callable[..., tuple[Any, Any]]]:
     """Makes a target of the kind's, and a function that makes drafters of it."""
-    from kvflash_ggml.spec.eagle3 import Eagle3
-    from kvflash_ggml.spec.mtp import Mtp
-    from kvflash_ggml.spec.target import Target
+    from kvflash_ggml.spec.base import Target
+    from kvflash_ggml.spec.chained import Eagle3, Mtp
 
     with ExitStack() as stack:
 

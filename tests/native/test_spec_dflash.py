@@ -36,8 +36,8 @@ def known() -> Iterator[tuple[Any, list[Any]]]:
 
 @pytest.fixture
 def dflash(known: tuple[Any, list[Any]]) -> Iterator[Callable[..., Any]]:
+    from kvflash_ggml.spec.base import Target
     from kvflash_ggml.spec.dflash import DFlash
-    from kvflash_ggml.spec.target import Target
 
     model = known[0]
     target = Target(
@@ -282,8 +282,8 @@ def test_closed_twice(dflash: Any) -> None:
 
 def test_beside_a_pool(bare: Any, known: Any, model: Any) -> None:
     """The target's context and its rows are those of a pool: the same drafts, as the text fits."""
+    from kvflash_ggml.spec.base import Target
     from kvflash_ggml.spec.dflash import DFlash
-    from kvflash_ggml.spec.target import Target
 
     text = known[1][0]
     ids = np.array(text.tokens, np.int32)

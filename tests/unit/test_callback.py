@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DraftError
-from kvflash_ggml.spec.base import Drafter
-from kvflash_ggml.spec.callback import Callback
+from kvflash_ggml.spec.base import Callback, Drafter
 from kvflash_ggml.spec.draft import Draft, checked
 
 TEXT = np.arange(10, 20, dtype=np.int32)

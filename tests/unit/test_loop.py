@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kvflash_ggml.errors import DecodeError, DraftError
-from kvflash_ggml.spec.asked import AGAIN, MAX_BAD, UNASKED, WARM
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Controls, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import Speculator
+from kvflash_ggml.spec.loop import AGAIN, MAX_BAD, UNASKED, WARM, Speculator
 
 N_VOCAB, END = 100, 99
 ROOT = 5

@@ -13,8 +13,7 @@ from kvflash_ggml.errors import DecodeError
 from kvflash_ggml.spec.base import Features
 from kvflash_ggml.spec.decision import Controller, Fixed
 from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.loop import Speculator
-from kvflash_ggml.spec.stats import SpecStats
+from kvflash_ggml.spec.loop import SpecStats, Speculator
 
 
 def ids(*values: int) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvflash_ggml.spec.draft import Draft, chain
-from kvflash_ggml.spec.tally import Tally
+from kvflash_ggml.spec.draft import Draft, Tally, chain
 
 
 def test_nothing_is_known_of_nothing() -> None:
