@@ -58,6 +58,7 @@ def _claude(served: Served) -> Told:
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.n_ctx),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "ENABLE_TOOL_SEARCH": "false",  # a tool that comes later changes the front
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     return environment, []

@@ -80,11 +80,12 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
         if front.settings.steady_prompts and text.startswith(_BILLING):
             text = _CHANGING.sub("0", text)
         turns.system(text)
+    tools = list(asked.tools or ())
     for i, message in enumerate(asked.messages):
-        _message(turns, message, f"messages.{i}")
+        _message(turns, tools, message, f"messages.{i}")
     data = {
         "messages": turns.ended(),
-        "tools": _tools(turns, asked.tools or ()),
+        "tools": _tools(turns, tools),
         "max_tokens": asked.max_tokens,
         "stop": list(asked.stop_sequences),
         **{name: getattr(asked, name) for name in ("stream", "temperature", "top_p", "top_k", "chat_template_kwargs")},
@@ -98,11 +99,12 @@ def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> Chat
     return chat
 
 
-def _message(turns: Turns, message: dict[str, Any], where: str) -> None:
+def _message(turns: Turns, added: list[dict[str, Any]], message: dict[str, Any], where: str) -> None:
+    """added: gets the tools that come with a message."""
     role = message.get("role")
     parts = parts_of(message.get("content"), f"{where}.content")
     if role in ("system", "developer"):
-        turns.system("\n\n".join(text_of(part.get("text"), f"{where}.content") for part in parts))
+        turns.system("\n\n".join(filter(None, (_instruction(turns, added, part, where) for part in parts))))
         return
     if role not in ("user", "assistant"):
         raise ApiError(400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or system", param=where)
@@ -132,6 +134,21 @@ def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
         turns.leave_out(kind)
 
 
+def _instruction(turns: Turns, added: list[dict[str, Any]], part: dict[str, Any], where: str) -> str:
+    """A part of a system message as text. Tools that Claude Code adds later are added to those at the front."""
+    kind, tool = kind_of(part), part.get("tool")
+    if kind == "text":
+        return text_of(part.get("text"), f"{where}.content")
+    if kind in ("tool_addition", "tool_removal") and isinstance(tool, dict):
+        definition = tool.get("definition")
+        if isinstance(definition, dict):
+            added.append(definition)
+        name = (definition if isinstance(definition, dict) else tool).get("name")
+        return f"The tool {name} {'can be called now' if kind == 'tool_addition' else 'cannot be called any more'}."
+    turns.leave_out(kind)
+    return ""
+
+
 def _result(turns: Turns, part: dict[str, Any], where: str) -> str:
     """A part of a tool's result as text: what a tool has sent must not end the conversation for good."""
     kind = kind_of(part)
@@ -145,11 +162,14 @@ def _result(turns: Turns, part: dict[str, Any], where: str) -> str:
 
 def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Functions; tools that Anthropic's servers have themselves are left out."""
-    made = []
+    made, known = [], set()
     for tool in tools:
         if "input_schema" not in tool:
             turns.leave_out(f"tools.{kind_of(tool)}")
             continue
+        if str(tool.get("name")) in known:
+            continue
+        known.add(str(tool.get("name")))
         function = {
             "name": tool.get("name"),
             "description": tool.get("description"),

@@ -180,6 +180,26 @@ def test_a_late_system_message_is_told_in_place() -> None:
     assert later[2]["content"] == f"{reminder}\n\ngo on"
 
 
+def test_tools_that_come_and_go() -> None:
+    """Claude Code tells of them in late system messages."""
+    clock = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
+    late = {
+        "role": "system",
+        "content": [
+            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": clock}},
+            {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "chart"}},
+            {"type": "hologram"},
+        ],
+    }
+    server = saying(CALL)
+    reply = ask(server=server, messages=[*HELLO, late], tools=[clock | {"name": "chart"}, clock])
+    assert reply.json["content"][0]["name"] == "clock"
+    assert reply.headers["x-kvflash-ignored"] == "hologram"
+    assert ask(server=saying(CALL), messages=[*HELLO, late]).json["stop_reason"] == "tool_use"
+    said = server.prompts.rendered[-1][0]["content"]
+    assert "The tool clock can be called now.\n\nThe tool chart cannot be called any more." in said
+
+
 def test_what_changes_in_each_request_is_left_out() -> None:
     def front(cch: str, **settings: Any) -> str:
         server = Server(**settings)
