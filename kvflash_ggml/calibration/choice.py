@@ -37,7 +37,7 @@ MIN_SCORE = 0.1
 """By how much more of its attention that head gives to a fact when it is asked for."""
 
 MAX_BYTES = 1 << 20
-"""Size of a file of heads; those that are written take a few KiB."""
+"""Largest file of heads that is read; the package writes a few KiB."""
 
 LISTED = 32
 """Heads that the file tells of, for a person to read."""
@@ -45,7 +45,7 @@ LISTED = 32
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model as it is loaded. An adapter (LoRA) does not count: the heads are those of the model under it.
+    """A model as it is loaded. An adapter (LoRA) does not count: its heads are the model's.
 
     identity: of its file, and of the settings with which the same weights attend otherwise. title: what it is, in
     words that are the same for every quantisation.
@@ -117,7 +117,7 @@ class Calibration:
         return [(x.layer, x.head) for x in self.heads if x.chosen]
 
     def among(self, layers: Sequence[int]) -> Heads | None:
-        """The chosen heads as the policy counts them, None if all count. layers: those that are pooled, in order."""
+        """The chosen heads as the policy counts them, None if all count. layers: the pooled ones, in order."""
         if not self.chosen:
             return None
         return as_heads((layers.index(layer), head) for layer, head in self.chosen)

@@ -102,7 +102,7 @@ class HeadFinder:
     def wait(self, progress: Progress | None, *, most: float | None = None) -> None:
         """Wait until the calibration that is under way has ended. progress: tokens done, and in all.
 
-        most: return with a warning as soon as it seems to take more seconds than that; it goes on.
+        most: return with a warning as soon as it seems to take more seconds than that. The calibration continues.
         """
         if self._thread is not None:
             self._progress = progress
@@ -194,7 +194,7 @@ class HeadFinder:
 
 
 def open_finder(llm: Any, session: Sequence, scorer: Scorer | None) -> HeadFinder | None:
-    """Where the policy can ask some heads only: those that are known, or that are found behind the first answer.
+    """Return a finder where the policy can ask some heads only: heads in a file, or found behind the first answer.
 
     llm: the `llama_cpp.Llama` of the session.
     """

@@ -1,4 +1,4 @@
-"""How often and how strongly each head attends to the fact that is asked for, and to those that are not."""
+"""How often and how strongly each head attends to the fact that is asked for, and to the other facts."""
 
 from __future__ import annotations
 

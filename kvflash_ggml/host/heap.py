@@ -5,7 +5,7 @@ that is being written, texts that are kept for later. Beyond the ceiling, the pa
 spill file, and are checked when they come back, or `HostMemoryError` is raised. A page that came from a file is not
 read before it is needed, and needs no spilling.
 
-Who reads or writes an image has a lease of its page. One lock guards the books, and the spill file: nobody else is
+To read or write an image takes a lease of its page. One lock guards the books, and the spill file: nobody else is
 called with it, nor is any other file read.
 
 An interrupt can come between any two statements. They are in an order in which it may lose a place in memory or in the
@@ -50,7 +50,7 @@ class PageHeap:
         self._most = None if limit is None else limit // page_bytes
         self._spill = None if spill is None else SpillFile(spill, page_bytes)
         self._slabs = Slabs(memory, page_bytes, self._most)
-        self._pages: OrderedDict[PageImage, None] = OrderedDict()  # those in memory, the longest-waiting first
+        self._pages: OrderedDict[PageImage, None] = OrderedDict()  # in memory, the longest-waiting first
         self._orphans: list[PageImage] = []  # without a holder, to be discarded when their leases have ended
         self._leases = Leases()
         self._reads: list[Read] = []  # under way

@@ -1,4 +1,4 @@
-"""One page image, wherever it is, and the reading of those that come from files, several at a time."""
+"""One page image, wherever it is; and a reader of images in files, several at a time."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Slabs:
         heapq.heappush(self._free, (number, address))
 
     def move(self, memory: HostMemory, hand_over: HandOver) -> None:
-        """Take further slabs from there, which has those that were made after `hand_over`."""
+        """Take further slabs from `memory`. `hand_over` gives it the slabs that exist."""
         slabs = [*self._slabs]
         if self._next is not None and self._next.exception() is None:
             slabs.append(self._next.result())

@@ -11,7 +11,7 @@ from .image import UNFILLED, Lease, PageImage
 class HostStore:
     """Maps a chunk to its page image, and retains it. The images themselves belong to the heap.
 
-    It is the one record of which chunks the host has: those whose image is filled, or will be behind the compute. An
+    It is the one record of the chunks on the host: their image is filled, or will be filled behind the compute. An
     image that waits for `filled` does not count.
 
     One thread changes it. Others may read: a chunk that is dropped meanwhile is a LookupError for them.

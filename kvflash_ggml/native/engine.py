@@ -126,7 +126,7 @@ class Engine:
         streamed: what the step attends to if that is not the pool. Images may move after `streamed_ticket`.
 
         Raises:
-            DecodeError: llama_decode failed. Recurrent state may have gone on, and queries been captured.
+            DecodeError: llama_decode failed. Recurrent state and captured queries may have changed.
             EngineError: the plan is impossible.
             DeviceLost: a server does not answer any more. Recurrent state is void.
         """

@@ -108,7 +108,7 @@ def libllama_path() -> Path:
 
 def build_info() -> dict[str, Any]:
     """What the installed build is made of: versions, patches, flags, backends, and flavour: "native" for CPUs like
-    that of the build, "portable" for all, "fixed" for those that have what its flags say.
+    that of the build, "portable" for all, "fixed" for CPUs with the instructions that its flags name.
 
     Once the library is loaded also `cpu_library`: the file that the CPU backend came from, of a portable build the
     variant that fits this CPU.

@@ -9,7 +9,7 @@ from ..constants import KV_BLOCKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """One layer. dense: its weights without the experts. experts: those of its routed experts, 0 if it has none. A
+    """One layer. dense: its weights without the experts. experts: its routed experts, 0 if it has none. A
     measure of a context has neither.
 
     k_row, v_row: values that one token's key and value have over all heads, 0 without a cache of its own. window: the
@@ -47,7 +47,7 @@ class Needs:
     """What is needed of one device, in bytes: by a measure, which does not tell parts apart, or by a placement.
 
     A measure gives weights, kv (caches of all kinds, and recurrent state), compute and queries. A placement gives all.
-    free: what the device has, before anything of ours. layers: half-open range of those that compute there. output: so
+    free: what the device has, before anything of ours. layers: half-open range of layers that compute there. output: so
     does the output. experts: layers whose experts lie there, where that is not their own device. state: recurrent, and
     windows. staging: for pages on their way. stages: for exact reading. masses: for exact scores at its end. queries:
     captured. extra: something else's.

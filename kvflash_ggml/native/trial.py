@@ -27,7 +27,7 @@ from pathlib import Path
 SECONDS = 120
 _CHILD = "--child"
 _LOG_ERROR = 4
-_TOKENS = 40  # more than one tile of rows, so that the kernels for matrices run and not those for vectors
+_TOKENS = 40  # more than one tile of rows, so that the kernels for matrices run
 
 _FEATURES = {
     "sse3": "pni", "ssse3": "ssse3", "avx": "avx", "avx_vnni": "avx_vnni", "avx2": "avx2", "f16c": "f16c", "fma": "fma",
@@ -44,7 +44,7 @@ _LINKED = {"ggml-base": 0, "ggml": 2, "llama": 3}
 
 
 def built_for(llama: ctypes.CDLL) -> list[str]:
-    """The CPU features that libllama's ggml was compiled for, of those that /proc/cpuinfo can confirm."""
+    """The CPU features that libllama's ggml was compiled for and that /proc/cpuinfo can confirm."""
     found = []
     for name in _FEATURES:
         with contextlib.suppress(AttributeError):  # no CPU backend yet: it is loaded later, as it fits the CPU
@@ -154,7 +154,7 @@ def _array(kind: int, values: list[bytes]) -> bytes:
 
 
 def load_order(files: Iterable[Path]) -> list[Path]:
-    """The libraries among them, each after those it needs, so that no loader path has to be set."""
+    """The libraries among the files, each after the libraries that it needs, so that no loader path has to be set."""
 
     def rank(file: Path) -> int | None:
         name = file.name.removeprefix("lib").partition(".")[0]
@@ -164,12 +164,12 @@ def load_order(files: Iterable[Path]) -> list[Path]:
 
 
 def cpu_variants(files: Iterable[Path]) -> list[Path]:
-    """The CPU backends of a portable build, of which ggml loads one: together they would overlay each other."""
+    """The CPU backends of a portable build. ggml loads one of them: together they would overlay each other."""
     return sorted(file for file in files if file.name.removeprefix("lib").startswith("ggml-cpu-"))
 
 
 def to_open(files: Iterable[Path]) -> list[Path]:
-    """Of the libraries of a build those to be opened, in this order. ggml opens the backends of a portable one."""
+    """The libraries of a build to open, in this order. ggml opens the backends of a portable build itself."""
     known = load_order(files)
     if not cpu_variants(known):
         return known

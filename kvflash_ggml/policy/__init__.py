@@ -1,4 +1,4 @@
-"""Who stays resident: one policy a file. Importing the package registers its own; nothing native is needed.
+"""Which chunks stay resident: one policy a file. Importing the package registers its own; nothing native is needed.
 
 Another distribution adds a policy by an entry point of the group `kvflash_ggml.policies`. The entry point has the name
 of the policy, and names a module that registers it when imported.
@@ -19,7 +19,7 @@ PLUGINS = "kvflash_ggml.policies"
 
 
 def names() -> list[str]:
-    """Policies of this package, and those that have been registered since."""
+    """Policies of this package, and all that were registered since."""
     return [LRU, *REGISTRY]
 
 

@@ -195,7 +195,7 @@ class Lasting(Protocol):
 
 @runtime_checkable
 class Reading(Protocol):
-    """A scorer with a model of its own that reads along, and goes on reading where it was after a restore."""
+    """A scorer with a model of its own that reads along, and continues where it was after a restore."""
 
     def reader_state(self) -> DrafterState | None:
         """Where it is; None if it has not begun. To be released."""

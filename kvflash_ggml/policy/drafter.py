@@ -47,7 +47,7 @@ class Drafter(Protocol):
         ...
 
     def push(self, tokens: Int32s) -> None:
-        """Read tokens after those it holds."""
+        """Read further tokens."""
         ...
 
     def truncate(self, length: int) -> int:
@@ -279,7 +279,7 @@ class DrafterScorer:
             self._resume = saved, tokens
 
     def _known(self, n_chunks: int) -> Floats | None:
-        """The last score of each chunk; those that never had one are as good as the average."""
+        """The last score of each chunk; a chunk that never had one gets the average."""
         scores = self._scores[:n_chunks]
         known = np.isfinite(scores)
         if not known.any():

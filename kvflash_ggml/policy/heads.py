@@ -149,7 +149,7 @@ def boost_successors(
     scores: Floats,
     penalty: Floats | float = 0.0,
 ) -> None:
-    """Raise the scores of the chunks after those whose best column attends to their last EDGE keys.
+    """Raise the score of each chunk that follows one whose best column attends to its last EDGE keys.
 
     masses: logs of the attention on every chunk of the text, in the columns of `heads` and the rows of the request,
     [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,

@@ -181,7 +181,7 @@ class QKScorer:
             boost_successors(self._keys, request, self._heads, masses, best.tolist(), scores, ages)
         self._shares.append((scores, attention_shares(masses)))
         if self.explains:
-            chunks = np.intersect1d(np.concatenate([best, best + 1]), free)  # and those that are recalled after them
+            chunks = np.intersect1d(np.concatenate([best, best + 1]), free)  # and the chunks that follow them
             self._reasons.append((scores, self._explain(masses, chunks, ages, request, scores)))
         return scores
 

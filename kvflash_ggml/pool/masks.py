@@ -98,7 +98,7 @@ class SlotMask:
         return self._rows.data[:n]
 
     def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: Int32s) -> None:
-        """Open each of the new slots to its own token and those after it; a block at a time, since runs are whole."""
+        """Open each new slot to its own token and all later ones; a block at a time, since runs are whole."""
         n = len(slots)
         a = 0
         while a < n:
@@ -164,7 +164,7 @@ def lies_in_order(layout: Layout) -> bool:
 
 
 def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:
-    """The text before `start`, or those `room` chunks of it that matter: `keep`, then by rank, then the newest."""
+    """The text before `start`, or the best `room` chunks of it: `keep`, then by rank, then the newest."""
     sealed, rows = divmod(start, CHUNK)
     if sealed <= room:
         return View(tuple(range(sealed)), rows, True)
@@ -249,6 +249,6 @@ def leaving(path: Sequence[int], where: Int32s) -> list[int]:
 
 
 def moving(path: Sequence[int], where: Int32s) -> tuple[list[int], list[int]]:
-    """The places that rows of a path leave, and those that they go to: the positions after the root, in order."""
+    """The places that rows of a path leave, and their new places: the positions after the root, in order."""
     pairs = [(at, to) for to, at in enumerate(where[list(path)].tolist()) if at != to]
     return [at for at, _ in pairs], [to for _, to in pairs]

@@ -1,4 +1,4 @@
-"""The page table of one text: which chunk is in which block, and who has to leave.
+"""The page table of one text: which chunk is in which block, and which chunk is evicted.
 
 Pure mapping: nothing here moves a byte. A change is worked out as a `Plan`, or refused by an exception; it is done when
 `commit` puts the new layout in place of the old one. Chunk `c` holds the positions [c*CHUNK, (c+1)*CHUNK). Whether the
@@ -33,10 +33,10 @@ class Owner(Protocol):
 
 
 class BlockAllocator:
-    """Says which blocks are free for whom: of those, the first in `order` (0, 1, 2, ... by default).
+    """Gives the free blocks of an owner, the first in `order` first (0, 1, 2, ... by default).
 
-    It remembers who there is, and nothing of what they hold: each owner says that itself. So no interrupt can make the
-    two disagree, and a restored text goes on in the blocks of the saved one. Owners may hold a block together; it is
+    It remembers the owners and nothing of their blocks: each owner says what it holds. So no interrupt can make the
+    two disagree, and a restored text continues in the blocks of the saved one. Owners may hold a block together; it is
     free when the last of them has let go.
     """
 
@@ -77,7 +77,7 @@ PREFILL_FREE_SHARE = 0.25
 
 @dataclass(slots=True, kw_only=True)
 class PageTableState:
-    """A table that has been put aside: per chunk its block (or ABSENT) and its last use, and what was scored last."""
+    """The table of a swapped-out text: per chunk its block (or ABSENT), its last use, and its last score."""
 
     blocks: list[int]
     last_use: list[int]
@@ -222,8 +222,8 @@ class PageTable:
     ) -> Plan:
         """The text with positions [start, start + count), and with whatever must be resident beside them.
 
-        ranking: who leaves first. rebuild: bring the resident set to the chunks that rank best. places: plan as if the
-        text lay as in this table of it.
+        ranking: which chunk is evicted first. rebuild: make the chunks that rank best resident.
+        places: plan as if the text lay as in this table of it.
         """
         old = self.layout
         assert start == old.length
@@ -284,12 +284,12 @@ class PageTable:
         self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
 
     def accept(self, length: int) -> Plan:
-        """The text with those of the rows ahead of it that lie before `length`, and without the others."""
+        """Take draft rows before `length` into the text, and drop the other draft rows."""
         old = self.layout
         chunks, moves = old.chunks[: -(-length // CHUNK)], Moves()
         for c in range(len(chunks), len(old.chunks)):
             moves.evict.append((c, old.chunks[c].block))
-        # the window before the span was that of its last chunk, which may be one of those that are gone
+        # the window before the span was that of its last chunk, which may be gone
         settled = old.settled and not moves
         return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves), settled=settled), moves)
 
@@ -315,8 +315,8 @@ class PageTable:
         """Where the chunks of a table would go: to their blocks, to ANY where there is no such block, or ABSENT.
 
         In a pool that holds the whole context they go where its own texts have them, in order, or the logits would be
-        rounded otherwise. length: tokens of the text. Of more resident chunks than this pool can hold, those with the
-        best scores come first. ConfigError if it cannot hold the pins of the table beside those that are here.
+        rounded otherwise. length: tokens of the text. If the table has more resident chunks than this pool can
+        hold, the chunks with the best scores stay. ConfigError if it cannot hold the pins of the table beside its own.
         """
         pins = self.pins | table.pins
         self._check_pins(len(pins), f"pinning {len(pins)} chunks, as saved,")
@@ -362,7 +362,7 @@ class PageTable:
         return self.blocks.free(self, taken)
 
     def _best(self, chunks: list[Chunk], keep: set[int], ranking: Ranking) -> set[int]:
-        """The chunks that rank best, as many as fit beside those that are kept."""
+        """The chunks that rank best, as many as fit beside the protected ones."""
         return residency.best(chunks, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
 
     def _placed(self, table: PageTableState) -> list[Chunk]:

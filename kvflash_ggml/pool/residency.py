@@ -1,4 +1,4 @@
-"""Who stays in the pool and who leaves: pure functions of a table, its protections, and a ranking of the chunks."""
+"""Which chunks stay in the pool: pure functions of a table, its protected chunks, and a ranking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def protected(first: int, last: int, *, sinks: int, tail: int, pins: Iterable[in
     """Chunks that may not leave while [first, last] is appended: sinks, pins, the span and the window before it.
 
     A span within two chunks, such as the end of a prompt, has the window of its last: a block more to choose with. The
-    chunk before the span always stays: llama.cpp goes on only from a position that is in memory.
+    chunk before the span always stays: llama.cpp continues only from a position that is in memory.
     """
     short = last - first <= 1
     anchor = last if short else first
@@ -30,7 +30,7 @@ def protected(first: int, last: int, *, sinks: int, tail: int, pins: Iterable[in
 
 
 def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
-    """The scores of `count` chunks; those newer than the ranking, or all without one, count as best."""
+    """The scores of `count` chunks. Chunks newer than the ranking count as best, and so do all without a ranking."""
     scores = np.full(count, np.inf)
     if ranking is not None:
         scores[: len(ranking)] = ranking[:count]
