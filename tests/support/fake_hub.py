@@ -20,7 +20,8 @@ class Hub:
     """One repository, `owner/model-GGUF`. asked: every request, as (method, path, its Range, its token).
 
     status: the answer to everything instead, and page its text. etag: of every file, instead of its hash. sizes: what
-    is said of a file, instead of its length. cut: after how many bytes the next body ends.
+    is said of a file, instead of its length. cut: after how many bytes the next body ends. moved: files are at
+    another host, `localhost`, as the large ones of a hub are.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class Hub:
     etag: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     cut: int | None = None
+    moved: bool = False
     url: str = ""
     asked: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
 
@@ -43,7 +45,8 @@ class Hub:
 
     def fetched(self) -> list[tuple[str, str | None]]:
         """The files that were sent, each with the Range that was asked for."""
-        gets = [(path, part) for method, path, part, _ in self.asked if method == "GET" and "/resolve/" in path]
+        folder = "/cdn/" if self.moved else f"/{self.repo}/resolve/"
+        gets = [(path, part) for method, path, part, _ in self.asked if method == "GET" and path.startswith(folder)]
         return [(path.rpartition("/")[2], part) for path, part in gets]
 
 
@@ -60,14 +63,18 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self._send(hub.page.encode(), status=hub.status)
             elif path == f"/api/models/{hub.repo}":
                 self._send(json.dumps(hub.described()).encode())
-            elif (name := path.removeprefix(f"/{hub.repo}/resolve/{hub.commit}/")) in hub.files:
+            elif (name := path.removeprefix(f"/{hub.repo}/resolve/{hub.commit}/")) in hub.files and hub.moved:
+                place = f"http://localhost:{self.server.server_address[1]}/cdn/{name}"
+                size = {"X-Linked-Size": str(len(hub.files[name]))}
+                self._send(b"", status=302, **self._tag(name), **size, Location=place)
+            elif (name := name.removeprefix("/cdn/")) in hub.files:
                 self._file(name)
             else:
                 self._send(b"{}", status=404)
 
         def _file(self, name: str) -> None:
             data = hub.files[name]
-            tag = {"ETag": f'"{hub.etag or hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": hub.commit}
+            tag = self._tag(name)
             if (part := self.headers["Range"]) is None:
                 length = hub.sizes.get(name, len(data)) if self.command == "HEAD" else len(data)
                 cut, hub.cut = (None, hub.cut) if self.command == "HEAD" else (hub.cut, None)
@@ -77,6 +84,10 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self._send(data[start:], status=206, **tag, **{"Content-Range": where})
             else:
                 self._send(b"", status=416)
+
+        def _tag(self, name: str) -> dict[str, str]:
+            etag = hub.etag or hashlib.sha256(hub.files[name]).hexdigest()
+            return {"ETag": f'"{etag}"', "X-Repo-Commit": hub.commit}
 
         def _send(self, data: bytes, *, status: int = 200, length: int | None = None, **headers: str) -> None:
             self.send_response(status)

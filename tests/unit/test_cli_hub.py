@@ -164,6 +164,19 @@ def test_the_token_is_sent(cli: Stage, hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert {token for *_, token in hub.asked} == {"Bearer hf_secret"}
 
 
+def test_the_token_does_not_leave_the_hub(cli: Stage, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large files are at another host, which has to go on where a download stopped."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.moved = True
+    blobs = cache / "models--owner--model-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(LARGE).hexdigest()}.incomplete").write_bytes(LARGE[:1000])
+    assert Path(cli("pull", REPO).stdout.strip()).read_bytes() == LARGE
+    assert hub.fetched() == [("model-Q4_K_M.gguf", "bytes=1000-")]
+    elsewhere = {token for _, path, _, token in hub.asked if path.startswith("/cdn/")}
+    assert elsewhere == {None}
+
+
 def test_variables_of_a_process(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh process, with HF_HOME instead of HF_HUB_CACHE, and then offline."""
     monkeypatch.delenv("HF_HUB_CACHE")
