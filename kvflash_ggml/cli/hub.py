@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -109,13 +110,11 @@ def fetch(model: HubModel, *, quiet: bool) -> Path:
         repository = _ask(model.repo)
         names = model.files(repository.names)
     except HubError as error:
-        here = cached(model.repo)
-        try:
-            names = model.files(here)
-        except HubError:
-            raise error from None
+        here = next(_copies(model), None)
+        if here is None:
+            raise
         note(f"{error}; the copy in {cache_dir()} is used")
-        return here[names[0]]
+        return here[0]
     if not quiet:
         model.tell_beside({*repository.names} - {*names})
     paths = [repository.download(name, quiet=quiet) for name in names]
@@ -157,14 +156,21 @@ def repositories() -> list[str]:
     return sorted(f"{owner}/{name}" for _models, owner, name in folders)
 
 
-def cached(repo: str) -> dict[str, Path]:
-    """The .gguf files of a repository that are in the cache folder, by name: of the revision main, or of the newest."""
+def _revisions(repo: str) -> list[dict[str, Path]]:
+    """The .gguf files in the cache folder by their names, a dictionary a revision: main, and then the newest."""
     folder = repo_dir(repo)
     ref = folder / "refs" / "main"
-    snapshots = sorted((folder / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
-    current = folder / "snapshots" / ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
-    chosen = current if current in snapshots else snapshots[-1] if snapshots else None
-    return {} if chosen is None else dict(_ggufs(chosen))
+    main = ref.read_text(encoding="utf-8").strip() if ref.is_file() else ""
+    snapshots = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+    snapshots.sort(key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+    return [dict(_ggufs(path)) for path in snapshots]
+
+
+def _copies(model: HubModel) -> Iterator[list[Path]]:
+    """The files of a model in the cache folder, once for each revision that has all of them."""
+    for here in _revisions(model.repo):
+        with suppress(HubError):
+            yield [here[name] for name in model.files(here)]
 
 
 def _ggufs(snapshot: Path) -> Iterator[tuple[str, Path]]:
@@ -174,37 +180,35 @@ def _ggufs(snapshot: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(snapshot).as_posix(), path
 
 
-def models_of(repo: str) -> Iterator[tuple[str, list[Path]]]:
-    """What `list` shows of a repository in the cache folder: each model, and its files."""
-    here = cached(repo)
-    for name in here:
-        if _part(name) in (None, 1):
-            model = HubModel(repo, name)
-            try:
-                yield str(model), [here[part] for part in model.files(here)]
-            except HubError:  # a part is still to come
-                continue
+def models_of(repo: str) -> dict[str, list[Path]]:
+    """What `list` shows of a repository in the cache folder: each model by its name, and its files."""
+    names = sorted({name for here in _revisions(repo) for name in here if _part(name) in (None, 1)})
+    found = {str(model): next(_copies(model), None) for model in (HubModel(repo, name) for name in names)}
+    return {name: paths for name, paths in found.items() if paths is not None}
 
 
 def remove(model: HubModel) -> list[Path]:
-    """Remove the files of a model from the cache folder, or all .gguf files of its repository. Return their links.
-
-    A file that another revision of the repository has too stays.
+    """Remove a model from the cache folder, or all .gguf files of its repository, of each revision. Return their links.
 
     Raises:
         HubError: it is not there.
     """
-    here = cached(model.repo)
-    if not here:
+    revisions = _revisions(model.repo)
+    links = [path for here in revisions for path in here.values()]
+    gone = [path for paths in _copies(model) for path in paths] if model.which else links
+    if not gone:
+        if links:
+            model.files({name for here in revisions for name in here})
         raise HubError(f"{model} is not in {cache_dir()}: kvflash-run list shows what is")
-    gone = [here[name] for name in (model.files(here) if model.which else here)]
-    for path in gone:
-        file = path.resolve()
-        path.unlink()
-        links = (other for other in (repo_dir(model.repo) / "snapshots").rglob("*.gguf") if other.is_symlink())
-        if file.exists() and file.is_relative_to(cache_dir().resolve()) and file not in {x.resolve() for x in links}:
-            file.unlink()
+    blobs = {_blob(path) for path in gone} - {_blob(path) for path in links if path not in gone}
+    for path in (*gone, *(blob for blob in blobs if blob.is_relative_to(repo_dir(model.repo)))):
+        path.unlink(missing_ok=True)
     return gone
+
+
+def _blob(path: Path) -> Path:
+    """What a link names. That may be a link itself, to a file which repositories share, and which stays."""
+    return Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path
 
 
 def _part(name: str) -> int | None:

@@ -38,7 +38,7 @@ def list_(*, as_json: bool) -> None:
         found = [
             (name, sum(path.stat().st_size for path in paths), str(paths[0]))
             for repo in hub.repositories()
-            for name, paths in hub.models_of(repo)
+            for name, paths in hub.models_of(repo).items()
         ]
     lines = [f"{size_text(size):>10}  {name}" for name, size, _path in found]
     document = [{"model": name, "bytes": size, "path": path} for name, size, path in found]

@@ -327,13 +327,33 @@ def test_a_listed_name_is_one_for_rm(cli: Stage, cache: Path) -> None:
     assert json.loads(cli("list", "--json").stdout) == []
 
 
-def test_rm_keeps_what_another_revision_has(cli: Stage, cache: Path) -> None:
+def test_other_revisions_are_found_and_removed_too(cli: Stage, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of an older revision is there as long as its repository's newest one has not replaced it."""
     laid_out(cache, ["model-Q2_K.gguf"], "f" * 40)
-    laid_out_link = snapshot(cache) / "model-Q2_K.gguf"
-    laid_out_link.parent.mkdir()
-    laid_out_link.symlink_to("../../blobs/model-Q2_K.gguf")
+    laid_out(cache, ["model-Q8_0.gguf"])
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert cli("pull", f"{REPO}:Q2_K").stdout == f"{snapshot(cache).parent / ('f' * 40)}/model-Q2_K.gguf\n"
+    assert len(json.loads(cli("list", "--json").stdout)) == 2
+    assert cli("rm", f"{REPO}:Q2_K").exit_code == 0
+    assert [path.name for path in (cache / "models--owner--model-GGUF" / "blobs").iterdir()] == ["model-Q8_0.gguf"]
+
+
+def test_rm_keeps_what_has_another_name_too(cli: Stage, cache: Path) -> None:
+    laid_out(cache, ["model-Q2_K.gguf"])
+    other = snapshot(cache) / "same-Q3_K.gguf"
+    other.symlink_to("../../blobs/model-Q2_K.gguf")
+    assert cli("rm", f"{REPO}:Q2_K").exit_code == 0
+    assert other.read_bytes() == SMALL
+
+
+def test_rm_keeps_what_repositories_share(cli: Stage, cache: Path) -> None:
+    laid_out(cache, ["model-Q2_K.gguf"])
+    shared, blob = cache / "shared", cache / "models--owner--model-GGUF" / "blobs" / "model-Q2_K.gguf"
+    blob.rename(shared)
+    blob.symlink_to(shared)
     assert cli("rm", REPO).exit_code == 0
-    assert laid_out_link.read_bytes() == SMALL
+    assert shared.read_bytes() == SMALL
+    assert not blob.is_symlink()
 
 
 def test_rm_of_what_is_not_there(cli: Stage, cache: Path) -> None:
