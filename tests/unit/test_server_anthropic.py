@@ -96,6 +96,21 @@ def test_why_an_answer_ended() -> None:
     assert ends[2]["content"][0]["input"] == {"zone": "CET"}
 
 
+def test_fields_of_sampling_reach_the_model() -> None:
+    seen = []
+    server = Server(on_end=lambda request, usage, reason: seen.append(request))
+    more = {"temperature": 0.3, "top_p": 0.4, "top_k": 5, "stop_sequences": ["x"], "metadata": {"user_id": "y"}}
+    assert ask(server=server, **more).status == 200
+    (request,) = seen
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.3, 0.4, 5)
+    assert (request.stop, request.max_tokens) == (("x",), 500)
+    assert request.id.startswith("msg-")
+
+
+def test_no_messages_are_a_question_without_words() -> None:
+    assert ask(messages=[]).status == 200
+
+
 def test_what_was_known_is_told_apart() -> None:
     async def work(client: Client) -> list[Any]:
         asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "x" * 400}]}
