@@ -25,7 +25,7 @@ from kvflash_ggml.spec.loop import Asked, Speculator
 
 from . import report
 from .greedy import compute_for, generate, random_prompt
-from .inside import device_of, likeliest, paged, speculator_of, step, use_speculator
+from .inside import device_of, likeliest, paged, reader_of, speculator_of, step, use_speculator
 from .opening import opened
 from .oracle import Oracle
 from .plans import Spec
@@ -75,7 +75,7 @@ class Told(PoolDrafter):
     """Decodes on the pool, by itself or with drafts of a source, and draws what the oracle says."""
 
     def __init__(self, llm: Llama, oracle: Oracle, source: Source | None, nested: Speculator | None) -> None:
-        super().__init__(llm, nested)
+        super().__init__(reader_of(llm), nested)
         self._oracle, self._source = oracle, source
         self._said: list[int] = []
         self._length = 0

@@ -187,7 +187,8 @@ def take(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         llm.eval([token % llm.n_vocab() for token in range(n_ubatch)])
         llm.eval([0])
         counted = measure.taken(address(llm._ctx.ctx), address(llm._model.model))
-        staging = {} if llm._session is None else {x.name: x.staging_bytes for x in llm._session.engine.info.devices}
+        sequence = llm._reader.sequence
+        staging = {} if sequence is None else {x.name: x.staging_bytes for x in sequence.engine.info.devices}
         return {"n_ubatch": n_ubatch, "devices": lost(before, memory.devices(), counted, staging)}
 
 

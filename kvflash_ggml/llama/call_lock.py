@@ -77,7 +77,8 @@ class CallLock:
         try:
             while True:
                 with self.lock:
-                    self.check_open()
+                    if self._closed:  # asked before each token
+                        raise KVFlashError(CLOSED)
                     if not begun:
                         self.take()
                         self._writer, begun = stream, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,34 +16,35 @@ from ..chat.reader import AnswerReader, Rendered
 from ..chat.templates import ChatTemplate
 from ..chat.values import ChatInput
 from ..errors import ConfigError
-from .generation import GeneratingLlama
 
-_UPSTREAM = llama_cpp.Llama.create_chat_completion
-_PARAMETERS = inspect.signature(_UPSTREAM)
+PARAMETERS = inspect.signature(llama_cpp.Llama.create_chat_completion)
+"""Of upstream's `create_chat_completion`."""
+
 _ELSEWHERE = ("functions", "function_call", "grammar", "response_format", "logprobs")
 """What upstream's own handler does with tools, or instead of them."""
 
 _OURS = {"self", "messages", "tools", "tool_choice", "stream", "stop", "top_logprobs", *_ELSEWHERE}
 
 
-class ChattingLlama(GeneratingLlama):
-    """_own_template: is the model's own template to be used, and no `chat_format` or `chat_handler`?"""
+class Chatting:
+    """Answers chats with tools for one model. llm: a Llama."""
 
-    _own_template = False
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
 
-    def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
-        """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
+    def answer(self, args: Sequence[Any], settings: Mapping[str, Any]) -> Any:
+        """What a call of `create_chat_completion` with these arguments returns. None where upstream's handler answers.
 
         ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
         """
-        bound = _PARAMETERS.bind(self, *args, **settings)
+        llm, bound = self._llm, PARAMETERS.bind(self._llm, *args, **settings)
         bound.apply_defaults()
         given = bound.arguments
-        source = self.metadata.get("tokenizer.chat_template")
+        source = llm.metadata.get("tokenizer.chat_template")
         tools = given["tools"] and given["tool_choice"] != "none" and not any(given[name] for name in _ELSEWHERE)
-        if not tools or source is None or not self._own_template or self.chat_handler is not None:
-            return super().create_chat_completion(*args, **settings)
-        template = _template(source, self._text_of(self.token_bos()), self._text_of(self.token_eos()))
+        if not tools or source is None or llm.chat_handler is not None:
+            return None
+        template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))
         rendered = template.render(_asked(given))
         stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"] or ()
         made: dict[str, Any] = {
@@ -54,21 +55,20 @@ class ChattingLlama(GeneratingLlama):
         }
         return self._chunks(rendered, made) if given["stream"] else self._whole(rendered, made)
 
-    create_chat_completion.__signature__ = _PARAMETERS  # type: ignore[attr-defined]
-
     def _text_of(self, token: int) -> str:
-        return str(self._model.token_get_text(token)) if token != -1 else ""
+        return str(self._llm._model.token_get_text(token)) if token != -1 else ""
 
     def _prompt_of(self, rendered: Rendered) -> list[int]:
-        bos = self._text_of(self.token_bos())
+        bos = self._text_of(self._llm.token_bos())
         adds = not (bos and rendered.prompt.startswith(bos))
-        return self.tokenize(rendered.prompt.encode("utf-8", "replace"), add_bos=adds, special=True)
+        tokens: list[int] = self._llm.tokenize(rendered.prompt.encode("utf-8", "replace"), add_bos=adds, special=True)
+        return tokens
 
     @contextmanager
     def _shown(self, rendered: Rendered) -> Iterator[None]:
         """The answer has the special tokens that its format needs."""
-        found = [self.tokenize(text.encode(), add_bos=False, special=True) for text in rendered.preserved]
-        tokenizer: Any = self.tokenizer_
+        found = [self._llm.tokenize(text.encode(), add_bos=False, special=True) for text in rendered.preserved]
+        tokenizer: Any = self._llm.tokenizer_
         tokenizer.shown = frozenset(tokens[0] for tokens in found if len(tokens) == 1)
         try:
             yield
@@ -77,7 +77,7 @@ class ChattingLlama(GeneratingLlama):
 
     def _whole(self, rendered: Rendered, made: Mapping[str, Any]) -> dict[str, Any]:
         with self._shown(rendered):
-            done: Any = self.create_completion(**made)
+            done: Any = self._llm.create_completion(**made)
         (choice,) = done["choices"]
         reader = rendered.reader()
         reader.push(choice["text"], end=True)
@@ -98,7 +98,7 @@ class ChattingLlama(GeneratingLlama):
             "id": f"chatcmpl-{secrets.token_hex(16)}",
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": made["model"] or self.model_path,
+            "model": made["model"] or self._llm.model_path,
         }
 
         def chunk(delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class ChattingLlama(GeneratingLlama):
         reader, reason = rendered.reader(), "stop"
         yield chunk({"role": "assistant"})
         with self._shown(rendered):
-            parts: Any = self.create_completion(**made, stream=True)
+            parts: Any = self._llm.create_completion(**made, stream=True)
             for part in parts:
                 (choice,) = part["choices"]
                 reason = choice["finish_reason"] or reason

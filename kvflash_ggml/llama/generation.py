@@ -1,379 +1,231 @@
-"""How a `Llama` reads and writes: steps of the session, prefix reuse, and the loop that yields tokens."""
+"""One request of one text: which tokens are computed next, and which one is drawn from what was computed."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import llama_cpp
-import numpy as np
-from llama_cpp.llama_grammar import LlamaGrammar
 
-from ..arrays import Int32s, Int64s, common_prefix
-from ..calibration.finder import HeadFinder
-from ..chat.values import Grammar
-from ..config import KVFlashConfig
-from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
-from ..logs import Progress
-from ..pool.masks import Branches
-from ..sequence import prefill
+from ..errors import KVFlashError, SnapshotError
+from ..sequence.step import EVERY, LAST, Step
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
 from ..spec.tree import Rows
 from ..spec.tree import rows as arranged
-from .call_lock import changing, locked, writing
-from .grammar import put_into
-from .state import SavingLlama
-
-logger = logging.getLogger("kvflash_ggml")
-
-Stopping = llama_cpp.StoppingCriteriaList | None
-Tokens = Generator[int, Sequence[int] | None, list[int] | None]
-"""Yields tokens, can be sent some that follow; returns what is to be evaluated next, None where the text ends."""
+from .reader import Reader
 
 
-class GeneratingLlama(SavingLlama):
-    """The part of `Llama` that evaluates and generates."""
+@dataclass(slots=True)
+class Verified:
+    """A draft whose rows one step verifies. node: the newest one that was drawn. path: all that were, in order.
 
-    _config: KVFlashConfig | None
-    _finder: HeadFinder | None = None
-    _speculator: Speculator | None = None
-    _greedy: bool = False  # the running answer takes the likeliest token, and nothing else changes it
-    kvflash_progress: Progress | None = None
-    kvflash_most: int | None = None
-    """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
-    kvflash_sampler: Any = None
-    """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
+    picks: the likeliest token after each row, where nothing else decides. child: the draft's node for the token that
+    was drawn last; None where the draft was wrong.
+    """
 
-    # --- evaluation
+    draft: Draft
+    rows: Rows
+    speculator: Speculator
+    node: int = ROOT
+    path: list[int] = field(default_factory=list)
+    picks: list[int] | None = None
+    child: int | None = None
 
-    @changing
-    def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
-        self._evaluate(tokens)
+    def end(self) -> None:
+        """Tell the speculator what came of the draft."""
+        self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
 
-    def _evaluate(self, tokens: Sequence[int], *, checkpoint: int | None = None, prompt: bool = False) -> None:
-        if self.n_tokens + len(tokens) > self._n_ctx:
-            raise ContextFull(
-                f"Requested tokens ({self.n_tokens + len(tokens)}) exceed context window of {self._n_ctx}"
-            )
-        data = self._known(tokens)
-        if self._logits_all:
-            self._grow_scores(self.n_tokens + len(tokens))
-        if self._session is None:
-            super().eval(tokens)
-            return
-        progress = self.kvflash_progress if len(data) > 1 else None
-        session, logits, step = self._session, self._logits_all, self._after_step
-        read = partial(prefill.extend, session, output_all=logits, after=step, progress=progress)
-        known: int | None = None
-        try:
-            try:
-                self._catch_up(self._session)
-                known = self._session.length
-                read(data, checkpoint=checkpoint, prompt=prompt)
-            except SnapshotError as err:
-                # a chunk that was restored lazily is lost, so what was read with it cannot go on
-                logger.warning("%s: the whole text is read again", err)
-                self._discard_lost()
-                text = np.concatenate([self.input_ids[: self.n_tokens if known is None else known], data])
-                lost = self._session.stats
-                self._session.reset()
-                read(text)
-                if len(data) == 1 and not prompt:  # of the same answer
-                    lost.add_generated(1, whole=bool(self._session.whole[len(text) - 1]))
-                    self._session.stats = lost
-        except BaseException:
-            self._requires_eval = True  # the last step that was done may have kept no logits
-            raise
 
-    def _known(self, tokens: Sequence[int] | Int64s, at_hand: int = 0) -> Int32s:
-        """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number.
+class Generation:
+    """An answer: `accept` draws a token, `advance` prepares the step that computes it, `compute` does that step.
 
-        at_hand: so many of them are not read. An image that a chat handler has evaluated has places without tokens.
-        """
-        if len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self._n_vocab:
-            return np.array(tokens, np.int32)  # each step of an answer comes here, and the rest takes microseconds
-        ids = _numbers(tokens)
-        strange = np.flatnonzero((ids[at_hand:] < 0) | (ids[at_hand:] >= self._n_vocab))
-        if len(strange):
-            at = at_hand + strange[0]
-            raise ConfigError(f"token {ids[at]} at {at} of {len(ids)}: this model has 0 to {self._n_vocab - 1}")
-        return ids.astype(np.int32)
+    After each token the text is what it would be without drafts: it ends before that token. pos: where the first token
+    of the answer is drawn. sample: draws after a position. stopping: upstream's.
+    """
 
-    def _verify(self, rows: Rows, branches: Branches | None) -> bool:
-        """Evaluate the newest token and what is drafted after it, in one step. False: the token alone."""
-        session, speculator = self._session, self._speculator
-        assert session is not None
-        assert speculator is not None
-        try:
-            self._catch_up(session)
-            session.verify(rows.tokens, branches, self._after_step)
-        except KVFlashError as err:
-            speculator.refused(err)
-            # which reads again what is lost, and fails where this would fail without drafts
-            self._evaluate(rows.tokens[:1].tolist())
-            return False
-        return True
-
-    def _keep(self, row: int) -> None:
-        """One more of the rows that are verified is of the text."""
-        session, pos = self._session, self.n_tokens
-        assert session is not None
-        if self._logits_all:
-            self._grow_scores(pos + 1)
-            logits = self._ctx.get_logits_ith(row)
-            self.scores[pos] = np.ctypeslib.as_array(logits, shape=(self._n_vocab,))
-        session.keep(row)
-        self.input_ids[pos] = session.ids[pos]
-        self.n_tokens = pos + 1
-        self._requires_eval = False
-
-    def _after_step(self, start: int, count: int) -> None:
-        assert self._session is not None
-        self.input_ids[start : start + count] = self._session.ids[start : start + count]
-        if self._logits_all:
-            logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=(count, self._n_vocab))
-            self.scores[start : start + count] = logits
-        self.n_tokens = start + count
-        self._requires_eval = False
-
-    @changing
-    def reset(self) -> None:
-        """Forget the text. Settings and pins stay."""
-        if self._session is None:
-            super().reset()  # type: ignore[no-untyped-call]
-            return
-        self.n_tokens = 0
-        self._requires_eval = True
-        self._session.reset()
-
-    # --- generation
-
-    sample = locked(SavingLlama.sample)
-    embed = changing(llama_cpp.Llama.embed)
-
-    def _init_sampler(  # type: ignore[override]
-        self, *, grammar: LlamaGrammar | Grammar | None = None, **settings: Any
-    ) -> Any:
-        if not isinstance(grammar, Grammar):
-            return super()._init_sampler(grammar=grammar, **settings)
-        sampler = super()._init_sampler(**settings)
-        put_into(sampler, self._model.vocab, grammar)
-        return sampler
-
-    @writing
-    def generate(
+    def __init__(
         self,
-        tokens: Sequence[int],
-        top_k: int = 40,
-        top_p: float = 0.95,
-        min_p: float = 0.05,
-        typical_p: float = 1.0,
-        temp: float = 0.80,
-        repeat_penalty: float = 1.0,
-        reset: bool = True,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        tfs_z: float = 1.0,
-        mirostat_mode: int = 0,
-        mirostat_tau: float = 5.0,
-        mirostat_eta: float = 0.1,
-        penalize_nl: bool = True,
-        logits_processor: llama_cpp.LogitsProcessorList | None = None,
-        stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
-        grammar: LlamaGrammar | Grammar | None = None,
-    ) -> Generator[int, Sequence[int] | None, None]:
-        """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
-        given = _numbers(tokens)  # once: a long list takes milliseconds
-        ids = self._known(given, common_prefix(self._input_ids, given))  # before any of the text at hand is cut off
-        if len(tokens) == 0 and (reset or self.n_tokens == 0):
-            raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
-        going_on, self.kvflash_sampler = self.kvflash_sampler, None
-        self._sampler = going_on or self._init_sampler(
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            temp=temp,
-            repeat_penalty=repeat_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            tfs_z=tfs_z,
-            mirostat_mode=mirostat_mode,
-            mirostat_eta=mirostat_eta,
-            mirostat_tau=mirostat_tau,
-            penalize_nl=penalize_nl,
-            logits_processor=logits_processor,
-            grammar=grammar,
-        )
-        neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
-        inherited = "sample" not in vars(self) and type(self).sample is GeneratingLlama.sample
-        self._greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
-        if self._session is not None:
-            self._session.check_open()
-            self._session.settle()
-        if self._finder is not None and not self._deterministic:
-            self._finder.settle()
-        if self._speculator is not None:
-            most, self.kvflash_most = self.kvflash_most, None
-            self._speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
-        prompt = list(tokens)
-        if reset:
-            prompt = prompt[self._reuse_prefix(ids) :]
-        newest = self.n_tokens + len(prompt) - 1
-        with nullcontext() if self._finder is None else self._finder.behind():
-            self._evaluate(prompt, checkpoint=self._branch(tokens) if reset else None, prompt=going_on is None)
-            try:
-                self._keep_prefix()
-                pending = yield from self._sampled(newest, stopping_criteria)
-                while pending is not None:
-                    pending = yield from self._step(pending, stopping_criteria)
-            except NotFinite:
-                self.reset()  # it is not kept for later
-                raise
-            finally:
-                self._keep_prefix()
-                if self._session is not None and not self._session.engine.closed:
-                    self._session.settle()
-                    if self._finder is not None and self._session.length > self._session.pool.n_slots:
-                        self._finder.start()
+        reader: Reader,
+        pos: int,
+        *,
+        sample: Callable[[int], int],
+        stopping: llama_cpp.StoppingCriteriaList | None,
+    ) -> None:
+        self._reader = reader
+        self._pos = pos
+        self._sample = sample
+        self._stopping = stopping
+        self._token = 0  # the newest that was drawn
+        self._verified: Verified | None = None
 
-    def _step(self, pending: list[int], stopping: Stopping) -> Tokens:
-        """Evaluate tokens, perhaps with drafts, and go on from them."""
-        draft = self._propose(pending) if len(pending) == 1 else None
-        if draft is not None:
-            return (yield from self._verified(pending[0], draft, stopping))
-        start = self.n_tokens
-        # where logits are kept of all of them, what follows each is sampled, as upstream does
-        first = start if len(pending) == 1 or self._logits_all else start + len(pending) - 1
-        self._evaluate([*pending, *self._stock_drafts(pending)])
-        return (yield from self._sampled(first, stopping))
+    # --- what is drawn
 
-    def _sampled(self, pos: int, stopping: Stopping) -> Tokens:
-        """What follows the token at `pos`, and those after it as long as they are in the memory already."""
-        while True:
-            if self._session is not None and self._logits_all and self._logits_at(pos) is None:
-                # several steps have read what was sent, and only the last one's logits are at hand
-                self._put_logits(self._session, pos, self.scores[pos])
-            token = self.sample(idx=pos)
-            pos += 1
-            if self._speculator is not None:
-                self._speculator.plain()
-            if stopping is not None and stopping(self._input_ids[:pos], self._logits_row(pos - 1)):
-                return None
-            sent = yield token
-            if pos >= self.n_tokens or sent:
-                return [token, *(sent or ())]
-            if token != self._input_ids[pos]:
-                self._forget(pos)
-                return [token]
+    def accept(self) -> int | None:
+        """Draw the next token of the answer; None where a stopping criterion ends it."""
+        if self._verified is not None:
+            return self._accept_row(self._verified)
+        reader, llm, pos = self._reader, self._reader.llm, self._pos
+        if llm._logits_all and reader.sequence is not None and reader.logits_at(pos) is None:
+            # several steps have read what was sent, and only the last one's logits are at hand
+            reader.put_logits(pos, llm.scores[pos])
+        self._token = self._sample(pos)
+        self._pos = pos + 1
+        if reader.speculator is not None:
+            reader.speculator.plain()
+        if self._stopping is not None and self._stopping(llm._input_ids[: pos + 1], reader.logits_row(pos)):
+            return None
+        return self._token
 
-    def _verified(self, root: int, draft: Draft, stopping: Stopping) -> Tokens:
-        """The text goes on with `root`, and with what is drafted as far as that is what is sampled.
+    def _accept_row(self, verified: Verified) -> int | None:
+        """The same where the step has verified a draft: its next row is of the text."""
+        reader, llm = self._reader, self._reader.llm
+        row = verified.rows.of(verified.node)
+        reader.keep(row)
+        self._token = self._sample(llm.n_tokens - 1) if verified.picks is None else verified.picks[row]
+        verified.child = verified.draft.child(verified.node, self._token)
+        if self._stopping is not None and self._stopping(llm._input_ids, reader.logits_row(llm.n_tokens - 1)):
+            verified.end()
+            return None
+        verified.speculator.pause()
+        return self._token
 
-        At each yield the text is what it would be without drafts: it ends before the token that is yielded.
+    def leave(self) -> None:
+        """The caller wants no more tokens."""
+        if self._verified is not None:
+            self._verified.end()
+
+    # --- what is computed
+
+    def advance(self, sent: Sequence[int] | None = None) -> Step | None:
+        """Go on with the token that was drawn, and those that were sent after it.
+
+        Returns a step to be computed; None where the next token can be drawn already.
         """
-        session, speculator, node = self._session, self._speculator, ROOT
-        path: list[int] = []
-        assert session is not None
-        assert speculator is not None
-        rows = arranged(root, draft)
-        if not self._verify(rows, None if draft.is_chain else rows.branches):
-            return (yield from self._sampled(self.n_tokens - 1, stopping))
-        picks = session.engine.argmax(range(len(rows))).tolist() if self._greedy else None
-        while True:
-            row = rows.of(node)
-            self._keep(row)
-            token = self.sample(idx=self.n_tokens - 1) if picks is None else picks[row]
-            child = draft.child(node, token)
-            if stopping is not None and stopping(self._input_ids, self._logits_row(self.n_tokens - 1)):
-                speculator.verified(path, len(rows), stopped=child is not None)
+        reader, token, verified = self._reader, self._token, self._verified
+        if verified is not None:
+            if self._goes_on(verified, sent):
                 return None
-            speculator.pause()
-            try:
-                sent = yield token
-            except GeneratorExit:
-                speculator.verified(path, len(rows), stopped=child is not None)
+        elif not sent and self._pos < reader.llm.n_tokens:
+            if token == reader.llm._input_ids[self._pos]:
+                return None  # it is in the memory already
+            reader.forget(self._pos)
+        if sent or reader.sequence is None:
+            self._evaluate([token, *(sent or ())])
+            return None
+        speculator = reader.speculator
+        if speculator is not None and not reader.sequence.engine.closed:
+            draft = speculator.propose(reader.sequence, token)
+            if draft is not None:
+                return self._prepare_draft(speculator, token, draft)
+        self._pos = reader.llm.n_tokens
+        return self._prepare(token)
+
+    def compute(self, step: Step) -> None:
+        """Compute a step of `advance`. Where a draft cannot be verified, its root is evaluated alone."""
+        reader, sequence, verified = self._reader, self._reader.sequence, self._verified
+        assert sequence is not None
+        try:
+            sequence.finish(step)
+            if verified is None and sequence.repair is not None:
+                sequence.repair_due(reader.after_step)
+        except KVFlashError as err:
+            if verified is not None:
+                self._refuse(verified, err)
+                return
+            reader.requires_eval = True
+            if not isinstance(err, SnapshotError):
                 raise
-            speculator.resume()
-            # somebody may have settled them, or set n_tokens
-            if sent or child is None or not session.ahead or session.length != self.n_tokens:
-                session.accept(after=self._after_step)
-                speculator.verified(path, len(rows), stopped=child is not None)
-                return [token, *(sent or ())]
-            node = child
-            path.append(node)
+            reader.read_again(err, step.start, step.tokens)
+        except BaseException:
+            reader.requires_eval = True
+            raise
+        if verified is not None and reader.greedy:
+            verified.picks = sequence.engine.argmax(range(len(verified.rows))).tolist()
 
-    @property
-    def _deterministic(self) -> bool:
-        return self._config is not None and self._config.deterministic
+    def _prepare(self, token: int) -> Step | None:
+        """The step of one token. None if the text had to be read again, and the token with it."""
+        reader, sequence = self._reader, self._reader.sequence
+        assert sequence is not None
+        tokens, known = reader.admit([token]), None
+        try:
+            if sequence.engine.closed:
+                sequence.check_open()
+            sequence.settle()
+            if sequence.length != reader.llm.n_tokens:
+                reader.catch_up()
+            known = sequence.length
+            return sequence.prepare_answer(tokens, EVERY if reader.llm._logits_all else LAST, reader.after_step)
+        except BaseException as err:
+            reader.requires_eval = True
+            if not isinstance(err, SnapshotError):
+                raise
+            reader.read_again(err, known, tokens)
+        return None
 
-    def _reuse_prefix(self, tokens: Int32s) -> int:
-        """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
-        if self._deterministic:
-            self.reset()
-        if self._prefixes is not None:
-            self._restore_prefix(self._prefixes, tokens)
-        shared = common_prefix(self._input_ids, tokens)
-        if shared == len(tokens) == self.n_tokens and self._logits_at_hand:
-            return shared  # the logits of the last token are at hand
-        if shared == len(tokens):
-            shared -= 1  # one token has to be evaluated for its logits
-        if self._session is not None:
-            shared = prefill.prefix_to_keep(self._session, shared, tokens)
-        left = self._cut(shared) if shared > 0 else 0
-        if left == 0:
-            self.reset()
-        elif self.verbose:
-            logger.info("%d tokens of the prompt are known, %d to evaluate", left, len(tokens) - left)
-        self.n_tokens = left
-        self._requires_eval = True
-        return left
+    def _prepare_draft(self, speculator: Speculator, token: int, draft: Draft) -> Step | None:
+        """The step of a token and what is drafted after it. None if it was evaluated alone."""
+        reader, sequence = self._reader, self._reader.sequence
+        assert sequence is not None
+        rows = arranged(token, draft)
+        self._verified = Verified(draft, rows, speculator)
+        try:
+            reader.catch_up()
+            return sequence.prepare_drafts(rows.tokens, None if draft.is_chain else rows.branches, reader.after_step)
+        except KVFlashError as err:
+            self._refuse(self._verified, err)
+        return None
 
-    def _cut(self, length: int) -> int:
-        """Forget tokens from `length` on; how many are left, which is less if the memory cannot go back just so far."""
-        if self._session is not None:
-            return self._session.truncate(min(length, self._session.length))
-        return length if self._ctx.kv_cache_seq_rm(-1, length, -1) else 0
+    def _refuse(self, verified: Verified, why: KVFlashError) -> None:
+        """A draft cannot be verified: evaluate its root alone."""
+        self._verified = None
+        verified.speculator.refused(why)
+        # which reads again what is lost, and fails where this would fail without drafts
+        self._reader.evaluate(verified.rows.tokens[:1].tolist())
+        self._pos = self._reader.llm.n_tokens - 1
 
-    def _likeliest(self) -> int:
-        """The likeliest token after the last row of the newest step."""
-        assert self._session is not None
-        return int(self._session.engine.argmax([-1])[0])
+    def _goes_on(self, verified: Verified, sent: Sequence[int] | None) -> bool:
+        """Is the token that was drawn the next row of the draft? Otherwise the draft ends here."""
+        reader, sequence = self._reader, self._reader.sequence
+        assert sequence is not None
+        verified.speculator.resume()
+        # somebody may have settled them, or set n_tokens
+        if not sent and verified.child is not None and sequence.ahead and sequence.length == reader.llm.n_tokens:
+            verified.node = verified.child
+            verified.path.append(verified.node)
+            return True
+        sequence.accept(after=reader.after_step)
+        verified.end()
+        self._verified = None
+        return False
 
-    def _forget(self, length: int) -> None:
-        left = self._cut(length)
-        self.n_tokens = length
-        self._requires_eval = True
-        if left < length and self._session is None:
-            again = self.input_ids[:length].tolist()
-            self.reset()
-            self.eval(again)
+    def _evaluate(self, pending: list[int]) -> None:
+        """Evaluate tokens at once. Where logits are kept of all of them, the token after each is drawn, as upstream
+        does it. Without a pool drafts are in the memory with them, and cut off again.
+        """
+        reader, start = self._reader, self._reader.llm.n_tokens
+        every = len(pending) == 1 or reader.llm._logits_all
+        drafts = self._stock_drafts(pending[0]) if reader.sequence is None and len(pending) == 1 else []
+        reader.evaluate([*pending, *drafts])
+        self._pos = start if every else start + len(pending) - 1
 
-    def _stock_drafts(self, pending: Sequence[int]) -> list[int]:
-        """Without a pool drafts are in the memory at once, and cut off again, as upstream does it."""
-        if self._session is not None or self.draft_model is None or len(pending) != 1:
+    def _stock_drafts(self, token: int) -> list[int]:
+        """What upstream's `draft_model` proposes after a token, no more than there is room for."""
+        llm = self._reader.llm
+        if llm.draft_model is None:
             return []
-        room = min(self._n_ctx - self.n_tokens, self.context_params.n_ubatch or self.n_batch) - 1
+        room = min(llm._n_ctx - llm.n_tokens, llm.context_params.n_ubatch or llm.n_batch) - 1
         if room <= 0:
             return []
-        self.input_ids[self.n_tokens] = pending[0]
-        return [int(token) for token in self.draft_model(self.input_ids[: self.n_tokens + 1])[:room]]
-
-    def _propose(self, pending: Sequence[int]) -> Draft | None:
-        """What may follow the newest token, no more than one step can verify."""
-        session, speculator = self._session, self._speculator
-        if session is None or speculator is None or session.engine.closed:
-            return None
-        return speculator.propose(session, pending[0])
+        llm.input_ids[llm.n_tokens] = token
+        return [int(draft) for draft in llm.draft_model(llm.input_ids[: llm.n_tokens + 1])[:room]]
 
 
-def _numbers(tokens: Sequence[int] | Int64s) -> Int64s:
-    """TypeError for what is no whole number: nothing is rounded."""
-    return (
-        np.asarray(tokens).astype(np.int64, casting="same_kind", copy=False) if len(tokens) else np.empty(0, np.int64)
-    )
+def limited(llm: Any, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
+    """A completion of a Llama whose `generate` knows how much it is asked for."""
+    llm.kvflash_most = most if most and most > 0 else None
+    try:
+        yield from completion
+    finally:
+        llm.kvflash_most = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import _internals as internals
+from llama_cpp.llama_cache import BaseLlamaCache
+from llama_cpp.llama_grammar import LlamaGrammar
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from .. import policy, remote
-from ..calibration.finder import open_finder
+from ..arrays import common_prefix
+from ..calibration.finder import HeadFinder
+from ..chat.values import Grammar
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import ConfigError, DoesNotFit, KVFlashError
+from ..errors import ConfigError, DoesNotFit, KVFlashError, NotFinite
 from ..gguf import purpose
+from ..logs import Progress
 from ..native import engine as native
 from ..native import library
 from ..native import remote as servers
@@ -30,16 +37,20 @@ from ..placement import devices, memory, sizing
 from ..placement.predict import copied
 from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
-from ..sequence.pool import Pool
 from ..spec.find import Found
 from ..state.session import SessionState
+from ..store.prefixes import PrefixCache
 from . import fitting, parameters
 from .bias import with_bias
-from .call_lock import CallLock, changing
-from .chatting import ChattingLlama
-from .context import Closed, PagedContext, check_adapter, take_closing
-from .reading import open_session
-from .speculating import device_bytes, loads_head, make_speculator, open_drafting, room, search
+from .call_lock import CallLock, changing, locked, writing
+from .chatting import PARAMETERS, Chatting
+from .context import Closed, check_adapter
+from .generation import Generation, limited
+from .grammar import put_into
+from .opening import exchange, exchange_in_two, open_pool
+from .reader import Reader, numbers
+from .saving import Saver
+from .speculating import Drafting, device_bytes, loads_head, make_speculator, room, search
 from .stats import PoolStats
 from .tokenizer import IncrementalTokenizer
 
@@ -63,7 +74,7 @@ NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
 
 
-class Llama(ChattingLlama):
+class Llama(llama_cpp.Llama):
     """`llama_cpp.Llama` with a bounded KV cache. Every upstream keyword and method works as there.
 
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
@@ -101,6 +112,16 @@ class Llama(ChattingLlama):
     RemoteError for a server that cannot be used. One that is lost later is DeviceLost.
     """
 
+    kvflash_progress: Progress | None = None
+    kvflash_most: int | None = None
+    """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
+    kvflash_sampler: Any = None
+    """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
+    kvflash_sampled_s: float = 0.0
+    """Seconds that the newest token took to be chosen, without its evaluation."""
+    kvflash_branch: int | None = None
+    """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
+
     def __init__(self, model_path: str, **keywords: Unpack[Keywords]) -> None:
         self._stack = contextlib.ExitStack()  # close() needs these even when nothing has been opened
         self._call_lock = CallLock()
@@ -110,7 +131,10 @@ class Llama(ChattingLlama):
             check_adapter(adapter)
         self._config = request.config
         self._weights = request.weights
-        self._session = None
+        self._reader = Reader(self)
+        self._saver = Saver(self._reader)
+        self._drafting = Drafting()
+        self._finder: HeadFinder | None = None
         self._size: PoolSize | None = None
         self.kvflash_progress = request.progress
         self._scorer: Scorer | None = None
@@ -155,11 +179,13 @@ class Llama(ChattingLlama):
             self._stack.enter_context(servers.connected(endpoints))
         self._logits_all = logits_all
         self.input_ids = np.zeros(self._n_ctx, np.intc)
-        self._replace_batch()
+        self._batch.close()  # it has room for n_ctx sequences a token: gigabytes of address space at long contexts
+        self._batch = internals.LlamaBatch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
+        self._stack.callback(self._batch.close)
         if request.n_batch is not None:
             self.n_batch = min(self._n_ctx, request.n_batch)
         if self._size is not None:
-            self._open_session(self._size)
+            open_pool(self, self._size)
         if request.cache is not None:
             self.set_cache(request.cache)
 
@@ -233,21 +259,17 @@ class Llama(ChattingLlama):
     def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
         return native.pool_request(size.slots, self._query_rows() if size.slots < size.n_ctx else 0)
 
-    def _reserved(self) -> int:
-        """Device memory that drafting models take, which are loaded later."""
-        scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0
-        return scores + device_bytes(self._found)
-
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
+        scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0  # these are loaded later
         size = sizing.fit(
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
             query_rows=self._query_rows(),
-            reserved=self._reserved() + self._room.kept_bytes,
+            reserved=scores + device_bytes(self._found) + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
         )
@@ -257,34 +279,224 @@ class Llama(ChattingLlama):
             size = replace(size, why=size.why + self._other_split(size))
         return sizing.halved(size, self._halvings, minimum=config.minimum_pool)
 
-    def _open_session(self, size: PoolSize, beside: Pool | None = None) -> None:
-        assert self._config is not None
-        n_ubatch = self.context_params.n_ubatch or self.context_params.n_batch  # 0 is upstream's "as n_batch"
-        if self._drafter is not None:
-            self._scorer = drafter.make_scorer(self, self._drafter, idle=size.slots - 2 * n_ubatch)
-        engine = native.Engine(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, self._room.rows))
-        self._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
-        drafting = open_drafting(self, self._config.spec, self._found, engine, self._room.rows, self._ctx._exit_stack)
-        self._drafting = drafting.counting_on(self._speculator)  # of a pool of another size
-        config = self._config
-        sizing.warn_if_tight(engine.info.devices, n_ubatch)
-        mapped = self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
-        limit = sizing.image_limit(config, sizing.address(self._model), size, engine.info.page_bytes, mapped=mapped)
-        pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
-        self._session = open_session(self, config, pool, self._scorer)
-        # with the context's own, which a garbage collector may close before it closes this
-        self._ctx._exit_stack.callback(self._session.close, partial(take_closing, self._ctx))
-        self._speculator = self._session.follower = make_speculator(self, config, self._drafting)
-        self._open_snapshots(self._session)
-        self._finder = open_finder(self, self._session, self._scorer)
-        if self._finder is not None:
-            self._ctx._exit_stack.callback(self._finder.close)
-        self._ctx = PagedContext(self._ctx, self._session)
-        assert self.kvflash is not None
-        if self.verbose:
-            logger.warning(self.kvflash.banner())
-        else:
-            logger.info(self.kvflash.banner())
+    # --- the text
+
+    @changing
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after the `n_tokens` read so far. ContextFull, and nothing evaluated, if they do not fit."""
+        self._reader.evaluate(tokens)
+
+    @changing
+    def reset(self) -> None:
+        """Forget the text. Settings and pins stay."""
+        self._reader.reset()
+
+    @locked
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As upstream. KVFlashError where the logits to sample from are not at hand, which would end the process, and
+        NotFinite where they are no numbers.
+        """
+        idx = kwargs.pop("idx", None)
+        return self._reader.sample(self.n_tokens - 1 if idx is None else idx, *args, **kwargs)
+
+    embed = changing(llama_cpp.Llama.embed)
+
+    def _init_sampler(  # type: ignore[override]
+        self, *, grammar: LlamaGrammar | Grammar | None = None, **settings: Any
+    ) -> Any:
+        if not isinstance(grammar, Grammar):
+            return super()._init_sampler(grammar=grammar, **settings)
+        sampler = super()._init_sampler(**settings)
+        put_into(sampler, self._model.vocab, grammar)
+        return sampler
+
+    @writing
+    def generate(
+        self,
+        tokens: Sequence[int],
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        temp: float = 0.80,
+        repeat_penalty: float = 1.0,
+        reset: bool = True,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        tfs_z: float = 1.0,
+        mirostat_mode: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        penalize_nl: bool = True,
+        logits_processor: llama_cpp.LogitsProcessorList | None = None,
+        stopping_criteria: llama_cpp.StoppingCriteriaList | None = None,
+        grammar: LlamaGrammar | Grammar | None = None,
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """Yield tokens that continue the prompt, with upstream's contract: prefix reuse, `send`, drafts."""
+        given = numbers(tokens)  # once: a long list takes milliseconds
+        # before any of the text at hand is cut off
+        ids = self._reader.known(given, common_prefix(self._input_ids, given))
+        if len(tokens) == 0 and (reset or self.n_tokens == 0):
+            raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
+        going_on, self.kvflash_sampler = self.kvflash_sampler, None
+        self._sampler = going_on or self._init_sampler(
+            top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p, temp=temp, repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, tfs_z=tfs_z,
+            mirostat_mode=mirostat_mode, mirostat_eta=mirostat_eta, mirostat_tau=mirostat_tau, penalize_nl=penalize_nl,
+            logits_processor=logits_processor, grammar=grammar,
+        )  # fmt: skip
+        inherited = "sample" not in vars(self) and type(self).sample is Llama.sample
+        neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
+        reader = self._reader
+        reader.greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
+        if reader.sequence is not None:
+            reader.sequence.check_open()
+            reader.sequence.settle()
+        if self._finder is not None and reader.sequence is not None and not reader.sequence.config.deterministic:
+            self._finder.settle()
+        if reader.speculator is not None:
+            most, self.kvflash_most = self.kvflash_most, None
+            reader.speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
+        prompt = list(tokens)
+        if reset:
+            prompt = prompt[self._saver.reuse_prefix(ids) :]
+        answer = Generation(
+            reader,
+            self.n_tokens + len(prompt) - 1,
+            sample=reader.sample if inherited else lambda pos: int(self.sample(idx=pos)),
+            stopping=stopping_criteria,
+        )
+        with nullcontext() if self._finder is None else self._finder.behind():
+            reader.evaluate(
+                prompt,
+                checkpoint=self._saver.branch(ids, self.kvflash_branch) if reset else None,
+                prompt=going_on is None,
+            )
+            try:
+                self._saver.keep_prefix()
+                while (token := answer.accept()) is not None:
+                    try:
+                        sent = yield token
+                    except GeneratorExit:
+                        answer.leave()
+                        raise
+                    step = answer.advance(sent)
+                    if step is not None:
+                        answer.compute(step)
+            except NotFinite:
+                self.reset()  # it is not kept for later
+                raise
+            finally:
+                self._saver.keep_prefix()
+                sequence = reader.sequence
+                if sequence is not None and not sequence.engine.closed:
+                    sequence.settle()
+                    if self._finder is not None and sequence.length > sequence.pool.n_slots:
+                        self._finder.start()
+
+    # --- states
+
+    @locked
+    def save_snapshot(
+        self,
+        path: str | Path,
+        *,
+        length: int | None = None,
+        compress: bool = False,
+        wait: bool = True,
+        salvage: bool = False,
+    ) -> Future[int]:
+        """Write the text and its memory to a file, from which this or another process goes on bit for bit.
+
+        length: only the first tokens, None for all. With recurrent state or a sliding window it must be a position that
+        has a checkpoint. compress: with Zstandard. wait: False returns as soon as what only the device holds has been
+        copied; the file is written behind the decode, and is there when the future is done. Its result is the size in
+        bytes. salvage: after DeviceLost, what is on this machine: its `kept` first tokens, from which a Llama on other
+        devices goes on.
+
+        A file that is there is replaced as a whole, or stays as it was. Raises SnapshotError.
+        """
+        return self._saver.save(Path(path), length=length, compress=compress, wait=wait, recover=salvage)
+
+    @changing
+    def load_snapshot(self, path: str | Path) -> int:
+        """Go on from a file that `save_snapshot` has written; how many tokens it holds.
+
+        Page images are read when they are needed, so the file must stay readable; it may be replaced or deleted.
+        Raises SnapshotMismatch for another model, SnapshotError for a file that is damaged, ContextFull: nothing has
+        changed then. With `logits_all` the rows of all tokens but the last are NaN: a file does not have them.
+        """
+        self._saver.go_on_from(self._saver.snapshots.load(Path(path)))
+        return self.n_tokens
+
+    @locked
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The text and its memory. Logits of all tokens are carried only with `logits_all`."""
+        return self._saver.save_state()
+
+    @changing
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Return to a saved state of the same model and settings. SnapshotError, and no change, if it does not fit."""
+        self._saver.load_state(state)
+
+    # --- texts that are swapped out within this process
+
+    @locked
+    def park(self) -> SessionState:
+        """The text and its memory as a value, to be released; it stays at hand. Its page images are not copied.
+
+        Raises HostMemoryError where there is no room for what only the device holds.
+        """
+        _ = self._saver.snapshots
+        return self._saver.saved(None)
+
+    @changing
+    def resume(self, parked: SessionState) -> None:
+        """Go on from a text that `park` or `read_parked` has given, bit for bit. It can be resumed again.
+
+        Raises SnapshotError where a page cannot be read, HostMemoryError: nothing has changed then.
+        """
+        _ = self._saver.snapshots
+        self._saver.go_on_from(parked.share())
+
+    def write_parked(self, parked: SessionState, path: str | Path, *, sync: bool = True) -> None:
+        """Write a parked text to a file as `save_snapshot` does. Raises SnapshotError.
+
+        sync: wait until it is on the disk. Without it the file outlives this process, but perhaps no loss of power.
+        """
+        self._saver.snapshots.save(parked.share(), Path(path), compress=False, sync=sync).result()
+
+    def read_parked(self, path: str | Path) -> SessionState:
+        """Open a file of `save_snapshot` or `write_parked`, to be resumed and released. Raises SnapshotError."""
+        return self._saver.snapshots.load(Path(path))
+
+    @locked
+    def checkpoint(self) -> None:
+        """Keep what is not pooled as it is now, so that the text can be cut to here. Nothing where all is pooled."""
+        self._saver.checkpoint()
+
+    @locked
+    def newest_logits(self) -> npt.NDArray[np.single]:
+        """A copy of the logits of the newest token. KVFlashError where none are kept."""
+        row: npt.NDArray[np.single] = self._reader.logits_row(self.n_tokens - 1).copy()
+        return row
+
+    # --- prefix cache
+
+    @locked
+    def set_cache(self, cache: PrefixCache | BaseLlamaCache | None) -> None:
+        """Use a prefix cache from now on: ours, which needs a pool, one of upstream's, or none."""
+        self._saver.use(cache if isinstance(cache, PrefixCache) else None)
+        super().set_cache(None if isinstance(cache, PrefixCache) else cache)
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Meanwhile nothing is taken from the prefix cache, and nothing is kept there."""
+        prefixes, self._reader.prefixes = self._reader.prefixes, None
+        try:
+            yield
+        finally:
+            self._reader.prefixes = prefixes
 
     # --- another size of the pool
 
@@ -300,7 +512,7 @@ class Llama(ChattingLlama):
         that is an object, which cannot serve two pools: nothing has changed then, as after any other error. Only where
         others take the memory meanwhile the smallest pool stays, with the text.
         """
-        config, old = self._config, self._session
+        config, old = self._config, self._reader.sequence
         if config is None or old is None:
             raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
         old.check_open()
@@ -310,87 +522,19 @@ class Llama(ChattingLlama):
         size = sizing.fit(config, self._model, self.context_params)
         if size.slots == old.pool.n_slots:
             return size.slots
-        cache = None if self._prefixes is None else self._prefixes.cache
-        self._keep_prefix()
-        saved = self._saved(None)
+        cache = None if self._reader.prefixes is None else self._reader.prefixes.cache
+        self._saver.keep_prefix()
+        saved = self._saver.saved(None)
         try:
             try:
-                self._exchange(config, size, saved)
+                exchange(self, config, size, saved)
             except DoesNotFit as err:
-                self._exchange_in_two(config, size, saved, err)
+                exchange_in_two(self, config, size, saved, err)
         finally:
             saved.release()
-            if cache is not None and self._prefixes is None:
+            if cache is not None and self._reader.prefixes is None:
                 self.set_cache(cache)
         return size.slots
-
-    def _exchange_in_two(self, config: KVFlashConfig, size: PoolSize, saved: SessionState, why: DoesNotFit) -> None:
-        """By way of the smallest pool. Raises `why` where that would not be between the two."""
-        assert self._config is not None
-        assert self._size is not None
-        before = self._config, self._size
-        least = replace(size, slots=min(config.minimum_pool, size.n_ctx))
-        if least.slots >= min(size.slots, self._size.slots):
-            raise why
-        old = self._session
-        try:
-            self._exchange(replace(config, pool=least.slots), least, None)
-            self._exchange(config, size, saved)
-        except BaseException as err:
-            if self._session is old:
-                raise (why if isinstance(err, DoesNotFit) else err) from None
-            try:
-                self._exchange(*before, saved)
-            except DoesNotFit:
-                self._go_on_from(saved.share())
-            raise
-
-    def _exchange(self, config: KVFlashConfig, size: PoolSize, saved: SessionState | None) -> None:
-        """Another pool in the place of the session's, which goes on from `saved`; without it the text is unknown.
-
-        Nothing has changed after an error.
-        """
-        old = self._session
-        assert old is not None
-        before, closing = dict(vars(self)), self._ctx
-        try:
-            self._config, self._size = config, size
-            if self._drafter is None:
-                self._scorer = policy.resolve(config.policy)
-            self._ctx = self._make_context(size)
-            self._prefixes = None
-            self._open_session(size, beside=old.pool)
-            assert self._session is not None
-            self._session.events.observer = old.events.observer
-            self._session.pool.take_images(old.pool)
-            if saved is not None:
-                self._go_on_from(saved.share())
-        except BaseException:
-            made, session = self._ctx, self._session
-            vars(self).update(before)
-            if session is not None and not old.pool.owns_images:
-                old.pool.take_images(session.pool)
-            if made is not closing:
-                made.close()
-            raise
-        closing.close()
-
-    def _make_context(self, size: PoolSize) -> internals.LlamaContext:
-        """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
-        assert self._session is not None
-        with self._pool_request(size):
-            try:
-                context = internals.LlamaContext(model=self._model, params=self.context_params, verbose=self.verbose)
-            except ValueError as err:
-                pool, there = self._session.pool, ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0
-                devices = pool.engine.info.devices
-                raise sizing.no_room_beside(self._model, there, devices, size, pool.n_slots) from err
-        self._stack.enter_context(contextlib.closing(context))
-        if self._lora_adapter is not None:
-            adapters: Any = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._lora_adapter)  # type: ignore[misc]
-            scales = (ctypes.c_float * 1)(self.lora_scale)
-            llama_cpp.llama_set_adapters_lora(context.ctx, adapters, 1, scales)
-        return context
 
     @property
     def draft_model(self) -> Any:
@@ -399,26 +543,30 @@ class Llama(ChattingLlama):
 
     @draft_model.setter
     def draft_model(self, model: Any) -> None:
-        self._draft_model = model
-        if self._session is not None and self._config is not None:
-            if self._speculator is not None:
-                self._drafting = self._drafting.after(self._speculator)
-            self._speculator = self._session.follower = make_speculator(self, self._config, self._drafting)
-
-    def _replace_batch(self) -> None:
-        """Upstream's batch has room for n_ctx sequences a token: gigabytes of address space at long contexts."""
-        self._batch.close()
-        self._batch = internals.LlamaBatch(n_tokens=self.n_batch, embd=0, n_seq_max=1, verbose=self.verbose)
-        self._stack.callback(self._batch.close)
+        self._draft_model, reader = model, self._reader
+        if reader.sequence is not None and self._config is not None:
+            if reader.speculator is not None:
+                self._drafting = self._drafting.after(reader.speculator)
+            made = make_speculator(self, reader, self._config, self._drafting)
+            reader.speculator = reader.sequence.follower = made
 
     @property
     def kvflash(self) -> PoolStats | None:
         """The live state of the pool, or None without one."""
-        if self._session is None or self._size is None:
+        sequence, speculator = self._reader.sequence, self._reader.speculator
+        if sequence is None or self._size is None:
             return None
-        return PoolStats(
-            self._session, self._size, self._finder, self._speculator, swa_full=self.context_params.swa_full
-        )
+        return PoolStats(sequence, self._size, self._finder, speculator, swa_full=self.context_params.swa_full)
+
+    def create_chat_completion(self, *args: Any, **settings: Any) -> Any:
+        """Answer a chat; with `tools`, by the model's own template, if it has one and no `chat_format` was given.
+
+        ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
+        """
+        made = Chatting(self).answer(args, settings) if self._own_template else None
+        return super().create_chat_completion(*args, **settings) if made is None else made
+
+    create_chat_completion.__signature__ = PARAMETERS  # type: ignore[attr-defined]
 
     def _create_completion(  # type: ignore[override]  # the keywords between are upstream's and only passed on
         self,
@@ -431,16 +579,8 @@ class Llama(ChattingLlama):
         if logit_bias:
             logits_processor = with_bias(logits_processor, logit_bias)
         completion: Any = super()._create_completion(prompt, logits_processor=logits_processor, **kwargs)
-        completion = self._limited(completion, kwargs.get("max_tokens"))
+        completion = limited(self, completion, kwargs.get("max_tokens"))
         return self._call_lock.pieces(completion) if kwargs.get("stream") else self._call_lock.whole(completion)
-
-    def _limited(self, completion: Iterator[Any], most: int | None) -> Iterator[Any]:
-        """A completion whose `generate` knows how much it is asked for."""
-        self.kvflash_most = most if most and most > 0 else None
-        try:
-            yield from completion
-        finally:
-            self.kvflash_most = None
 
     def close(self) -> None:
         """Free the model, once the call that computes with it has ended. Later ones raise KVFlashError."""
@@ -454,7 +594,7 @@ class Llama(ChattingLlama):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state["logits_all"] = self._logits_all and (self.draft_model is None or self._session is not None)
+        state["logits_all"] = self._logits_all and (self.draft_model is None or self._reader.sequence is not None)
         state["tokenizer"] = self._pickled_tokenizer
         state["kvflash"] = self._config
         return state | self._rpc | self._placement.keywords() | self._weights

@@ -33,28 +33,28 @@ def manner(llm: Llama, *, reading: str | None = None, answer: str | None = None,
     None leaves it to the model's configuration. What is known of the prompt stays as it was read. ConfigError for what
     the model was not opened for.
     """
-    session = llm._session
+    session = llm._reader.sequence
     assert session is not None
     for name, value, possible in (("reading", reading, readings(llm)), ("answer", answer, answers(llm))):
         if value is not None and value not in possible:
             here = f"{name} can be {' or '.join(possible)} here, not {value!r}"
             raise ConfigError(f"{here}: make the model with kvflash_{name}={value!r}")
-    before, speculator = session.reading, llm._speculator
+    before, speculator = session.reading, llm._reader.speculator
     if _stages(llm):
         exact = before.exact if reading is None else reading == "exact"
         answers_exactly = before.answers_exactly if answer is None else answer != "pool"
         session.reading = replace(before, exact=exact, answers_exactly=answers_exactly)
     if not drafts:
-        llm._speculator = None
+        llm._reader.speculator = None
     try:
         yield
     finally:
-        session.reading, llm._speculator = before, speculator
+        session.reading, llm._reader.speculator = before, speculator
 
 
 def _stages(llm: Llama) -> bool:
-    return llm._session is not None and llm._session.pool.stage_slots > 0
+    return llm._reader.sequence is not None and llm._reader.sequence.pool.stage_slots > 0
 
 
 def _holds_all(llm: Llama) -> bool:
-    return llm._session is not None and not llm._session.bounded
+    return llm._reader.sequence is not None and not llm._reader.sequence.bounded

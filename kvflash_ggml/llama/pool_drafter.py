@@ -16,7 +16,7 @@ from ..spec.draft import Draft, chain
 from ..spec.loop import Speculator
 
 if TYPE_CHECKING:
-    from .generation import GeneratingLlama
+    from .reader import Reader
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -30,28 +30,28 @@ class PoolDrafter:
     It draws from a copy of that sampler, with the same random numbers: where the pool sees what the text holds, what it
     draws is what will be drawn. A sampler that calls Python cannot be copied; then the likeliest tokens are proposed.
 
-    made: the model, weakly, since it owns this. nested: who drafts for the pool, which verifies that as the text is
-    verified; None to decode token by token.
+    made: the reader of the model, weakly, since it owns this. nested: who drafts for the pool, which verifies that as
+    the text is verified; None to decode token by token.
     """
 
     name = "pool"
     wants = Features(newest=PROMPT)  # its first draft after a prompt is timed apart, but takes as long after any
 
-    def __init__(self, made: GeneratingLlama, nested: Speculator | None = None) -> None:
+    def __init__(self, made: Reader, nested: Speculator | None = None) -> None:
         self._made = weakref.ref(made)
         self._nested = nested
 
     @property
     def able(self) -> bool:
         """Does a step see more than the pool, and is there more?"""
-        session = self._llm._session
+        session = self._reader.sequence
         return session is not None and session.reading.answers_exactly and not session.sees_everything
 
     @property
-    def _llm(self) -> GeneratingLlama:
-        llm = self._made()
-        assert llm is not None
-        return llm
+    def _reader(self) -> Reader:
+        reader = self._made()
+        assert reader is not None
+        return reader
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See `Drafter`: what the text is, the pool knows."""
@@ -60,13 +60,13 @@ class PoolDrafter:
         """See `Drafter`. None where a step sees no more than the pool, or everything is resident."""
         if not self.able:
             return None
-        llm, drawn = self._llm, list[int]()
-        assert llm._session is not None
-        sampler = llm._sampler
-        copy = None if llm._greedy or sampler is None or sampler.custom_samplers else sampler.clone()
+        reader, drawn = self._reader, list[int]()
+        assert reader.sequence is not None
+        sampler = reader.llm._sampler
+        copy = None if reader.greedy or sampler is None or sampler.custom_samplers else sampler.clone()
         if self._nested is not None:
             self._nested.apart()
-        with SelfDraft(llm._session, most) as sketch:
+        with SelfDraft(reader.sequence, most) as sketch:
             while len(drawn) < most and self._extend(sketch, root, drawn, copy):
                 root = drawn[-1]
         return chain(drawn, self.name) if drawn else None
@@ -100,12 +100,12 @@ class PoolDrafter:
 
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
         """What draws after the rows of the newest step, in their order. drawn: what was before. copy: of a sampler."""
-        llm = self._llm
+        reader = self._reader
         if copy is None:
-            assert llm._session is not None
-            picks: list[int] = llm._session.engine.argmax(range(rows)).tolist()
+            assert reader.sequence is not None
+            picks: list[int] = reader.sequence.engine.argmax(range(rows)).tolist()
             return picks.__getitem__
-        return lambda row: int(copy.sample(llm._ctx, row))
+        return lambda row: int(copy.sample(reader.llm._ctx, row))
 
     def truncate(self, length: int) -> None:
         """See `Drafter`."""

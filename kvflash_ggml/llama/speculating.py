@@ -29,7 +29,7 @@ from ..spec.ngram import NGram
 from .pool_drafter import PoolDrafter
 
 if TYPE_CHECKING:
-    from .generation import GeneratingLlama
+    from .reader import Reader
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -65,7 +65,7 @@ class Room:
     kept_bytes: int = 0
 
 
-def room(llm: GeneratingLlama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
+def room(llm: llama_cpp.Llama, config: KVFlashConfig, draft_model: object, *, n_batch: int, n_ubatch: int) -> Room:
     """What the drafts that a model is asked for need. The model is loaded, its context is not made yet.
 
     n_batch, n_ubatch: as they were asked for. The context's parameters do not have them yet if n_ctx is 0.
@@ -138,7 +138,7 @@ def device_bytes(found: Sequence[Found]) -> int:
 
 
 def open_drafting(
-    llm: GeneratingLlama, spec: SpecConfig | None, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
+    llm: llama_cpp.Llama, spec: SpecConfig | None, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
 ) -> Drafting:
     """Open who was found, before the first step. They are closed by the stack.
 
@@ -183,7 +183,9 @@ def _open(found: Found, target: Target, spec: SpecConfig, stack: ExitStack) -> D
 _BY_FILE: dict[str, Callable[..., Drafter]] = {DFLASH: DFlash, EAGLE3: Eagle3, SIMPLE: Small}
 
 
-def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Drafting) -> Speculator | None:
+def make_speculator(
+    llm: llama_cpp.Llama, reader: Reader, config: KVFlashConfig, drafting: Drafting
+) -> Speculator | None:
     """What drafts for a model: its `draft_model` first, then what was opened; None if nothing does.
 
     For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
@@ -198,7 +200,7 @@ def make_speculator(llm: GeneratingLlama, config: KVFlashConfig, drafting: Draft
         controls = _controls(spec, drafting)
         return speculator(sources, controls, features=drafting.features, total=drafting.total) if sources else None
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
-    pool = Asked(PoolDrafter(llm, nested))
+    pool = Asked(PoolDrafter(reader, nested))
     asked = [*sources, pool] if spec.width is None else [pool, *sources]
     return speculator(asked, _controls(spec, drafting), features=drafting.features, total=drafting.total, nested=nested)
 
@@ -213,7 +215,7 @@ def _controls(spec: SpecConfig, drafting: Drafting) -> Controls:
     return Controller(widths, serial=SERIAL, hopes=HOPES)
 
 
-def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Target:
+def _target(llm: llama_cpp.Llama, spec: SpecConfig, ends: frozenset[int]) -> Target:
     params = llm.context_params
     offload = llm.model_params.n_gpu_layers if spec.n_gpu_layers is None else spec.n_gpu_layers
     return Target(
@@ -231,7 +233,7 @@ def _target(llm: GeneratingLlama, spec: SpecConfig, ends: frozenset[int]) -> Tar
     )
 
 
-def _ends(llm: GeneratingLlama) -> frozenset[int]:
+def _ends(llm: llama_cpp.Llama) -> frozenset[int]:
     """The tokens that end a text."""
     vocab = llm._model.vocab
     return frozenset(token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token))

@@ -68,6 +68,8 @@ class Engine:
     of a token, each named once, or -1 for none). Siblings of a tree have one position, and a slot each.
     """
 
+    closed = False
+
     def __init__(self, context: int, max_tokens: int) -> None:
         self._context = context
         handle = ffi.new("kvf_engine **")
@@ -136,16 +138,14 @@ class Engine:
             raise EngineError("a streamed step over 0 page images, at least 1 is needed: let it read the pool")
         self._plan.n_tokens = count
         self._plan.wait = wait
-        if streamed is None:
-            self._compute(codes)
-            return
-        with self._attending(streamed):
-            self._compute(codes)
-
-    def _compute(self, codes: list[int]) -> None:
         # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
-        codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
-        check(codes[0])
+        if streamed is None:
+            codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
+        else:
+            with self._attending(streamed):
+                codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
+        if codes[0] != lib.KVF_STATUS_SUCCESS:
+            check(codes[0])
 
     @contextlib.contextmanager
     def _attending(self, streamed: Streamed) -> Iterator[None]:
@@ -466,12 +466,9 @@ class Engine:
     def close(self) -> None:
         """Wait for all work and free the engine. The context stays."""
         engine = vars(self).pop("_engine", None)  # first, so that an interrupt cannot free it twice
+        self.closed = True
         if engine is not None:
             lib.kvf_engine_free(engine)
-
-    @property
-    def closed(self) -> bool:
-        return "_engine" not in vars(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":  # a call after `close` must not reach the library

@@ -63,12 +63,14 @@ class SlotMask:
     def fill(self, start: int, slots: Int32s) -> npt.NDArray[np.floating]:
         """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
-        rows = self._take(n)
-        if self._base == start - 1 and n == 1:
+        if n == 1 and self._base == start - 1 and self._rows.owner is self:  # once a token
+            rows = self._rows.data[:1]
             rows[0, slots[0]] = self._open
-        else:
-            rows[:] = np.where(self._before(start), self._open, self._closed)
-            self._own_triangle(rows, start, slots)
+            self._base = start
+            return rows
+        rows = self._take(n)
+        rows[:] = np.where(self._before(start), self._open, self._closed)
+        self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
 

@@ -102,8 +102,8 @@ class Layout:
     def slots(self, start: int, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Fill `out` with the slots of the positions from `start` on, all of them resident."""
         n = len(out)
-        if n == 1:
-            out[0] = self.slot_of(start)
+        if n == 1:  # once a token
+            out[0] = self.chunks[start // CHUNK].block * CHUNK + start % CHUNK
             return out
         at = 0
         while at < n:

@@ -53,11 +53,6 @@ class ReadStats:
         self.read_whole += count if share == 1 else 0
         self.seen += count * share
 
-    def add_generated(self, count: int, *, whole: bool) -> None:
-        """A step of the answer, which has seen the whole text before it or not."""
-        self.generated += count
-        self.generated_whole += count if whole else 0
-
     @property
     def view(self) -> float | None:
         """Share of the text before them that the tokens of the prompt saw, 0 to 1; None if none were read."""

@@ -1,8 +1,8 @@
-"""What an interrupt leaves half done, and how much of a text is on this machine if its devices are lost."""
+"""How much of a text is on this machine if its devices are lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,37 +57,3 @@ class Recovery:
     def tell(self, err: DeviceLost) -> None:
         """It says how much is kept."""
         err.kept = self.kept
-
-
-class Unfinished:
-    """Holds what would complete, or take back, the change that is under way: work that can be done over and over.
-
-    An interrupt can come between any two statements. So a change says first what would settle it, then acts, and
-    whoever comes next settles what is left.
-    """
-
-    def __init__(self) -> None:
-        self.work: Callable[[], None] | None = None
-
-    def begin(self, work: Callable[[], None]) -> None:
-        """From here on `work` has to be done, in place of what was to be done before."""
-        self.work = work
-
-    def end(self) -> None:
-        """Nothing has to be done any more."""
-        self.work = None
-
-    def settle(self) -> None:
-        """Do what has to be done, if anything. Interrupted, it is done all the same before the interrupt goes on."""
-        if self.work is None:
-            return
-        try:
-            self.work()
-        except Exception:
-            self.work = None  # it would fail again
-            raise
-        except BaseException:
-            self.work()
-            self.work = None
-            raise
-        self.work = None

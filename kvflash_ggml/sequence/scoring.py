@@ -70,7 +70,8 @@ def most_moves(blocks: int) -> int:
 class Scoring:
     """Feeds a scorer, and keeps what it answers until somebody wants it.
 
-    tau: see `Selection`. n_chunks: of the longest text. looks: how often chunks have been scored, in `seconds` in all.
+    tau: see `Selection`. n_chunks: of the longest text. pending: scores that nobody has used. looks: how often chunks
+    have been scored, in `seconds` in all.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Scoring:
         self._addresses: list[int] = []
         self._buffers: list[Floats] = []
         self._keys = HostKeys(engine, store, threads=threads)
-        self._pending: deque[Future[Floats | None]] = deque()
+        self.pending: deque[Future[Floats | None]] = deque()
         self._failed: Exception | None = None
         self._later: list[tuple[int, PageImage]] | None = None
         try:
@@ -111,11 +112,7 @@ class Scoring:
     @property
     def is_ready(self) -> bool:
         """Is it time to use what was asked for?"""
-        return bool(self._pending) and self.selection.is_due
-
-    def on_tokens(self, count: int) -> bool:
-        """So many tokens have been generated: is it time to ask?"""
-        return self.selection.on_tokens(count, waiting=bool(self._pending), now=time.perf_counter())
+        return bool(self.pending) and self.selection.is_due
 
     # --- what happens to the text
 
@@ -156,8 +153,8 @@ class Scoring:
 
     def restart(self) -> None:
         """Drop scores that nobody has used: they belong to a text that is gone."""
-        wait(self._pending)  # what they found, or why they failed, is of no use now
-        self._pending.clear()
+        wait(self.pending)  # what they found, or why they failed, is of no use now
+        self.pending.clear()
         self.selection.restart()
 
     def use(self, heads: Pairs) -> None:
@@ -198,7 +195,7 @@ class Scoring:
         copy = buffer, self._ring.order
         later, masses = self.masses.read(asked, seen)
         what = max(ticket, later), copy, tokens.copy(), n_chunks, protected, wanted, masses
-        self._pending.append(self._run(self._score, *what))
+        self.pending.append(self._run(self._score, *what))
 
     def ask(self, end: int, known: int) -> Asked:
         """What a streamed step is asked for that ends a prompt: the text has `end` tokens then. known: as above."""
@@ -212,8 +209,8 @@ class Scoring:
         """The newest scores, waiting for them if need be; None if there are none."""
         self._raise_failure()
         scores = None
-        while self._pending:
-            scores = self._pending.popleft().result()
+        while self.pending:
+            scores = self.pending.popleft().result()
         return scores
 
     def _raise_failure(self) -> None:
@@ -228,9 +225,9 @@ class Scoring:
         Where devices compute beside the host they are a step old for each of them: they were computed while these ran.
         """
         self._raise_failure()
-        if len(self._pending) <= self._lag:
+        if len(self.pending) <= self._lag:
             return None
-        return self._pending.popleft().result()
+        return self.pending.popleft().result()
 
     def lasting(self, scores: Floats, before: Floats | None) -> Floats:
         """The scores of a look at an answer, and what is left of those `before` it where that is more.
@@ -256,7 +253,7 @@ class Scoring:
 
     def state(self, n_chunks: int) -> PolicyState:
         """The clock, the scores under way, and the statistics of the first chunks. Waits for the scores."""
-        looks = [future.result() for future in self._pending]
+        looks = [future.result() for future in self.pending]
         statistics = done(self._run(self._statistics, n_chunks).result())
         reader = self._run(self.scorer.reader_state).result() if isinstance(self.scorer, Reading) else None
         self._raise_failure()
@@ -304,7 +301,7 @@ class Scoring:
             self.sealed(range(n_chunks))
         self.selection.load(saved)
         self.replays.load(saved.found if taken or known is None else ())  # else other heads have found them
-        self._pending.extend(done(scores) for scores in saved.looks)
+        self.pending.extend(done(scores) for scores in saved.looks)
 
     @property
     def workers(self) -> Sequence[Worker]:

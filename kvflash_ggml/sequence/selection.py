@@ -42,7 +42,7 @@ class Selection:
         if waiting:
             self._due -= count
             return False
-        if self._since_score < self.interval:
+        if self._since_score < self.tau // SCORES_PER_TAU:  # `interval`, but this is asked once a token
             return False
         self._since_score = 0
         self._due = self._delay

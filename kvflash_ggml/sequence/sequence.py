@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,12 +29,12 @@ from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
 from .reading import POOL, Reading, ReadStats, Repair
-from .recovery import Recovery, Unfinished
+from .recovery import Recovery
 from .relevance import Relevance
 from .scoring import Scoring
 from .selection import TAU
 from .span import AttentionSpan
-from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step
+from .step import EVERY, NO_LOGITS, AfterStep, Follower, Logits, Output, Step, Unfinished
 
 if TYPE_CHECKING:
     from ..policy.base import Scorer
@@ -133,9 +134,8 @@ class Sequence:
     @property
     def policy(self) -> str:
         """The name of the policy at work."""
-        if not self.bounded:
-            return "none needed"
-        return "lru" if self.scoring is None else self.scoring.scorer.name
+        recency = "lru" if self.bounded else "none needed"
+        return recency if self.scoring is None else self.scoring.scorer.name
 
     def limits(self, n_vocab: int) -> Limits:
         """The largest session that can be loaded here."""
@@ -170,7 +170,7 @@ class Sequence:
             with self.recovery.told():
                 self.checkpoints.before_step(self.length, wanted=True)
         self.checkpoints.restored = None  # nothing goes on from where the text was put back
-        if self.scoring is not None and self.scoring.is_ready:
+        if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
         return self.prepare(
             tokens, output, after, generated=True, ahead=ahead, branches=branches, stream=self.reading.answers_exactly
@@ -216,8 +216,14 @@ class Sequence:
 
     def count_generated(self, count: int) -> None:
         """Count the newest `count` tokens as generated, and score the chunks where it is time."""
-        self.stats.add_generated(count, whole=self.whole.item(self.length - 1))
-        if self.scoring is not None and self.scoring.on_tokens(count) and not self.table.unsaved:
+        self.stats.generated += count
+        if self.whole.item(self.length - 1):
+            self.stats.generated_whole += count
+        scoring = self.scoring
+        if scoring is None:
+            return
+        due = scoring.selection.on_tokens(count, waiting=bool(scoring.pending), now=time.perf_counter())
+        if due and not self.table.unsaved:
             self.relevance.request(self.tokens, self.view, rows=1)
 
     # --- one step
@@ -267,8 +273,14 @@ class Sequence:
 
     def compute(self, step: Step) -> None:
         """Run a prepared step and commit it. Whatever goes wrong, the text has all of its tokens then, or none."""
+        moves, events = step.plan.moves, self.events
+        self.unfinished.work = partial(self._end, step)  # from here on the step has to be committed
         try:
-            self._move(step)
+            if moves is not NO_MOVES:
+                step.wait = self.paging.apply(moves, step.start)
+            if events.scores is not None or (events.observer is not None and moves):
+                resident, recalled = step.plan.layout.resident_chunks, [chunk for chunk, _ in moves.recall]
+                events.changed(step.start + len(step.tokens), resident, recalled, generating=step.generated)
             if step.view is None or not self._stream(step):
                 self.pool.run(step)
             self.commit(step)
@@ -294,17 +306,6 @@ class Sequence:
         """Prepare a step and compute it."""
         self.compute(self.prepare(tokens, output, after, stream=stream))
 
-    def _move(self, step: Step) -> None:
-        """Make the moves of a step. From here on it has to be committed."""
-        self.unfinished.begin(partial(self._end, step))
-        moves, layout, events = step.plan.moves, step.plan.layout, self.events
-        if moves is not NO_MOVES:
-            step.wait = self.paging.apply(moves, step.start)
-        if events.scores is not None or (events.observer is not None and moves):
-            recalled = [chunk for chunk, _ in moves.recall]
-            end = step.start + len(step.tokens)
-            events.changed(end, layout.resident_chunks, recalled, generating=step.generated)
-
     def _stream(self, step: Step) -> bool:
         """Run a step that sees page images. False where there is no memory for them: it sees the pool then."""
         start, n = step.start, len(step.tokens)
@@ -328,24 +329,26 @@ class Sequence:
 
     def _end(self, step: Step) -> None:
         """Take the result of a step over, or take everything back. It can be done again wherever it was interrupted."""
-        if step.codes == [0]:
-            self._take(step)
-        elif not self.engine.is_lost:  # else there is nothing to bring back, and what the host has stays
-            self._undo(step)
-
-    def _take(self, step: Step) -> None:
-        """The text has the tokens of a step that was computed."""
-        start, tokens, before = step.start, step.tokens, step.before
+        if step.codes != [0]:
+            if not self.engine.is_lost:  # else there is nothing to bring back, and what the host has stays
+                self._undo(step)
+            return
+        start, tokens, before, n = step.start, step.tokens, step.before, len(step.tokens)
         if step.branches is None:
-            self.ids[start : start + len(tokens)] = tokens
-        self.whole[start : start + len(tokens)] = step.whole
+            self.ids[start : start + n] = tokens
+        self.whole[start : start + n] = step.whole
         self.view = step.view
         self.relevance.rebuild = False
-        self.logits = step.logits
+        if step.branches is not None:
+            self.logits = NO_LOGITS  # of the path, once there is one
+        elif step.output.every:
+            self.logits = Logits(start, n, 0)
+        else:
+            self.logits = Logits(start + n - 1, 1, -1) if step.output.last else NO_LOGITS
         if not step.ahead:
             self.table.commit(step.plan)
         elif before is None:
-            room, streamed = max(step.ahead, len(tokens)), step.view is not None
+            room, streamed = max(step.ahead, n), step.view is not None
             self.draft_rows = DraftRows(start, tokens, room, step.state, streamed, branches=step.branches)
             self.table.commit_ahead(step.plan)
         else:

@@ -90,15 +90,39 @@ class Step:
     streamed: Streamed | None = None
     codes: list[int] = field(default_factory=list)
 
-    @property
-    def logits(self) -> Logits:
-        """The logits that are at hand once the step is computed."""
-        count = len(self.tokens)
-        if self.branches is not None:
-            return NO_LOGITS  # of the path, once there is one
-        if self.output.every:
-            return Logits(self.start, count, 0)
-        return Logits(self.start + count - 1, 1, -1) if self.output.last else NO_LOGITS
+
+class Unfinished:
+    """Holds what would complete, or take back, the change that is under way: work that can be done over and over.
+
+    An interrupt can come between any two statements. So a change says first what would settle it, then acts, and
+    whoever comes next settles what is left.
+    """
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """From here on `work` has to be done, in place of what was to be done before."""
+        self.work = work
+
+    def end(self) -> None:
+        """Nothing has to be done any more."""
+        self.work = None
+
+    def settle(self) -> None:
+        """Do what has to be done, if anything. Interrupted, it is done all the same before the interrupt goes on."""
+        if self.work is None:
+            return
+        try:
+            self.work()
+        except Exception:
+            self.work = None  # it would fail again
+            raise
+        except BaseException:
+            self.work()
+            self.work = None
+            raise
+        self.work = None
 
 
 class Follower(Protocol):

@@ -42,7 +42,7 @@ def ask(llm: Any, *, seed: int, depth: float = 0.3, n_tokens: int = 4096) -> boo
 
 
 def reader_of(llm: Any) -> Any:
-    return inside(llm).session.scoring.scorer._reader
+    return inside(llm).drafter_reader
 
 
 def load(path: Path, target: Any, n_ctx: int = 4096) -> Any:

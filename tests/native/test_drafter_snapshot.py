@@ -22,7 +22,7 @@ def other_tokens(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path
 
 
 def window_of(llm: Any) -> Any:
-    return inside(llm).session.scoring.scorer._reader.window
+    return inside(llm).drafter_reader.window
 
 
 @pytest.mark.parametrize("bridged", [False, True])

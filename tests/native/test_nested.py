@@ -168,7 +168,7 @@ def test_what_fails_costs_drafts_and_nothing_else(
 
     def while_drafting(*args: Any, **kwargs: Any) -> Any:
         """Only where somebody drafts for the pool, or has."""
-        several = args[0] > 1 and len(args) == 3 and drafts if what == "step" else inside(llm).session.ahead > 1
+        several = args[0] > 1 and args[3] is None and drafts if what == "step" else inside(llm).session.ahead > 1
         return fails(*args, **kwargs) if several or what == "source" else fails.does(*args, **kwargs)
 
     with mock.patch.object(owner, name, while_drafting):

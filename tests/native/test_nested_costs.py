@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support.inside import inside
 
 from kvflash_ggml.llama import pool_drafter as pool_sketch
 from kvflash_ggml.llama.pool_drafter import Draw, PoolDrafter
@@ -101,17 +100,17 @@ class SelfDraft:
 
 
 class Model:
-    _greedy, _sampler = True, None
+    greedy, llm = True, SimpleNamespace(_sampler=None)
 
     def __init__(self, world: World) -> None:
-        self._session = SimpleNamespace(
+        self.sequence = SimpleNamespace(
             world=world, sees_everything=False, reading=SimpleNamespace(answers_exactly=True)
         )
 
 
 class Pool(PoolDrafter):
     def _drawing(self, rows: int, drawn: list[int], copy: Any) -> Draw:
-        world = inside(self._llm).session.world  # type: ignore[union-attr]
+        world = self._reader.sequence.world  # type: ignore[union-attr]
         return lambda row: int(world.drawn(world.length + world.sketched + row + 1))
 
 

@@ -186,6 +186,6 @@ def test_a_kept_text_has_no_pages_of_the_drafter(llama: Any, tokens: Any) -> Non
     llm = llama("dense", **settings, kvflash_cache=PrefixCache())
     next(llm.generate(tokens[:2000].tolist(), temp=0))
     assert len(inside(llm).prefixes._memory)
-    heap = inside(inside(llm).session.scoring.scorer._reader._drafter).session.paging.heap
+    heap = inside(inside(llm).drafter_reader._drafter).own_session.paging.heap
     assert heap._pages
     assert all(page.holders == 1 for page in heap._pages)

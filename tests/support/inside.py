@@ -24,20 +24,22 @@ class Part:
 
 
 class Inside:
-    """The parts of one model. llm: a Llama, or another object that keeps a session."""
+    """The parts of one model. llm: a Llama; for `own_session` another object that keeps a text on a pool."""
 
-    session = Part("_session")
-    speculator = Part("_speculator")
+    session = Part("_reader.sequence")
+    speculator = Part("_reader.speculator")
     drafting = Part("_drafting")
     finder = Part("_finder")
-    prefixes = Part("_prefixes")
+    prefixes = Part("_reader.prefixes")
     config = Part("_config")
+    drafter_reader = Part("_reader.sequence.scoring.scorer._reader")
+    own_session = Part("_session")
     size = Part("_size")
     room = Part("_room")
-    snapshot_store = Part("_snapshot_store")
-    saved = Part("_saved")
-    go_on_from = Part("_go_on_from")
-    keep_prefix = Part("_keep_prefix")
+    snapshot_store = Part("_saver.store")
+    saved = Part("_saver.saved")
+    go_on_from = Part("_saver.go_on_from")
+    keep_prefix = Part("_saver.keep_prefix")
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -47,8 +49,11 @@ inside = Inside
 
 PRIVATE = frozenset(
     [
-        "_make_context",
-        *(name for part in vars(Inside).values() if isinstance(part, Part) for name in part.name.split(".")),
+        name
+        for part in vars(Inside).values()
+        if isinstance(part, Part)
+        for name in part.name.split(".")
+        if name.startswith("_")
     ]
 )
 """Names that no other file of the tests may write."""
@@ -58,9 +63,11 @@ def let_make_contexts(
     monkeypatch: pytest.MonkeyPatch, llm: Any, instead: Callable[[Callable[[Any], Any], Any, Any], Any]
 ) -> None:
     """Have contexts for a resized pool made by instead(make, size, session). make(size): how it is done otherwise."""
-    make = type(llm)._make_context
+    from kvflash_ggml.llama import opening
 
-    def made(self: Any, size: Any) -> Any:
-        return instead(lambda size: make(self, size), size, self._session)
+    make = opening.make_context
 
-    monkeypatch.setattr(type(llm), "_make_context", made)
+    def made(llm: Any, size: Any) -> Any:
+        return instead(lambda size: make(llm, size), size, llm._reader.sequence)
+
+    monkeypatch.setattr(opening, "make_context", made)

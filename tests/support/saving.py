@@ -153,5 +153,5 @@ def seen(session: Sequence) -> tuple[Any, ...]:
         session.queries.valid_from,
         sorted(session.checkpoints.state()),
         session.mask.slot_pos.tolist(),
-        scoring and (clock(scoring), len(scoring._pending)),
+        scoring and (clock(scoring), len(scoring.pending)),
     )

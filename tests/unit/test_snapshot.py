@@ -315,7 +315,7 @@ def test_another_policy_reads_the_keys_again(data: bytes, world: Any, caplog: An
     again = world()
     load(again, data)
     np.testing.assert_array_equal(session.scoring.scorer.dump(11), again.scoring.scorer.dump(11))
-    assert not session.scoring._pending
+    assert not session.scoring.pending
 
 
 @pytest.mark.parametrize("layout", [Layout("crc32", 8), Layout("crc32 of something else", 4)])

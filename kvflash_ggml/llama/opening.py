@@ -1,0 +1,139 @@
+"""Opens the pool of a `Llama`, and exchanges it for another one while the text stays.
+
+llm: the Llama, which imports this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import llama_cpp
+from llama_cpp import _internals as internals
+
+from .. import policy
+from ..calibration.finder import open_finder
+from ..config import KVFlashConfig
+from ..drafter import model as drafter
+from ..errors import DoesNotFit
+from ..native import engine as native
+from ..placement import sizing
+from ..placement.sizing import PoolSize
+from ..sequence.pool import Pool
+from ..state.session import SessionState
+from .context import PagedContext, take_closing
+from .reader import Reader
+from .reading import open_session
+from .saving import Saver
+from .speculating import make_speculator, open_drafting
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
+    """Open the pool of a context that was made, and who scores and drafts. beside: see `Pool`."""
+    assert llm._config is not None
+    n_ubatch = llm.context_params.n_ubatch or llm.context_params.n_batch  # 0 is upstream's "as n_batch"
+    if llm._drafter is not None:
+        llm._scorer = drafter.make_scorer(llm, llm._drafter, idle=size.slots - 2 * n_ubatch)
+    engine = native.Engine(ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, llm._room.rows))
+    llm._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
+    drafting = open_drafting(llm, llm._config.spec, llm._found, engine, llm._room.rows, llm._ctx._exit_stack)
+    llm._drafting = drafting.counting_on(llm._reader.speculator)  # of a pool of another size
+    config = llm._config
+    sizing.warn_if_tight(engine.info.devices, n_ubatch)
+    mapped = llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+    limit = sizing.image_limit(config, sizing.address(llm._model), size, engine.info.page_bytes, mapped=mapped)
+    pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
+    reader, sequence = llm._reader, open_session(llm, config, pool, llm._scorer)
+    reader.sequence = sequence
+    # with the context's own, which a garbage collector may close before it closes this
+    llm._ctx._exit_stack.callback(sequence.close, partial(take_closing, llm._ctx))
+    reader.speculator = sequence.follower = make_speculator(llm, reader, config, llm._drafting)
+    llm._saver.open(llm, engine)
+    llm._finder = open_finder(llm, sequence, llm._scorer)
+    if llm._finder is not None:
+        llm._ctx._exit_stack.callback(llm._finder.close)
+    llm._ctx = PagedContext(llm._ctx, sequence)
+    assert llm.kvflash is not None
+    if llm.verbose:
+        logger.warning(llm.kvflash.banner())
+    else:
+        logger.info(llm.kvflash.banner())
+
+
+def make_context(llm: Any, size: PoolSize) -> internals.LlamaContext:
+    """A second context on the model. DoesNotFit if llama.cpp cannot make it."""
+    assert llm._reader.sequence is not None
+    with llm._pool_request(size):
+        try:
+            context = internals.LlamaContext(model=llm._model, params=llm.context_params, verbose=llm.verbose)
+        except ValueError as err:
+            pool, there = llm._reader.sequence.pool, ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0
+            devices = pool.engine.info.devices
+            raise sizing.no_room_beside(llm._model, there, devices, size, pool.n_slots) from err
+    llm._stack.enter_context(contextlib.closing(context))
+    if llm._lora_adapter is not None:
+        adapters: Any = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(llm._lora_adapter)
+        scales = (ctypes.c_float * 1)(llm.lora_scale)
+        llama_cpp.llama_set_adapters_lora(context.ctx, adapters, 1, scales)
+    return context
+
+
+def exchange(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionState | None) -> None:
+    """Another pool in the place of the session's, which goes on from `saved`; without it the text is unknown.
+
+    Nothing has changed after an error.
+    """
+    old = llm._reader.sequence
+    assert old is not None
+    before, closing = dict(vars(llm)), llm._ctx
+    try:
+        llm._config, llm._size = config, size
+        if llm._drafter is None:
+            llm._scorer = policy.resolve(config.policy)
+        llm._ctx = make_context(llm, size)
+        reader = Reader(llm)
+        reader.speculator = llm._reader.speculator
+        llm._reader, llm._saver = reader, Saver(reader)
+        open_pool(llm, size, beside=old.pool)
+        assert reader.sequence is not None
+        reader.sequence.events.observer = old.events.observer
+        reader.sequence.pool.take_images(old.pool)
+        if saved is not None:
+            llm._saver.go_on_from(saved.share())
+    except BaseException:
+        made, sequence = llm._ctx, llm._reader.sequence
+        vars(llm).update(before)
+        if sequence is not None and not old.pool.owns_images:
+            old.pool.take_images(sequence.pool)
+        if made is not closing:
+            made.close()
+        raise
+    closing.close()
+
+
+def exchange_in_two(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionState, why: DoesNotFit) -> None:
+    """By way of the smallest pool. Raises `why` where that would not be between the two."""
+    assert llm._config is not None
+    assert llm._size is not None
+    before = llm._config, llm._size
+    least = replace(size, slots=min(config.minimum_pool, size.n_ctx))
+    if least.slots >= min(size.slots, llm._size.slots):
+        raise why
+    old = llm._reader.sequence
+    try:
+        exchange(llm, replace(config, pool=least.slots), least, None)
+        exchange(llm, config, size, saved)
+    except BaseException as err:
+        if llm._reader.sequence is old:
+            raise (why if isinstance(err, DoesNotFit) else err) from None
+        try:
+            exchange(llm, *before, saved)
+        except DoesNotFit:
+            llm._saver.go_on_from(saved.share())
+        raise

@@ -1,0 +1,226 @@
+"""What a `Llama` keeps of the texts it has read: sessions as values and files, and the prefix cache."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from ..arrays import Int32s, common_prefix
+from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError
+from ..native.engine import Engine
+from ..sequence import prefill, restore
+from ..snapshot import fingerprint
+from ..snapshot.store import SnapshotStore
+from ..state.session import SessionState
+from ..store.prefixes import PrefixCache, Prefixes
+from .reader import Reader
+
+logger = logging.getLogger("kvflash_ggml")
+
+
+class Saver:
+    """Saves the text of a reader, and goes on from what was saved.
+
+    store: writes and reads snapshots; None without a pool.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.store: SnapshotStore | None = None
+
+    def open(self, llm: llama_cpp.Llama, engine: Engine) -> None:
+        """Save the text of the reader's sequence from now on, which is on this engine."""
+        assert self.reader.sequence is not None
+        read = fingerprint.of_llama(llm, engine)
+        self.store = SnapshotStore(self.reader.sequence, fingerprint=read, n_vocab=llm.n_vocab())
+        llm._ctx._exit_stack.callback(self.store.close)
+
+    @property
+    def snapshots(self) -> SnapshotStore:
+        """The store. KVFlashError without a pool, and once the model is closed."""
+        sequence = self.reader.sequence
+        if self.store is None or sequence is None:
+            raise KVFlashError("snapshots are of a paged session: make the Llama with kvflash=, or use save_state")
+        if sequence.engine.closed:
+            raise KVFlashError(CLOSED)
+        return self.store
+
+    # --- sessions
+
+    def saved(self, length: int | None, *, drafts: bool = True) -> SessionState:
+        """The text and its memory as a value, to be released. length, drafts: as in `restore.state`."""
+        reader, llm = self.reader, self.reader.llm
+        assert reader.sequence is not None
+        reader.catch_up()
+        saved = restore.state(reader.sequence, length, drafts=drafts)
+        saved.seed = llm._seed
+        if length in (None, llm.n_tokens) and reader.logits_at_hand:
+            saved.logits = reader.logits_row(llm.n_tokens - 1).copy()
+        return saved
+
+    def go_on_from(self, saved: SessionState) -> None:
+        """Go on from a saved session, and release it."""
+        reader = self.reader
+        assert reader.sequence is not None
+        try:
+            reader.sequence.settle()  # the text that stays if the load is refused
+            restore.load(reader.sequence, saved, reader.follow)
+        finally:
+            saved.release()
+        reader.llm._seed = saved.seed
+
+    def save(self, path: Path, *, length: int | None, compress: bool, wait: bool, recover: bool) -> Future[int]:
+        """Write the text and its memory to a file. See `Llama.save_snapshot`."""
+        store = self.snapshots
+        if recover and length is not None:
+            raise ConfigError("salvage=True saves what there is: leave out length")
+        done = store.save(self._recovered() if recover else self.saved(length), path, compress=compress)
+        if wait:
+            done.result()
+        else:
+            done.add_done_callback(_report_failure)
+        return done
+
+    def _recovered(self) -> SessionState:
+        """What is left of the text after its devices were lost."""
+        assert self.reader.sequence is not None
+        saved = restore.kept_state(self.reader.sequence)
+        saved.seed = self.reader.llm._seed
+        return saved
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """See `Llama.save_state`."""
+        llm = self.reader.llm
+        data = _stock_state(llm._ctx.ctx) if self.reader.sequence is None else self.snapshots.dump(self.saved(None))
+        rows = llm.n_tokens if llm._logits_all else 0
+        return llama_cpp.LlamaState(
+            scores=llm.scores[:rows].copy(),
+            input_ids=llm._input_ids.copy(),
+            n_tokens=llm.n_tokens,
+            llama_state=data,
+            llama_state_size=len(data),
+            seed=llm._seed,
+        )
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """See `Llama.load_state`."""
+        reader, llm = self.reader, self.reader.llm
+        if state.n_tokens > llm._n_ctx:
+            raise ContextFull(
+                f"Requested tokens ({state.n_tokens}) exceed context window of {llm._n_ctx}: the state is longer"
+            )
+        if reader.sequence is None:
+            _set_stock_state(llm._ctx.ctx, state.llama_state)
+            llm.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+            llm.n_tokens = state.n_tokens
+            reader.requires_eval = True
+        else:
+            self.go_on_from(self.snapshots.load(state.llama_state))
+        llm._seed = state.seed
+        if llm._logits_all:
+            reader.grow_scores(llm.n_tokens)
+            llm.scores[: len(state.scores)] = state.scores
+
+    def checkpoint(self) -> None:
+        """See `Llama.checkpoint`."""
+        sequence = self.reader.sequence
+        _ = self.snapshots
+        assert sequence is not None
+        self.reader.catch_up()
+        sequence.checkpoints.before_step(sequence.length, wanted=True)
+
+    # --- prefix cache
+
+    def use(self, cache: PrefixCache | None) -> None:
+        """Keep texts in this cache from now on, or in none."""
+        reader, before = self.reader, self.reader.prefixes
+        reader.prefixes = None
+        if before is not None:
+            before.close()
+        if cache is None:
+            return
+        if reader.sequence is None:
+            raise KVFlashError("a PrefixCache keeps pages of a pool: make the Llama with kvflash=")
+        if reader.sequence.config.deterministic:
+            raise KVFlashError("kvflash_deterministic reads each prompt from its beginning: it uses no PrefixCache")
+        reader.prefixes = Prefixes(cache, reader.sequence, self.snapshots, n_vocab=reader.llm.n_vocab())
+        reader.llm._ctx._exit_stack.callback(reader.prefixes.close)
+
+    def keep_prefix(self) -> None:
+        """Keep the text for later, if there is a cache."""
+        sequence, prefixes = self.reader.sequence, self.reader.prefixes
+        if sequence is None or prefixes is None or sequence.engine.closed or prefixes.has(sequence.tokens):
+            return
+        try:
+            prefixes.put(self.saved(None, drafts=False))
+        except KVFlashError as err:
+            logger.warning("the text is not kept for later: %s", err)
+
+    def branch(self, tokens: Int32s, given: int | None) -> int | None:
+        """Where to keep a checkpoint in a prompt, because other texts go on differently from there. given: if known."""
+        prefixes = self.reader.prefixes
+        return given if given is not None or prefixes is None else prefixes.branch(tokens, self.reader.llm.n_tokens)
+
+    def reuse_prefix(self, tokens: Int32s) -> int:
+        """Cut the memory to the longest prefix it shares with `tokens`; how many tokens need no evaluation."""
+        reader, llm = self.reader, self.reader.llm
+        if reader.sequence is not None and reader.sequence.config.deterministic:
+            llm.reset()
+        if reader.prefixes is not None:
+            self._restore_prefix(reader.prefixes, tokens)
+        shared = common_prefix(llm._input_ids, tokens)
+        if shared == len(tokens) == llm.n_tokens and reader.logits_at_hand:
+            return shared  # the logits of the last token are at hand
+        if shared == len(tokens):
+            shared -= 1  # one token has to be evaluated for its logits
+        if reader.sequence is not None:
+            shared = prefill.prefix_to_keep(reader.sequence, shared, tokens)
+        left = reader.cut(shared) if shared > 0 else 0
+        if left == 0:
+            llm.reset()
+        elif llm.verbose:
+            logger.info("%d tokens of the prompt are known, %d to evaluate", left, len(tokens) - left)
+        llm.n_tokens = left
+        reader.requires_eval = True
+        return left
+
+    def _restore_prefix(self, prefixes: Prefixes, tokens: Int32s) -> None:
+        """Bring the sequence to the text that shares most with `tokens`, if that is not the one at hand."""
+        reader, sequence = self.reader, self.reader.sequence
+        assert sequence is not None
+        if reader.llm._logits_all:
+            return  # the logits of what is restored would be missing
+        reader.catch_up()
+        shared = common_prefix(sequence.tokens, tokens)
+        if shared == len(tokens) == sequence.length and reader.logits_at_hand:
+            return
+        mine = sequence.truncates_to(prefill.prefix_to_keep(sequence, min(shared, len(tokens) - 1), tokens))
+        self.keep_prefix()
+        prefixes.load(tokens, mine, reader.follow)
+
+
+def _report_failure(done: Future[int]) -> None:
+    """A file that is written behind the decode: perhaps nobody asks how it went."""
+    error = done.exception()
+    if error is not None:
+        logger.warning("a snapshot was not saved: %s", error)
+
+
+def _stock_state(ctx: Any) -> bytes:
+    """The state of a context without a pool, as llama.cpp writes it."""
+    data = bytearray(llama_cpp.llama_state_get_size(ctx))
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
+    used = llama_cpp.llama_state_get_data(ctx, buffer, len(data))
+    return bytes(data[:used])
+
+
+def _set_stock_state(ctx: Any, data: bytes) -> None:
+    """Put it back. RuntimeError, with upstream's words, if llama.cpp refuses it."""
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    if llama_cpp.llama_state_set_data(ctx, buffer, len(data)) != len(data):
+        raise RuntimeError("Failed to set llama state data")
