@@ -89,7 +89,7 @@ def mass_warning(mass: float | None) -> str | None:
 def page(moments: Sequence[Moment], summary: Summary, *, title: str) -> str:
     """The whole file. title and facts are text and get escaped."""
     warning = mass_warning(summary.evicted_mass)
-    template = resources.files(__package__).joinpath("trace.recorder").read_text(encoding="utf-8")
+    template = resources.files(__package__).joinpath("trace.html").read_text(encoding="utf-8")
     rows = "\n".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in summary.facts)
     box = f'<p class="warning" role="alert"><strong>Warning:</strong> {escape(warning)}.</p>' if warning else ""
     return Template(template).substitute(
