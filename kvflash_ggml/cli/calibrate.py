@@ -14,9 +14,8 @@ from ..calibration import choice
 from ..calibration.choice import Calibration, heads_file
 from ..errors import ConfigError
 from ..files import check_writable
-from .device_options import DeviceOptions, device_options
 from .model import load_model, log_to_stderr, plain_errors
-from .options import LogOptions, WeightOptions, log_options, weight_options
+from .options import DeviceOptions, LogOptions, WeightOptions, device_options, log_options, weight_options
 from .report import say
 from .sections import MODEL_FILE, SectionCommand, option
 from .terminal import Progress, note, stderr_is_terminal

@@ -2,28 +2,111 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from .. import logs
-from ..convert import bind as binding
 from ..convert import draft as plain
-from ..convert import kquants, upstream, writer
 from ..convert import migrate as old
 from ..convert import quantize as smaller
+from ..convert import upstream, writer
 from ..convert.describe import Description, describe
-from ..errors import brief
+from ..errors import ConversionError, brief
 from ..gguf import types
 from ..gguf import verify as checks
-from .convert_measure import MeasureOptions, check_library, measure, measure_options
+from ..native import library
+from ..settings import setting
+from ..spec import acceptance
+from .child import run_child
 from .main import Verbs
 from .model import plain_errors
 from .report import row, tell
-from .terminal import Progress, note, size_text, stderr_is_terminal
+from .sections import collected
+from .terminal import Progress, busy, note, size_text, stderr_is_terminal
+
+_SECONDS = 3600
+_TOLERATED = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """What the target goes on with, and how far."""
+
+    texts: tuple[TextIO, ...] = setting(
+        click.File(encoding="utf-8"), "--text", default=(), many=True, metavar="FILE", variable="",
+        help="What the target goes on with to measure; may be given several times.  [default: four short beginnings]",
+    )  # fmt: skip
+    tokens: int = setting(
+        int, "-n", least=1, most=4096, default=acceptance.TOKENS, variable="", help="How far it goes on with each."
+    )
+
+
+measure_options = collected("measuring", MeasureOptions)
+
+
+def check_library() -> None:
+    """LibraryError where nothing can be measured, before anything is written."""
+    library.library_folder()
+
+
+def measure(drafts: dict[str, Path], *, target: Path, measuring: MeasureOptions, quiet: bool) -> None:
+    """Measure drafts of one drafter, by what they are called, and print a line for each; two are compared.
+
+    Raises click.ClickException if the child fails, or the target accepts nothing of the first one.
+    """
+    request = {
+        "target": str(target),
+        "drafts": [str(path) for path in drafts.values()],
+        "texts": [file.read() for file in measuring.texts] or acceptance.TEXTS,
+        "tokens": measuring.tokens,
+    }
+    with plain_errors(verbose=False), busy("drafting", shown=stderr_is_terminal() and not quiet):
+        found = _ask(request)
+    for name, it in zip(drafts, found, strict=True):
+        click.echo(f"{name:7}{it['accepted']:6.2f} of {it['block']} drafted tokens accepted, in {it['steps']} steps")
+    _refuse_nothing(found[0], target, next(iter(drafts.values())))
+    if len(found) == 2:
+        _compare(*found)
+
+
+def _ask(request: dict[str, Any]) -> list[dict[str, Any]]:
+    child = run_child(json.dumps(request), timeout=_SECONDS, module="kvflash_ggml.spec.acceptance")
+    if child.failure:
+        raise ConversionError(
+            Path(request["target"]).name, "acceptance", found=child.failure, wanted="a measurement",
+            remedy="Whether the files are sound says kvflash-convert verify.",
+        )  # fmt: skip
+    found: list[dict[str, Any]] = child.said["drafts"]
+    return found
+
+
+def _refuse_nothing(it: dict[str, Any], target: Path, draft: Path) -> None:
+    """Raise click.ClickException where the figure that was printed is 0.00."""
+    if round(it["accepted"], 2) > 0:
+        return
+    if not it["steps"]:
+        raise click.ClickException(
+            f"{draft.name} was not measured: every text ended within its first draft. Go on for more tokens: --tokens."
+        )
+    raise click.ClickException(
+        f"{target.name} accepts 0.00 drafted tokens a step, measured in {it['steps']} steps: {draft.name} was trained "
+        f"for another model, or the texts are of a kind that it does not know. Give its own target, or --text FILE."
+    )
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Tokens won a step: those accepted, and the target's own."""
+    won = (1 + after["accepted"]) / (1 + before["accepted"]) - 1
+    click.echo(f"tokens a step: {won:+.1%}")
+    if won < -_TOLERATED:
+        click.secho(f"warning: more than {_TOLERATED:.0%} is lost: a larger --type keeps more", err=True, fg="yellow")
+
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -154,7 +237,7 @@ def quantize(
 
     A drafter can lose more than its target by this, so give a --target and look.
     """
-    encode = kquants.encode if smaller.needs_library(kind) else types.encode
+    encode = smaller.encode_natively if smaller.needs_library(kind) else types.encode
     with working(f"writing {out}", quiet=quiet) as progress:
         writer.check_output(out, target)
         if target is not None:
@@ -214,7 +297,7 @@ def bind(*, source: Path, out: Path, target: Path, rope_differs: bool, quiet: bo
     as they are. Whether it was trained for --target is yours to know: verify --measure helps.
     """
     with working(f"writing {out}", quiet=quiet) as progress:
-        words = binding.bind(source, out, model=target, rope_differs=rope_differs, progress=progress)
+        words = writer.bind(source, out, model=target, rope_differs=rope_differs, progress=progress)
     if not quiet:
         note(f"{words}\nwritten to {out}, {size_text(out.stat().st_size)}")
 

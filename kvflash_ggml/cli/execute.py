@@ -16,7 +16,7 @@ import click
 from .. import pip_line
 from ..config import POOL_SETTINGS
 from .model import plain_errors
-from .pool_options import PoolOptions, pool_options
+from .options import PoolOptions, pool_options
 from .sections import SectionCommand
 from .terminal import note
 

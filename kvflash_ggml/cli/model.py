@@ -21,9 +21,7 @@ from ..errors import KVFlashError, LibraryError, RemoteError
 from ..native import library
 from ..placement.sizes import Fit
 from .child import check_first_run
-from .device_options import DeviceOptions
-from .options import LogOptions, ModelOptions, WeightOptions
-from .pool_options import PoolOptions, SpecOptions
+from .options import DeviceOptions, LogOptions, ModelOptions, PoolOptions, SpecOptions, WeightOptions
 
 _CONTEXT_FULL = "exceed context window"
 

@@ -12,12 +12,23 @@ from .. import notation, pip_line
 from ..batching.messages import Sampling
 from ..server.settings import ServerSettings
 from ..settings import in_section
-from .device_options import DeviceOptions, device_options
 from .hub import HubModel, hub_model, located
 from .llama_flags import llama_flags
 from .model import log_requests, log_to_stderr, open_model, plain_errors
-from .options import LogOptions, ModelOptions, SamplerOptions, log_options, model_options, sampler_options
-from .pool_options import PoolOptions, SpecOptions, pool_options, spec_options
+from .options import (
+    DeviceOptions,
+    LogOptions,
+    ModelOptions,
+    PoolOptions,
+    SamplerOptions,
+    SpecOptions,
+    device_options,
+    log_options,
+    model_options,
+    pool_options,
+    sampler_options,
+    spec_options,
+)
 from .sections import MODEL_FILE, SectionCommand, collected
 from .terminal import note
 

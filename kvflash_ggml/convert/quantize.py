@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -9,16 +10,41 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConversionError
+from ..arrays import Floats
+from ..errors import ConversionError, LibraryError
 from ..files import replacing
 from ..gguf import heads, reader, types, verify
 from ..gguf.drafter import ARCHITECTURE
 from ..gguf.reader import GGUF, Field, Tensor
 from ..gguf.types import Bytes, Encoder, TensorType
 from ..logs import Progress
+from ..native import library
 from . import writer
 from .draft import FILE_TYPES, QUANTIZATION_VERSION
 from .writer import Planned
+
+
+def encode_natively(rows: Floats, kind: TensorType) -> Bytes:
+    """Finite rows [n, width] as rows of bytes. LibraryError if the native library cannot be had."""
+    if kind.name in types.WITHOUT_LIBRARY:
+        return types.encode(rows, kind)
+    try:
+        library.load()
+    except LibraryError as error:
+        ours = ", ".join(sorted(types.WITHOUT_LIBRARY))
+        raise LibraryError(f"{kind.name} is made by ggml itself; without it there are {ours}. {error}") from error
+    quantize = ctypes.CDLL(None).ggml_quantize_chunk
+    floats, number = ctypes.POINTER(ctypes.c_float), ctypes.c_int64
+    quantize.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, number, number, number, floats]
+    quantize.restype = ctypes.c_size_t
+    values = np.ascontiguousarray(rows, np.float32)
+    n, width = values.shape
+    made = np.empty((n, width // kind.block * kind.size), np.uint8)
+    size = quantize(kind.id, values.ctypes.data_as(floats), made.ctypes.data, 0, n, width, None)
+    if size != made.nbytes:
+        raise ValueError(f"ggml made {size} bytes of {kind.name}, {made.nbytes} were expected")
+    return made
+
 
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f16")
 """What a file can be quantised to. A mixture (_m) keeps values and ffn_down at six bits."""

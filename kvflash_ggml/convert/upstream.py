@@ -21,7 +21,7 @@ from ..files import check_writable
 from ..gguf import reader, verify
 from ..gguf.reader import GGUF
 from ..native import library
-from . import bind, checkpoint, safetensors, writer
+from . import checkpoint, safetensors, writer
 
 TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """What a whole model is written as; auto is the 16-bit type that loses least."""
@@ -80,7 +80,7 @@ def convert_draft(
             folder, made, kind=kind, arguments=["--target-model-dir", str(target_folder.resolve())], shown=shown
         )
         bound = made.with_name(f"bound-{out.name}")
-        words = bind.bind(made, bound, model=model, rope_differs=rope_differs, called=out.name)
+        words = writer.bind(made, bound, model=model, rope_differs=rope_differs, called=out.name)
         words += _layers(folder, reader.read(bound, called=out.name))
         _publish(bound, out)
     return words

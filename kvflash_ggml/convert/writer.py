@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import ConversionError
-from ..files import check_writable
-from ..gguf import types
+from ..files import check_writable, replacing
+from ..gguf import origin, reader, target, types, verify
 from ..gguf.reader import ALIGNMENT, Field
 from ..gguf.types import Bytes, TensorType
 from ..logs import Progress
@@ -74,3 +75,34 @@ def _padded(size: int) -> int:
 def _text(value: str) -> bytes:
     data = value.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(data)) + data
+
+
+def bind(
+    source: Path,
+    out: Path,
+    *,
+    model: Path,
+    rope_differs: bool = False,
+    called: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> str:
+    """Write the drafter `source` to `out` with the keys of the target `model`. Return in words what it is.
+
+    Keys that it had are replaced; tensors stay as they are. called: what errors name the file. Raises ConversionError
+    if the drafter does not fit the target's shape, ConfigError if `out` cannot be written.
+    """
+    check_output(out, source, model)
+    file, aim = reader.read(source, called=called), reader.read(model)
+    file = replace(file, fields={name: field for name, field in file.fields.items() if name not in origin.KEYS})
+    verify.check(file, aim, rope_differs=rope_differs)
+    fields = [*file.fields.values(), *origin.fields(target.describe(aim))]
+    tensors = [
+        Planned(name=tensor.name, kind=tensor.kind, shape=tensor.shape, pieces=partial(file.pieces, tensor))
+        for tensor in file.tensors.values()
+    ]
+    with replacing(out) as made:
+        write(made, fields, tensors, progress)
+        made.flush()
+        return verify.verify(
+            Path(made.name), model=model, rope_differs=rope_differs, called=called or out.name, progress=progress
+        )

@@ -16,7 +16,7 @@ from llama_cpp import _internals as internals
 
 from ..arrays import Floats, Int32s
 from ..errors import ConfigError, UnsupportedModelError
-from ..gguf import modelfile
+from ..gguf import reader
 from ..native import measure
 from ..policy.crosstok import TextReader, token_scores
 from ..policy.drafter import NAME, QUERY_ROWS, DrafterScorer, Reader, TokenReader
@@ -70,7 +70,7 @@ def find(model: str | Path, asked: Path | None, *, serves: Callable[[Path], bool
 def _is_candidate(file: Path, target: Path) -> bool:
     if file.suffix.lower() != ".gguf" or not file.is_file() or (target.exists() and file.samefile(target)):
         return False
-    return modelfile.architecture(file) not in BOUND
+    return reader.architecture(file) not in BOUND
 
 
 def check(path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, ConversionError, brief
-from . import heads, modelfile, origin, reader
+from . import heads, origin, reader
 from .reader import GGUF
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
@@ -36,7 +36,7 @@ def check_model(path: Path, *, vocab_only: bool = False) -> None:
     vocab_only: only the vocabulary is opened, which every file may have. A path that does not exist, and a head that
     cannot be read, are left to llama.cpp.
     """
-    modelfile.check(path)
+    reader.check(path)
     if vocab_only or not path.exists():
         return
     try:

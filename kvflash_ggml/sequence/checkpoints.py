@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..errors import SnapshotError
-from ..state.blob import Blob, is_in_memory
+from ..state.session import Blob, is_in_memory
 from .copies import StateCopies
 from .worker import Worker
 

@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 
 from ..arrays import Buffer, room_for
-from ..state.blob import Blob, Bytes, Copied, in_memory
+from ..state.session import Blob, Bytes, Copied, in_memory
 from .worker import Worker
 
 if TYPE_CHECKING:

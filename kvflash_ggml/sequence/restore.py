@@ -10,8 +10,7 @@ import numpy as np
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
 from ..pool.plan import ABSENT
-from ..state.blob import Blob, Bytes, in_memory
-from ..state.session import SessionState
+from ..state.session import Blob, Bytes, SessionState, in_memory
 from .sequence import Sequence
 
 

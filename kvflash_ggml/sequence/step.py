@@ -11,7 +11,7 @@ from ..arrays import Int32s
 from ..native.streamed import NOBODY, Asked, Streamed
 from ..pool.masks import Branches, SlotMask, View
 from ..pool.plan import Plan
-from ..state.draft import SavedDraft
+from ..state.session import SavedDraft
 from .device_states import SavedState
 from .draft_rows import DraftRows
 from .query_ring import QueryRing

@@ -17,9 +17,19 @@ from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import ANY, PageTableState
 from ..pool.plan import ABSENT
-from ..state.blob import Blob
-from ..state.draft import Origin, SavedDraft
-from ..state.session import DrafterState, Limits, PolicyState, Replay, SessionState, Statistics, TokenAlignment, done
+from ..state.session import (
+    Blob,
+    DrafterState,
+    Limits,
+    Origin,
+    PolicyState,
+    Replay,
+    SavedDraft,
+    SessionState,
+    Statistics,
+    TokenAlignment,
+    done,
+)
 from .container import Container, Writer
 from .fingerprint import Fingerprint
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError
-from ..state.draft import SavedDraft
+from ..state.session import SavedDraft
 from .draft import Draft, chain
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from ..arrays import Floats, Int32s
 from ..config import SPEC_DEFAULT_WINDOW
 from ..drafter.model import BOUND
 from ..errors import ConversionError
-from ..gguf import heads, modelfile, reader, verify
+from ..gguf import heads, reader, verify
 from ..native import stock
 from ..sequence.prefill import LEFT_OVER, QUESTION_TOKENS
-from ..state.draft import SavedDraft
+from ..state.session import SavedDraft
 from .base import Features, Target
 from .context import DraftContext, DraftModel, state_width
 from .draft import Draft, chain
@@ -203,7 +203,7 @@ class Small(ModelDrafter):
     wants = Features()
 
     def __init__(self, path: Path, target: Target, *, window: int = SPEC_DEFAULT_WINDOW) -> None:
-        if (architecture := modelfile.architecture(path)) in BOUND:
+        if (architecture := reader.architecture(path)) in BOUND:
             raise ConversionError(
                 path.name, "general.architecture", found=architecture, wanted="a model that reads a text by itself",
                 remedy="It drafts with what its target computes: ask for a drafter of that kind.",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..drafter.model import BOUND, FOLDERS
 from ..errors import ConfigError, ConversionError
-from ..gguf import heads, modelfile, purpose, reader, verify
+from ..gguf import heads, purpose, reader, verify
 from ..gguf import target as target_facts
 from ..gguf.reader import GGUF
 from .base import Features
@@ -109,7 +109,7 @@ class _Search:
             for path in sorted((self._model.parent / folder).glob("*.gguf")):
                 if not path.is_file() or path.samefile(self._model):
                     continue
-                if "mtp" in path.name.lower() or modelfile.architecture(path) in BOUND:
+                if "mtp" in path.name.lower() or reader.architecture(path) in BOUND:
                     yield path
 
     def _own_head(self) -> bool:

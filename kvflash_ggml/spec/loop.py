@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..arrays import Floats, Int32s
 from ..errors import DraftError, SnapshotError
-from ..state.draft import SavedDraft
+from ..state.session import SavedDraft
 from . import tree
 from .base import Drafter, FeatureRows, Remembering, Sometimes
 from .decision import Controls

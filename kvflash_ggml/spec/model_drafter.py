@@ -11,8 +11,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..errors import SnapshotError
 from ..snapshot.fingerprint import ModelFile
-from ..state.blob import Bytes
-from ..state.draft import Origin, SavedDraft
+from ..state.session import Bytes, Origin, SavedDraft
 
 if TYPE_CHECKING:
     from .context import DraftContext

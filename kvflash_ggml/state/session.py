@@ -5,18 +5,102 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Floats, Int32s, Int64s
+from ..arrays import Buffer, Floats, Int32s, Int64s
 from ..errors import SnapshotError
 from ..host.heap import PageHeap
 from ..host.image import PageImage
 from ..pool.page_table import PageTableState
-from .blob import Blob
-from .draft import SavedDraft
+
+
+class Blob(Protocol):
+    """Some bytes, in memory or in a file."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self) -> Buffer:
+        """SnapshotError if they are in a file and damaged."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A blob in memory."""
+
+    data: Buffer
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self) -> Buffer:
+        return self.data
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """A blob on its way to memory: `data` is whole when all its pieces are copied."""
+
+    data: Buffer
+    pieces: Sequence[Future[None]]
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self) -> Buffer:
+        for piece in self.pieces:
+            piece.result()
+        return self.data
+
+
+def is_in_memory(blob: Blob | None) -> TypeGuard[Blob]:
+    """Or on its way there, and not in a file?"""
+    return isinstance(blob, Bytes | Copied)
+
+
+def in_memory(blob: Blob) -> Blob:
+    """The blob itself if it is there, else what is read. SnapshotError if that is damaged."""
+    return blob if is_in_memory(blob) else Bytes(blob.read())
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which drafter it was. Only one of the same origin can go on from what it knew.
+
+    name: its kind. model: a hash of its file. window: tokens that it sees at most. types: ggml's, of its K and V.
+    """
+
+    name: str
+    model: str
+    window: int
+    types: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedDraft:
+    """length: tokens of the text that it was told of. first, end: the positions that its context holds, from `first` to
+    before `end`. context: them, as llama.cpp writes them. rows: f32, what the target computed for the newest tokens, as
+    the drafter wants it; empty if it keeps none.
+    """
+
+    origin: Origin
+    length: int
+    first: int
+    end: int
+    context: Blob = field(repr=False)
+    rows: Blob = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes, wherever they are."""
+        return self.context.size + self.rows.size
+
 
 Row = npt.NDArray[np.uint8]
 

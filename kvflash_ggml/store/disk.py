@@ -25,8 +25,7 @@ from ..pool.page_table import ANY, PageTableState
 from ..snapshot import format
 from ..snapshot.container import VERSION, Container, FileSource, StoredPage, Writer
 from ..snapshot.fingerprint import Fingerprint
-from ..state.blob import Bytes
-from ..state.session import Limits, PolicyState, SessionState, Statistics, done
+from ..state.session import Bytes, Limits, PolicyState, SessionState, Statistics, done
 from .segments import NAME_BYTES, SEGMENT, TAIL, Entry, Segments, chunk_names, extend_name, root_name
 
 MAX_CHUNKS = 256

@@ -24,7 +24,7 @@ from vendoring.source import LLAMA, pristine_tree
 from kvflash_bench.tasks import needle_task
 from kvflash_ggml.cli import probe
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import draft, kquants, quantize
+from kvflash_ggml.convert import draft, quantize
 from kvflash_ggml.convert.describe import describe
 from kvflash_ggml.errors import ConversionError
 from kvflash_ggml.gguf import heads, origin, reader, types, verify
@@ -149,13 +149,13 @@ def test_types_made_without_the_library_are_ggmls_own(loaded: None, kind: str, m
     rows = np.random.default_rng(3).standard_normal((16, 256)).astype(np.float32)
     ours = types.encode(rows, types.BY_NAME[kind])
     monkeypatch.setattr(types, "WITHOUT_LIBRARY", set[str]())
-    assert kquants.encode(rows, types.BY_NAME[kind]).tobytes() == ours.tobytes()
+    assert quantize.encode_natively(rows, types.BY_NAME[kind]).tobytes() == ours.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", "q5_k_m", "q6_k"])
 def test_types_of_ggml(tmp_path: Path, kind: str) -> None:
     made = tmp_path / "made.gguf"
-    quantize.quantize(DRAFT, made, kind=kind, encode=kquants.encode)
+    quantize.quantize(DRAFT, made, kind=kind, encode=quantize.encode_natively)
     verify.verify(made, model=TARGET)
     before, after = reader.read(DRAFT), reader.read(made)
     for name, tensor in after.tensors.items():

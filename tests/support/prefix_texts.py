@@ -16,8 +16,7 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.pool.page_table import PageTableState
 from kvflash_ggml.pool.plan import ABSENT
-from kvflash_ggml.state.blob import Bytes
-from kvflash_ggml.state.session import Limits, PolicyState, SessionState, Statistics
+from kvflash_ggml.state.session import Bytes, Limits, PolicyState, SessionState, Statistics
 from kvflash_ggml.store.disk import DiskTier
 from support.fake_engine import FakeHost
 

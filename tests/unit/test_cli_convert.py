@@ -15,7 +15,6 @@ from support.checkpoints import config, rewritten, small_checkpoint, small_eagle
 
 from kvflash_ggml import pip_line
 from kvflash_ggml.cli import convert as verbs
-from kvflash_ggml.cli import convert_measure
 from kvflash_ggml.cli.child import Child
 from kvflash_ggml.cli.convert import convert
 from kvflash_ggml.convert import draft, upstream
@@ -131,8 +130,8 @@ def test_what_a_quantised_drafter_loses_is_printed(
         asked.append(json.loads(request))
         return Child(said={"drafts": [before, after]}, doing="start", failure="")
 
-    monkeypatch.setattr(convert_measure, "run_child", child)
-    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(verbs, "run_child", child)
+    monkeypatch.setattr(verbs.library, "library_folder", lambda: tmp_path)
     (tmp_path / "text.txt").write_text("once upon a time")
     out = tmp_path / "small.gguf"
     result = cli(
@@ -154,8 +153,8 @@ def test_a_measurement_that_fails_says_why(
     tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = Child(said={}, doing="start", failure="crashed with SIGSEGV", crashed=True)
-    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: failed)
-    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(verbs, "run_child", lambda *_, **__: failed)
+    monkeypatch.setattr(verbs.library, "library_folder", lambda: tmp_path)
     result = cli("quantize", drafter, tmp_path / "small.gguf", "--type", "f16", "--target", target)
     assert result.exit_code == 1
     assert "crashed with SIGSEGV" in result.stderr
@@ -188,8 +187,8 @@ def test_types_of_ggml_need_the_library(tmp_path: Path, drafter: Path, monkeypat
 
 def test_one_file_is_measured_too(tmp_path: Path, drafter: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"drafts": [{"accepted": 0.5, "steps": 10, "block": 7}]}
-    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
-    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(verbs, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
+    monkeypatch.setattr(verbs.library, "library_folder", lambda: tmp_path)
     result = cli("verify", drafter, "--target", target, "--measure", "-q")
     assert (result.exit_code, result.stdout) == (0, "draft    0.50 of 7 drafted tokens accepted, in 10 steps\n")
     assert "--target" in cli("verify", drafter, "--measure").stderr
@@ -217,8 +216,8 @@ def test_a_drafter_that_is_never_accepted_does_not_fit(
     it = {"accepted": accepted, "steps": steps, "block": 7}
     said = {"drafts": [it, it] if verb[0] == "quantize" else [it]}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(convert_measure, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
-    monkeypatch.setattr(convert_measure.library, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(verbs, "run_child", lambda *_, **__: Child(said=said, doing="start", failure=""))
+    monkeypatch.setattr(verbs.library, "library_folder", lambda: tmp_path)
     result = cli(verb[0], drafter, *verb[1:], "--target", target)
     assert result.exit_code == 1
     assert f"Error: {why}" in result.stderr

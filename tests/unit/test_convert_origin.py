@@ -20,7 +20,7 @@ from support.checkpoints import (
 )
 
 from kvflash_ggml.cli.convert import convert
-from kvflash_ggml.convert import bind, draft, migrate, quantize
+from kvflash_ggml.convert import draft, migrate, quantize, writer
 from kvflash_ggml.errors import ConversionError
 from kvflash_ggml.gguf import embedding, origin, reader, verify
 from kvflash_ggml.gguf.reader import Field
@@ -171,16 +171,16 @@ def test_binding_writes_and_replaces_them(tmp_path: Path, drafter: Path, target:
     assert tensor_bytes(out) == tensor_bytes(drafter)
     with pytest.raises(ConversionError, match="another one"):
         verify.verify(out, model=target)
-    bind.bind(out, tmp_path / "again.gguf", model=target)
+    writer.bind(out, tmp_path / "again.gguf", model=target)
     assert (tmp_path / "again.gguf").read_bytes() == drafter.read_bytes()
-    bind.bind(small_eagle3(tmp_path / "eagle3.gguf"), out, model=target)
+    writer.bind(small_eagle3(tmp_path / "eagle3.gguf"), out, model=target)
     with pytest.raises(ConversionError, match="another one"):
         verify.verify(out, model=sister)
 
 
 def test_binding_refuses_another_shape(tmp_path: Path, drafter: Path) -> None:
     with pytest.raises(ConversionError, match="hidden size is 64"):
-        bind.bind(drafter, tmp_path / "out.gguf", model=MODELS / "recall-qwen3-q8_0.gguf")
+        writer.bind(drafter, tmp_path / "out.gguf", model=MODELS / "recall-qwen3-q8_0.gguf")
     assert not (tmp_path / "out.gguf").exists()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.fake_drafter import FakeDrafter
 
 from kvflash_ggml import policy
-from kvflash_ggml.cli.pool_options import pool_options
+from kvflash_ggml.cli.options import pool_options
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, DecodeError

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvflash_ggml import env
 from kvflash_ggml.cli import execute, main
-from kvflash_ggml.cli.pool_options import pool_options
+from kvflash_ggml.cli.options import pool_options
 from kvflash_ggml.config import POOL_SETTINGS, from_environment
 from kvflash_ggml.errors import ConfigError
 

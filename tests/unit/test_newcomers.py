@@ -18,7 +18,7 @@ from support.fake_llama import REPLY, Stage, interrupt_at, staged
 from kvflash_ggml.cli import chat, prompt, terminal
 from kvflash_ggml.cli.main import main
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.gguf import modelfile
+from kvflash_ggml.gguf import reader
 
 
 @pytest.fixture
@@ -69,29 +69,29 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes, why: str) -> No
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"Failed to load model from file: {path}.*{why}"):
-        modelfile.check(path)
+        reader.check(path)
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a folder: give the path of a \.gguf file"):
-        modelfile.check(tmp_path)
+        reader.check(tmp_path)
     for name in "abcd":
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"give one of its files, a\.gguf, b\.gguf, c\.gguf, \.\.\.$"):
-        modelfile.check(tmp_path)
-    modelfile.check(tmp_path / "a.gguf")
-    modelfile.check(tmp_path / "missing.gguf")
+        reader.check(tmp_path)
+    reader.check(tmp_path / "a.gguf")
+    reader.check(tmp_path / "missing.gguf")
 
 
 def test_the_architecture_of_a_file(tmp_path: Path) -> None:
     models = Path(__file__).parents[1] / "models"
-    assert modelfile.architecture(models / "recall-dflash.gguf") == "dflash"
-    assert modelfile.architecture(models / "recall-qwen35-q8_0.gguf") == "qwen35"
+    assert reader.architecture(models / "recall-dflash.gguf") == "dflash"
+    assert reader.architecture(models / "recall-qwen35-q8_0.gguf") == "qwen35"
     start = (models / "recall-dflash.gguf").read_bytes()[:100]
     path = tmp_path / "model.gguf"
     for data in (b"", b"GGUF", start[:50], start.replace(b"arch", b"hcra"), start[:60] + b"\xff" * 8 + start[68:]):
         path.write_bytes(data)
-        assert modelfile.architecture(path) in (None, "")
+        assert reader.architecture(path) in (None, "")
 
 
 # --- prompts

@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import rewritten, small_eagle3, small_target, target_fields, write_gguf
 
 from kvflash_ggml.errors import ConfigError, ConversionError
-from kvflash_ggml.gguf import modelfile, purpose
+from kvflash_ggml.gguf import purpose, reader
 from kvflash_ggml.gguf.reader import Field
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -133,7 +133,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(path := tmp_path / "model.gguf")
     for kind in (path, Path(os.devnull)):
         with pytest.raises(ConfigError, match=rf"{kind} is a pipe or a device: give the path of a \.gguf file"):
-            modelfile.check(kind)
+            reader.check(kind)
     with pytest.raises(ConversionError, match=r"model\.gguf is a pipe or a device"):
         purpose.check_reader(path)
 
@@ -147,9 +147,9 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(ConfigError, match=r"model\.gguf cannot be read \(Permission denied\): check its name"):
-        modelfile.check(path)
+        reader.check(path)
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
-        modelfile.check(tmp_path / ("a" * 300))
+        reader.check(tmp_path / ("a" * 300))
