@@ -110,7 +110,7 @@ class HeadFinder:
                 while not self._ended.wait(0.1):
                     if most is not None and self._expected is not None and self._expected > most:
                         logger.warning(
-                            "all heads count for the policy: to find those that retrieve takes about %.0f s here. "
+                            "all heads count for the policy: to find the retrieval heads takes about %.0f s here. "
                             "'kvflash-run calibrate' finds them",
                             self._expected,
                         )
@@ -172,17 +172,23 @@ class HeadFinder:
         except Stopped:
             return
         except CalibrationError as err:
-            logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds those that matter", err)
+            logger.warning("all heads count for the policy: %s. 'kvflash-run calibrate' finds the retrieval heads", err)
             return
         except Exception:
             logger.exception("all heads count for the policy: the calibration failed")
             return
         if not found.chosen:
-            logger.warning("all heads count for the policy: none of this model finds what a question asks for")
+            logger.warning("all heads count for the policy: no head of this model finds what a question asks for")
         try:
             save(found, heads_file(self._subject.identity))
         except OSError as err:
-            logger.warning("the retrieval heads are found again next time: %s", err)
+            folder = heads_file(self._subject.identity).parent
+            logger.warning(
+                "the retrieval heads cannot be kept in %s (%s), so the next run finds them again: set KVFLASH_HEADS to"
+                " a folder that can be written",
+                folder,
+                err.strerror,
+            )
         self._found = found
 
     def _report(self, done: int, total: int) -> None:

@@ -215,7 +215,7 @@ class SpillFile:
         self.full = True
         if why != self._said:
             self._said = why
-            logger.warning("%s: what is only kept for later is let go of", why)
+            logger.warning("%s: kept texts are dropped, and prefilled again when they are needed: make room there", why)
 
     def close(self) -> None:
         if self._file is not None:

@@ -98,7 +98,7 @@ class Metrics:
             "conversation_forks": ("Texts that went on from a part of another.", seat.forks),
             "conversations_lost": ("Texts that had to be read again.", seat.lost),
             "conversations_stored": ("Texts that left memory for the folder.", shelf.counts.stored),
-            "conversations_dropped": ("Texts that were let go of for want of room.", shelf.counts.dropped),
+            "conversations_dropped": ("Texts that were dropped for want of room.", shelf.counts.dropped),
             "conversations_not_stored": ("Texts that the folder did not take.", shelf.counts.failed),
         }
         for name, (what, value) in counters.items():
