@@ -105,6 +105,7 @@ def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> 
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
     for i, tool in enumerate(tools):
         schemas.check(tool["function"].get("parameters", {}), f"tools.{i}.function.parameters")
+    schemas.check_work((tool["function"].get("parameters", {}) for tool in tools), "tools")
     thinking, effort = asked.enable_thinking, getattr(asked, "reasoning_effort", None)
     if effort == "none" or formatted:
         thinking = False if thinking is None else thinking

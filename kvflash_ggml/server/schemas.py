@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ConfigError
@@ -18,6 +19,9 @@ MAX_REPEAT = 2000
 
 MAX_WRITTEN = 16 << 20
 """Characters of a grammar, about, that a schema may ask for."""
+
+MAX_WORK = 1 << 24
+"""Of the schemas of all tools: characters, about, that llama.cpp's converter copies. So many take it about a second."""
 
 _RULE = 64
 """Characters of a rule beside its name and repetitions, about."""
@@ -61,6 +65,31 @@ def check(schema: Any, where: str) -> None:
     sound: set[str] = set()
     for reference in references:
         sound |= _follow(schema, reference, where, sound)
+
+
+def work(schema: Any) -> int:
+    """What a checked schema costs the converter: the square of an object's properties, and names within names."""
+    total, stack = 0, [(schema, 0)]
+    while stack:
+        node, path = stack.pop()
+        if isinstance(node, list):
+            stack += [(child, path) for child in node]
+        if not isinstance(node, dict):
+            continue
+        named = [node[key] for key in _NAMING if isinstance(node.get(key), dict)]
+        for names in named:
+            total += len(names) ** 2 * (path + _RULE)
+            stack += [(child, path + len(name)) for name, child in names.items()]
+        stack += [(child, path) for key, child in node.items() if key not in _NAMING and key not in _VALUES]
+    return total
+
+
+def check_work(schemas: Iterable[Any], where: str) -> None:
+    """ApiError for schemas that take llama.cpp's converter seconds, all together."""
+    whole = sum(map(work, schemas))
+    if whole > MAX_WORK:
+        limit = f"takes {whole} steps to become a grammar, and {MAX_WORK} is the most"
+        raise _refused(where, f"{limit}: name fewer properties, with shorter names")
 
 
 def loosened(schema: Any, *, named: bool = False) -> Any:

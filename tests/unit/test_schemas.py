@@ -143,3 +143,16 @@ def test_a_long_chain_of_references() -> None:
     schemas.check({"$ref": "#/$defs/d0", "$defs": {**chain, "d1000": {"type": "null"}}}, "here")
     with pytest.raises(ApiError, match="only refer to each other"):
         schemas.check({"$ref": "#/$defs/d5", "$defs": {**chain, "d1000": {"$ref": "#/$defs/d999"}}}, "here")
+
+
+def test_schemas_that_take_the_converter_seconds_are_refused() -> None:
+    """It copies the rules of an object's properties for each of them, and writes out names within names."""
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
+    deep = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
+    for _ in range(14):
+        deep = {"type": "object", "properties": {"x" * 800: deep}}
+    usual = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
+    for tools in ([many], [deep], [usual] * 1000):
+        with pytest.raises(ApiError, match="steps to become a grammar"):
+            schemas.check_work(tools, "tools")
+    schemas.check_work([usual] * 128, "tools")
