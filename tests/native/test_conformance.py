@@ -13,7 +13,7 @@ table below has its test here, or where the table says. What else can go wrong a
 | test_security | below; ours wants the key for /v1/models too, and allows no origin unless told |
 | test_slot_save | below, one slot; the file is ours |
 | test_metrics | tests/unit/test_server.py: our names |
-| test_tool_call | tests/native/test_server_process.py, tests/unit/test_server.py: forms of single models no |
+| test_tool_call | tests/native/test_server_process.py, tests/native/test_chat_families.py, tests/unit/test_server.py |
 | test_kv_keep_only_active and its unified cache | tests/native/test_parking.py, the other way round: nobody is ended |
 | test_ctx_shift | below: a prompt that does not fit is refused, and an answer ends at the limit |
 | test_embedding, test_compat_* | refused by name |
