@@ -19,8 +19,8 @@ from ..gguf import purpose
 from ..native import library
 from ..native import remote as servers
 from ..placement.devices import LAYER, NONE, holders, slices
+from ..placement.plan import itemised
 from ..placement.predict import ALL_LAYERS, predict
-from ..placement.remedies import itemised
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.sizing import PoolSize
 from ..placement.table import summary

@@ -17,6 +17,7 @@ from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
 from ..logs import warn_once
+from ..placement.needs import buffer_row
 from ..placement.sizes import HOST
 from ..placement.sizing import address
 from ..sequence.reading import Reading, Repair
@@ -33,8 +34,6 @@ logger = logging.getLogger("kvflash_ggml")
 
 SHARE = 3
 """Stages, and what computing larger steps takes, may have one part in so many of a device's memory that is free."""
-
-HALF = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +130,10 @@ def stage_slots(asked: int | None, *, n_ctx: int, rooms: abc.Sequence[Room]) -> 
 def rooms(
     layers: abc.Sequence[Layer], devices: abc.Sequence[DeviceInfo], n_ubatch: int, free: Mapping[str, int]
 ) -> list[Room]:
-    """What there is for stages on each device.
-
-    One more token takes K and V of a layer of each shape there, twice where the next layer is copied meanwhile, and its
-    column of the mask.
-    """
+    """The room for layer buffers on each device, and the bytes of one more token there."""
     res = []
     for i, device in enumerate(devices):
         shapes = {(layer.k_row, layer.v_row) for layer in layers if layer.device == i}
-        rows = (2 if device.overlaps else 1) * sum(k_row + v_row for k_row, v_row in shapes)
         name = HOST if device.mode == "host" else device.name
-        res.append(Room(name=name, free=free[name], slot_bytes=rows + HALF * n_ubatch))
+        res.append(Room(name=name, free=free[name], slot_bytes=buffer_row(shapes, n_ubatch, overlaps=device.overlaps)))
     return res

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..constants import CHUNK, POOL_STEP, round_up
@@ -80,6 +80,14 @@ def _part(layer: LayerSizes, request: Request, shape: Shape, full: int) -> Part:
     )
 
 
+def buffer_row(shapes: Collection[tuple[int, int]], n_ubatch: int, *, overlaps: bool) -> int:
+    """Bytes of one token in the layer buffers of a device, whose layers have K and V rows of these sizes.
+
+    They hold a layer of each shape, or two where the next one is copied meanwhile, and a column of the mask.
+    """
+    return (2 if overlaps else 1) * sum(map(sum, shapes)) + MASK * n_ubatch
+
+
 class Bill:
     """Adds up what devices need for one shape. compute: bytes of compute buffers by device."""
 
@@ -95,8 +103,7 @@ class Bill:
     def stages(self, device: Device, here: Sequence[Part]) -> int:
         """Return the bytes of layer buffers for these layers: one or two for each shape, and columns of the mask."""
         shapes = {part.rows for part in here if any(part.rows)}
-        rows = (2 if device.overlaps else 1) * sum(map(sum, shapes))
-        return self._stage * (rows + MASK * self._n_ubatch) if shapes else 0
+        return self._stage * buffer_row(shapes, self._n_ubatch, overlaps=device.overlaps) if shapes else 0
 
     def masses(self, device: Device, here: Sequence[Part]) -> int:
         """Return the bytes that attention scores of these layers' heads take: places of queries, results and scratch.

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..constants import POOL_STEP, SPEED_CAP, round_up
-from .compute import Compute
-from .layout import Experts, Layout, Layouts
+from .layout import Compute, Experts, Layout, Layouts
 from .needs import Part, Shape, parts
 from .sizes import Device, ModelSizes, Request
 

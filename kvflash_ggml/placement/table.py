@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import mebibytes
 from ..native.sizes import Needs
-from .remedies import itemised
+from .plan import itemised
 from .sizes import Device, Placement
 
 COLUMNS = ("free", "weights", "KV", "state", "compute", "staging", "margin", "left")

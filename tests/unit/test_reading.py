@@ -10,7 +10,8 @@ from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
-from kvflash_ggml.llama.reading import HALF, SHARE, Room, open_reading, rooms, stage_slots
+from kvflash_ggml.llama.reading import SHARE, Room, open_reading, rooms, stage_slots
+from kvflash_ggml.placement.needs import MASK
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.reading import ReadStats, Repair
 
@@ -89,10 +90,10 @@ def test_what_a_token_takes() -> None:
         return [room.slot_bytes for room in found]
 
     layers: Any = [FakeLayer(k_row=100, v_row=50)] * 8
-    assert taken(layers, [plain], 512) == [150 + HALF * 512]
-    assert taken(layers, [beside], 512) == [300 + HALF * 512]
+    assert taken(layers, [plain], 512) == [150 + MASK * 512]
+    assert taken(layers, [beside], 512) == [300 + MASK * 512]
     layers += [FakeLayer(k_row=10, v_row=0), FakeLayer(k_row=100, v_row=50, device=1)]
-    assert taken(layers, [plain, beside], 1) == [150 + 10 + HALF, 300 + HALF]
+    assert taken(layers, [plain, beside], 1) == [150 + 10 + MASK, 300 + MASK]
 
 
 # --- what is made
