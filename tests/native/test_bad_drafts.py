@@ -300,7 +300,7 @@ def test_a_drafter_whose_context_has_no_room(
 
 LOOP = (
     "llama/generation.py", "llama/pool_drafter.py", "llama/reader.py", "llama/llama.py", "spec/loop.py", "spec/base.py",
-    "spec/draft.py", "spec/ngram.py", "spec/ngram.py", "spec/draft.py", "spec/decision.py", "spec/costs.py",
+    "spec/draft.py", "spec/ngram.py", "spec/decision.py", "spec/costs.py",
     "sequence/sequence.py", "llama/call_lock.py",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from support.interrupter import Interrupter
 PARTS = ("sequence", "step", "pool", "prefill", "query_ring", "recovery", "paging", "checkpoints")
 SESSION = tuple(f"sequence/{name}.py" for name in PARTS)
 MAPPING = (*SESSION, "pool/page_table.py", "pool/plan.py")
-HOST = ("heap", "lease", "image", "slabs", "spill", "store")
+HOST = ("heap", "image", "slabs", "store")
 BYTES = (*(f"host/{name}.py" for name in HOST), "native/engine.py", "native/status.py", "llama/call_lock.py")
 RESTORING = (*SESSION, "sequence/restore.py", "llama/reader.py", "llama/saving.py", "llama/llama.py")
 

@@ -227,7 +227,7 @@ def test_an_interrupt_at_any_line_leaves_it_right() -> None:
             drafter.truncate(600)
             drafter.propose(1, ROOM)
 
-        Interrupter(line, ("spec/ngram.py", "spec/ngram.py")).run(work, partial(drafter.propose, 1, ROOM))
+        Interrupter(line, ("spec/ngram.py",)).run(work, partial(drafter.propose, 1, ROOM))
         text[440:] = rng.integers(0, 3, 260).tolist()
         drafter.observe(440, ids(*text[440:]), None)
         assert proposal(drafter, 1) == following([*text, 1], ROOM), f"line {line}"
