@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -148,9 +149,9 @@ def launch(
         raise click.UsageError(f"there is no program {wanted.file!r} on the PATH: npm install -g {wanted.package}")
     with _server(model, api_key) if model is not None else _given(url) as address:
         environment, given = wanted.tells(_served(address, api_key))
-        line = [*given, *(one for one in arguments if one != "--")]
+        line = [*given, *(arguments[1:] if arguments[:1] == ("--",) else arguments)]
         for name, value in environment.items():
-            shown = "..." if value == api_key != "none" else value
+            shown = value if api_key == "none" else value.replace(json.dumps(api_key)[1:-1], "...")
             note(f"{name}={shlex.quote(shown)}")
         note(shlex.join([wanted.file, *line]))
         if found is None or dry_run:
@@ -174,6 +175,8 @@ def _server(model: Path, key: str) -> Iterator[str]:
         line, stderr=subprocess.PIPE, text=True, env={**os.environ, **keys}, start_new_session=True
     )
     assert process.stderr is not None
+    ends = (signal.SIGTERM, signal.SIGHUP)  # which would leave the server, and all its memory, behind
+    before = [signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in ends]
     try:
         for said in process.stderr:
             if found := re.search(r"serving .* at (http://\S+)", said):
@@ -186,6 +189,8 @@ def _server(model: Path, key: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _served(url: str, key: str) -> Served:
@@ -195,7 +200,7 @@ def _served(url: str, key: str) -> Served:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
             (entry,) = json.load(reply)["data"]
             return Served(url=url, key=key, model=entry["id"], n_ctx=entry["meta"]["n_ctx"])
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as err:
         if isinstance(err, urllib.error.HTTPError):
             err.close()
         raise click.ClickException(
@@ -205,9 +210,10 @@ def _served(url: str, key: str) -> Served:
 
 
 def _run(line: list[str], environment: dict[str, str]) -> int:
-    """The program's exit code. Ctrl-C is the program's: it may mean something else there than the end."""
+    """The program's exit code, as a shell tells it. Ctrl-C is the program's: it may mean something else there."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        return subprocess.run(line, env=environment, check=False).returncode
+        code = subprocess.run(line, env=environment, check=False).returncode
+        return 128 - code if code < 0 else code
     finally:
         signal.signal(signal.SIGINT, before)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -80,6 +84,50 @@ def test_what_codex_is_told_is_toml(url: str) -> None:
     result = run("--url", url, "--api-key", "secret", "--dry-run", "codex")
     assert f"""model_providers.kvflash.base_url="{url}/v1\"""" in result.output
     assert "model_context_window=65536" in result.output
+
+
+def test_the_key_is_shown_nowhere(url: str) -> None:
+    for program in PROGRAMS:
+        assert "secret" not in run("--url", url, "--api-key", "secret", "--dry-run", program).output
+
+
+def test_a_later_double_dash_is_the_programs(url: str, programs: Path) -> None:
+    run("--url", url, "--api-key", "secret", "claude", "--", "-p", "--", "-x")
+    assert (programs / "claude.said").read_text().splitlines()[0] == "-p -- -x"
+
+
+def test_a_program_that_a_signal_ends(url: str, programs: Path) -> None:
+    (programs / "claude").write_text("#!/bin/sh\nkill -KILL $$\n")
+    assert run("--url", url, "--api-key", "secret", "claude").exit_code == 128 + 9
+
+
+def test_a_server_of_another_kind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0-none\r\n")
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        result = run("--url", f"http://127.0.0.1:{listener.getsockname()[1]}", "--dry-run", "claude")
+        thread.join()
+    assert "kvflash-run serve MODEL" in result.output
+
+
+@pytest.mark.parametrize("end", ["TERM", "HUP"])
+def test_a_server_of_its_own_does_not_stay(end: str, url: str, programs: Path) -> None:
+    server = programs / "server"
+    server.write_text(f'#!/bin/sh\necho $$ > "$0.said"\necho "serving mine at {url}" >&2\nexec sleep 60\n')
+    server.chmod(0o755)
+    (programs / "claude").write_text(f"#!/bin/sh\nsleep 1\nkill -{end} $PPID\nexec sleep 60\n")
+    code = f"import sys; sys.executable = {str(server)!r}; from kvflash_ggml.cli import main; main()"
+    line = [sys.executable, "-c", code, "launch", "--api-key", "secret", "-m", str(server), "claude"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 128 + getattr(signal, f"SIG{end}"), ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((programs / "server.said").read_text()), 0)
 
 
 def test_without_a_server(url: str, programs: Path) -> None:
