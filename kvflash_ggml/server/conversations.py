@@ -69,6 +69,7 @@ async def erase(front: Front, request: HttpRequest) -> Response:
     id, access = request.path_params["id"], front.access(request)
     if not await front.engine(lambda: front.scheduler.conversations.erase(id, access)):
         raise _unknown(id)
+    front.items.forget(id)
     return JSONResponse({"id": id, "deleted": True})
 
 

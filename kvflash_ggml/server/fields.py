@@ -79,8 +79,8 @@ def told(name: str, value: Any) -> str | None:
 
 def note(request: HttpRequest, names: Sequence[str]) -> None:
     """Add names of what was left out of a request: items, blocks and tools of kinds that are not known."""
-    known = request.scope.setdefault(IGNORED, [])
-    known += dict.fromkeys(name for name in names if name not in known)
+    known = request.scope.get(IGNORED, ())
+    request.scope[IGNORED] = list(dict.fromkeys((*known, *names)))
 
 
 def tell(request: HttpRequest, response: Response, logged: set[tuple[str, ...]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import threading
 import time
@@ -53,17 +52,30 @@ TAKEN = "kvflash.taken"
 
 
 MAX_ITEMS_BYTES = 64 << 20
-"""JSON of all items that are kept; the responses that were used longest ago go first."""
+"""Of all items that are kept. Of the key that has most, the response that was used longest ago goes first."""
+
+_BESIDE = 1 << 10
+"""Bytes of a kept response beside its items, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """items: of the request and of the response. conversation: the text that has them; salt: whose it is."""
+    """items: of the request and of the response, lists of JSON that others kept share, as text: as objects they would
+    take twenty times as much. conversation: the text that has them; salt: whose it is; key: whose request it was.
+    """
 
-    items: list[dict[str, Any]]
+    items: tuple[bytes, ...]
     conversation: str
     salt: str
-    bytes: int
+    key: str = ""
+
+    @property
+    def size(self) -> int:
+        return _BESIDE + sum(map(len, self.items))
+
+    def json(self) -> bytes:
+        """All items as one list."""
+        return b"[%s]" % b",".join(text[1:-1] for text in self.items if len(text) > 2)
 
 
 class KeptItems:
@@ -71,27 +83,34 @@ class KeptItems:
 
     def __init__(self, capacity: int = MAX_ITEMS_BYTES) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._bytes = 0
+        self._kept: dict[str, OrderedDict[str, Kept]] = {}  # by key
+        self._bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def keep(self, id: str, items: list[dict[str, Any]], *, conversation: str, salt: str) -> None:
-        """Keep the items of a request and of its response. Those that were used longest ago go, if there is no room."""
-        kept = Kept(items=items, conversation=conversation, salt=salt, bytes=len(json.dumps(items)))
+    def keep(self, id: str, kept: Kept) -> None:
+        """Keep the items of a request and of its response. Those of the largest key go, if there is no room."""
         with self._lock:
-            self._kept[id] = kept
-            self._bytes += kept.bytes
-            while self._bytes > self._capacity:
-                self._bytes -= self._kept.popitem(last=False)[1].bytes
+            self._kept.setdefault(kept.key, OrderedDict())[id] = kept
+            self._bytes[kept.key] += kept.size
+            while self._bytes.total() > self._capacity:
+                ((key, _),) = self._bytes.most_common(1)
+                self._bytes[key] -= self._kept[key].popitem(last=False)[1].size
 
     def find(self, id: str, access: Access) -> Kept | None:
         """What is kept of a response; None if it is not known, or not for this access."""
         with self._lock:
-            kept = self._kept.get(id)
-            if kept is None or not access.may(kept.salt):
-                return None
-            self._kept.move_to_end(id)
-            return kept
+            for responses in self._kept.values():
+                if id in responses and access.may(responses[id].salt):
+                    responses.move_to_end(id)
+                    return responses[id]
+        return None
+
+    def forget(self, conversation: str) -> None:
+        """Of a conversation that has been erased, keep nothing."""
+        with self._lock:
+            for key, responses in self._kept.items():
+                for id in [id for id, kept in responses.items() if kept.conversation == conversation]:
+                    self._bytes[key] -= responses.pop(id).size
 
 
 class Front:
@@ -133,14 +152,15 @@ class Front:
         return await self.work(http, self._asked, http, kind, await self._received(http))
 
     def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
-        asked, http.scope[fields.IGNORED] = parse(kind, self._loads(data), strict=self.settings.strict)
+        asked, http.scope[fields.IGNORED] = parse(kind, self.loads(data), strict=self.settings.strict)
         return asked
 
     async def body(self, request: HttpRequest) -> Any:
         """The JSON of a body. ApiError for one that is too large, too slow, or none."""
-        return await self.work(request, self._loads, await self._received(request))
+        return await self.work(request, self.loads, await self._received(request))
 
-    def _loads(self, data: bytearray) -> Any:
+    def loads(self, data: bytearray | bytes) -> Any:
+        """The values of JSON that a client has sent. ApiError for too many, or for none."""
         try:
             return bodies.loads(data, most=max(bodies.MAX_VALUES, 2 * self.scheduler.model.n_ctx))
         except bodies.Refused as err:

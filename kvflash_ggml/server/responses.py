@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -22,7 +22,7 @@ from .chat import prepared, tokens_of
 from .errors import ApiError
 from .exchange import Answer, dumps
 from .fields import note
-from .front import Front
+from .front import Front, Kept
 from .schema import ChatRequest, Objects, PoolFields, _Known, parse
 from .took import report
 from .turns import Turns, as_json, kind_of, parts_of, read, text_of
@@ -33,6 +33,10 @@ _OURS = "kvflash:"
 """How reasoning begins that a client carries to and fro as `encrypted_content`. It is not encrypted, only opaque: some
 clients send nothing else of it, and the prompt would differ from what was read.
 """
+
+
+_Told = Annotated[str, Field(max_length=512)]
+"""Comes back in each event that tells of the whole response; OpenAI's bound."""
 
 
 class ResponsesRequest(_Known):
@@ -52,7 +56,7 @@ class ResponsesRequest(_Known):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, _Told] | None = Field(None, max_length=16)
     chat_template_kwargs: dict[str, Any] | None = None
     kvflash: PoolFields = PoolFields.model_construct()
     # known to OpenAI's clients, without effect here
@@ -78,14 +82,16 @@ class Tool:
 async def responses(front: Front, http: HttpRequest) -> Response:
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     front.admit()
-    items = await _items(front, http, asked)
+    kept, items = await _items(front, http, asked)
     chat, tools = await front.work(http, _translated, front, http, asked, items)
     requests, rendered = await prepared(front, http, chat, kind="resp")
     (request,) = requests
+    new = await front.work(http, lambda: as_json(_given(asked)).encode())
 
     def keep(output: list[dict[str, Any]], conversation: str) -> None:
         if asked.store and request.reuse:
-            front.items.keep(answer.id, [*items, *output], conversation=conversation, salt=request.salt)
+            told = (*kept, new, as_json(output).encode())
+            front.items.keep(answer.id, Kept(items=told, conversation=conversation, salt=request.salt, key=request.key))
 
     answer = ResponseAnswer(front.settings.alias, request.id, asked, tools, rendered.reader(), keep)
     return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
@@ -94,18 +100,26 @@ async def responses(front: Front, http: HttpRequest) -> Response:
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
     """As many as `responses` would read. It takes no seat."""
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
-    items = await _items(front, http, asked)
+    _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
     count = await front.work(http, tokens_of, front, chat)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _items(front: Front, http: HttpRequest, asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """All items of a request, behind those of the response that it goes on from."""
-    given = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+def _given(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+
+
+async def _items(
+    front: Front, http: HttpRequest, asked: ResponsesRequest
+) -> tuple[tuple[bytes, ...], list[dict[str, Any]]]:
+    """What is kept of the response that a request goes on from; and all items, those of the request at the end.
+
+    ApiError if it is not known, or if all items are more than a client could send.
+    """
     id = asked.previous_response_id
     if id is None:
-        return given
+        return (), _given(asked)
     access, conversations = front.access(http), front.scheduler.conversations
     kept = front.items.find(id, access)
     # one that moves just now may be seen nowhere from here
@@ -119,7 +133,16 @@ async def _items(front: Front, http: HttpRequest, asked: ResponsesRequest) -> li
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    return [*kept.items, *given]
+    if kept.size > front.settings.max_body:
+        raise ApiError(
+            413,
+            f"previous_response_id: the items so far have {kept.size} bytes, and {front.settings.max_body} is the "
+            f"most: shorten the conversation, or start the server with a larger --max-body",
+            code="body_too_large",
+            param="previous_response_id",
+        )
+    earlier = await front.work(http, lambda: front.loads(kept.json()))
+    return kept.items, [*earlier, *_given(asked)]
 
 
 def _translated(

@@ -9,11 +9,14 @@ import time
 from typing import Any
 
 import pytest
+from starlette.requests import Request as HttpRequest
 from support.asgi import Client, Reply
 from support.fake_model import FakeModel
 from support.fake_server import Server
 
-from kvflash_ggml.server import requestlog
+from kvflash_ggml.batching.messages import Access
+from kvflash_ggml.server import fields, requestlog
+from kvflash_ggml.server.front import Kept, KeptItems
 
 TOOLS = [
     {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}, "strict": False},
@@ -219,7 +222,78 @@ def test_a_response_of_another_key_is_not_known() -> None:
     assert (mine.status, counted.status) == (200, 200)
 
 
+def kept(text: str, *, key: str = "a", conversation: str = "c") -> Kept:
+    return Kept(items=(json.dumps([text]).encode(),), conversation=conversation, salt="", key=key)
+
+
+def test_the_items_of_one_key_do_not_push_out_those_of_another() -> None:
+    items = KeptItems(capacity=20_000)
+    items.keep("mine", kept("x" * 4000))
+    for i in range(9):
+        items.keep(f"theirs{i}", kept("x" * 4000, key="b"))
+    items.keep("huge", kept("x" * 90_000, key="b"))
+    items.keep("last", kept("x" * 4000, key="b"))
+    found = {id for id in ("mine", *(f"theirs{i}" for i in range(9)), "huge", "last") if items.find(id, Access())}
+    assert found == {"mine", "last"}
+
+
+def test_items_of_responses_share_those_before_them() -> None:
+    async def work(client: Client) -> str:
+        id = None
+        for _ in range(20):
+            asked = {"input": "x" * 3000, **({"previous_response_id": id} if id else {})}
+            id = (await client.post("/v1/responses", asked)).json["id"]
+        return str(id)
+
+    server = Server(FakeModel(n_ctx=1 << 17))
+    found = server.front.items.find(server.run(work), Access())
+    assert found is not None
+    assert len(found.items) == 40
+    assert len(json.loads(found.json())) == 40
+
+
+def test_nothing_is_kept_of_what_was_erased() -> None:
+    async def work(client: Client) -> str:
+        id = (await client.post("/v1/responses", {"input": "x" * 300})).json["id"]
+        assert server.front.items.find(id, Access()) is not None
+        (known,) = (await client.get("/kvflash/conversations")).json["data"]
+        await client.call("DELETE", f"/kvflash/conversations/{known['id']}").done()
+        return str(id)
+
+    server = Server()
+    assert server.front.items.find(server.run(work), Access()) is None
+
+
+def test_a_chain_of_responses_has_the_bounds_of_a_body() -> None:
+    async def work(client: Client) -> list[Reply]:
+        junk = [{"type": "hologram", "data": "x" * 60_000}, USER]
+        replies = [await client.post("/v1/responses", {"input": junk})]
+        for _ in range(2):
+            asked = {"input": junk, "previous_response_id": replies[-1].json["id"]}
+            replies.append(await client.post("/v1/responses", asked))
+        return replies
+
+    *_, last = Server(max_body=100_000).run(work)
+    assert (last.status, last.json["error"]["code"]) == (413, "body_too_large")
+
+
 # --- tolerance
+
+
+def test_many_names_that_are_not_known_are_noted_once_each() -> None:
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    request = HttpRequest({"type": "http", "headers": [], fields.IGNORED: [f"a{i}" for i in range(1000)]})
+    fields.note(request, [*(Name(f"b{i}") for i in range(1000)), "a1"])
+    assert len(request.scope[fields.IGNORED]) == 2000
+    assert Name.compared < 5000
 
 
 def test_what_is_not_known_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,6 +332,10 @@ def test_what_is_not_known_is_left_out_and_told_once(caplog: pytest.LogCaptureFi
         {"text": {"format": {"type": "json_schema", "schema": 5}}},
         {"max_output_tokens": "x"},
         {"previous_response_id": 5},
+        {"metadata": {"a": 5}},
+        {"metadata": {"a": "x" * 513}},
+        {"metadata": {f"{i}": "x" for i in range(17)}},
+        {"chat_template_kwargs": {"a": float("inf")}},
     ],
 )
 def test_what_is_refused(data: dict[str, Any]) -> None:
