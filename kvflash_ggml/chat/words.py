@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_int=finite, parse_float=finite, parse_constant=finite)
         except (ValueError, RecursionError):
             arguments = {"arguments": arguments}
     if not isinstance(arguments, dict):
@@ -76,3 +77,11 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
         "type": "function",
         "function": {"name": str(function.get("name") or ""), "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
+
+
+def finite(text: str) -> int | float:
+    """A number of JSON. ValueError for one that no double can have: llama.cpp reads none, and no client gets one."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number that JSON and a double can have")
+    return int(text) if text.lstrip("-").isdigit() else value

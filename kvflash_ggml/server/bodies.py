@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..chat.words import finite
+
 MAX_DEPTH = 128
 """Lists and objects within each other. Every recursion over a body ends far below Python's limit."""
 
@@ -37,13 +39,9 @@ def loads(data: bytes | bytearray, *, most: int = MAX_VALUES) -> Any:
     """
     _check(data, most)
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=finite, parse_float=finite)
     except RecursionError as err:
         raise Refused(str(err)) from None
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _check(data: bytes | bytearray, most: int) -> None:

@@ -272,3 +272,9 @@ def test_a_model_that_writes_half_a_surrogate_or_a_deep_call() -> None:
         data = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}
         reply = Server(model).post(CHAT, data)
         assert (reply.status, said in reply.json["choices"][0]["message"]["content"]) == (200, True)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_no_answer_can_have(number: str) -> None:
+    with pytest.raises(ValueError, match=number):
+        bodies.loads(f'{{"a": [{number}]}}'.encode())

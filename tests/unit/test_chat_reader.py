@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import count
 
@@ -10,6 +11,7 @@ from support.fake_model import marked_calls
 
 from kvflash_ggml.chat.reader import PAUSE_S, AnswerReader, Parsed, ParsedCall, words
 from kvflash_ggml.chat.values import Call
+from kvflash_ggml.chat.words import plain_call
 
 MARKS = words("tool_call name arguments")
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>'
@@ -118,3 +120,10 @@ def test_arguments_are_told_while_they_grow() -> None:
     assert calls(reader) == [("f", parts[-1])]
     assert isinstance(reader.said.calls[0], Call)
     assert len(reader.said.calls[0].id) == 9
+
+
+@pytest.mark.parametrize("written", ['{"x": 1e999}', '{"x": NaN}', '{"x": -Infinity}', f'{{"x": {"9" * 400}}}'])
+def test_arguments_that_llama_cpp_would_refuse_are_sent_as_text(written: str) -> None:
+    """A model may have written them, and its conversation goes on."""
+    made = plain_call({"id": "a", "function": {"name": "f", "arguments": written}})
+    assert json.loads(made["function"]["arguments"]) == {"arguments": written}
