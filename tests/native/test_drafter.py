@@ -121,10 +121,10 @@ def test_requests_do_not_add_up(llama: Any, tokens: Any) -> None:
         llm.eval(tokens[first : first + 1500].tolist())
         small = reader_of(llm)._drafter
         assert small.length == 1500
-        assert len(list(inside(small).session.store)) == 1500 // CHUNK
+        assert len(list(inside(small).own_session.store)) == 1500 // CHUNK
     llm.close()
     assert small.model.model is None
-    assert not inside(small).session.store.heap._slabs._slabs
+    assert not inside(small).own_session.store.heap._slabs._slabs
 
 
 # --- scores

@@ -225,7 +225,7 @@ def test_the_wheel_carries_code_licences_and_nothing_else(tmp_path: Path) -> Non
     licenses = {n.partition("/licenses/")[2] for n in names if "/licenses/" in n}
     assert licenses == {
         "LICENSE", "upstream/LICENSE.llama.cpp", "upstream/AUTHORS.llama.cpp", "upstream/LICENSE.xxHash",
-        "upstream/LICENSE.llama-cpp-python.md", "upstream/NOTICE",
+        "upstream/LICENSE.llama-cpp-python.md", "upstream/LICENSE.json", "upstream/NOTICE",
     }  # fmt: skip
     code = [n for n in names if "/licenses/" not in n]
     assert not [n for n in code if n.endswith((".cpp", ".h", ".patch", ".gguf"))]

@@ -56,13 +56,13 @@ def complete(llm: Any, prompt: list[int], **settings: Any) -> Any:
 def test_no_more_is_verified_than_is_asked_for(most: int, pair: Any) -> None:
     plain, llm, prompt = pair()
     rows: list[tuple[int, int]] = []
-    verify = inside(llm).session.verify
+    prepare = inside(llm).session.prepare_drafts
 
-    def noted(tokens: Any, *branches: Any) -> None:
+    def noted(tokens: Any, *rest: Any) -> Any:
         rows.append((inside(llm).session.length, len(tokens)))
-        verify(tokens, *branches)
+        return prepare(tokens, *rest)
 
-    inside(llm).session.verify = noted
+    inside(llm).session.prepare_drafts = noted
     assert complete(llm, prompt, max_tokens=most) == complete(plain, prompt, max_tokens=most)
     assert all(start + count < len(prompt) + most for start, count in rows)
     assert bool(rows) == (most > 2)

@@ -111,6 +111,12 @@ def test_another_process_goes_on_alike(kind: str, drafting: Any, prompt: Any, mo
     assert json.loads(done.stdout) == wanted
 
 
+def held_of(llm: Any) -> tuple[int, int, int]:
+    """What its drafter holds: the first position, the end, and how many bytes."""
+    context = drafter_of(llm)._context
+    return context.first, context.end, len(context.state())
+
+
 @with_memory
 def test_a_text_that_was_saved_is_known(
     kind: str, drafting: Any, prompt: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -120,16 +126,15 @@ def test_a_text_that_was_saved_is_known(
     within_a_block(llm, prompt).close()
     state, parked = llm.save_state(), llm.park()
     llm.save_snapshot(tmp_path / "session.kvs")
-    held = drafter_of(llm)._context.state()
-    assert 0 < held.end - held.first < len(prompt)
+    held = held_of(llm)
+    assert 0 < held[1] - held[0] < len(prompt)
     wanted = go_on(llm, COUNT)
 
     def back(how: Callable[[], object]) -> None:
         llm.reset()
         llm.eval(prompt[5:50])
         how()
-        now = drafter_of(llm)._context.state()
-        assert (now.first, now.end, len(now.data)) == (held.first, held.end, len(held.data))
+        assert held_of(llm) == held
         assert go_on(llm, COUNT) == wanted
 
     with caplog.at_level(logging.WARNING, "kvflash_ggml"):
@@ -210,8 +215,7 @@ def test_nothing_of_another_text_is_left(kind: str, drafting: Any, prompt: Any, 
     fresh = drafting(kind)
     fresh.load_state(state_of(llm, saved))
     assert go_on(llm, COUNT) == go_on(fresh, COUNT)
-    held, wanted = (drafter_of(one)._context.state() for one in (llm, fresh))
-    assert (held.first, held.end, len(held.data)) == (wanted.first, wanted.end, len(wanted.data))
+    assert held_of(llm) == held_of(fresh)
     saved.release()
 
 

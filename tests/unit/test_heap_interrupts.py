@@ -17,7 +17,7 @@ from kvflash_ggml.host.heap import PageHeap
 from kvflash_ggml.host.image import NOWHERE, PageImage
 from kvflash_ggml.host.store import HostStore
 
-FILES = tuple(f"host/{name}.py" for name in ("heap", "lease", "image", "slabs", "spill", "store"))
+FILES = tuple(f"host/{name}.py" for name in ("heap", "image", "slabs", "store"))
 
 
 class Stored:

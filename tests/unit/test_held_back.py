@@ -23,11 +23,15 @@ from kvflash_ggml.sequence.worker import Worker
 
 def interrupted(close: Callable[[], None]) -> None:
     """Ctrl-C while it closes, which is raised."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever another test has left
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        close()
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            close()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_snapshot_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
