@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,7 +105,10 @@ def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> 
         raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
     for i, tool in enumerate(tools):
-        schemas.check(tool["function"].get("parameters", {}), f"tools.{i}.function.parameters")
+        parameters = tool["function"].get("parameters", {})
+        schemas.check(parameters, f"tools.{i}.function.parameters")
+        if '"$ref": "#"' in json.dumps(parameters):  # which libkvf_chat does not follow
+            tool["function"]["parameters"] = schemas.resolved(parameters)
     schemas.check_work((tool["function"].get("parameters", {}) for tool in tools), "tools")
     thinking, effort = asked.enable_thinking, getattr(asked, "reasoning_effort", None)
     if effort == "none" or formatted:
