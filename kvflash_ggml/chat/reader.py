@@ -84,13 +84,22 @@ class AnswerReader:
         self._told = {"content": base.content if base else "", "reasoning": base.reasoning if base else ""}
 
     @property
+    def called(self) -> bool:
+        """Does the answer end by its calls? Not where something else was told behind or within them."""
+        return bool(self._calls) and not self.odd
+
+    @property
     def said(self) -> Said:
         """What all deltas so far come to. At the end, the whole answer."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         return Said(content=content, reasoning=reasoning, calls=tuple(self._calls))
 
-    def push(self, text: str, *, end: bool = False) -> list[Delta]:
-        """Take more text of the answer, and return what that adds to it. end: with the last text, if only empty."""
+    def push(self, text: str, *, end: bool = False, stopped: bool = False) -> list[Delta]:
+        """Take more text of the answer, and return what that adds to it.
+
+        end: with the last text, if only empty. stopped: it ends at a stop string or by itself, not at a limit: a call
+        that is cut off there is content, as far as none of it has been told.
+        """
         self._text += text
         if self._parse is None or self.odd:
             return list(self._more_content(text))
@@ -102,7 +111,7 @@ class AnswerReader:
         self._next = now + max(PAUSE_S, 10 * (now - began))
         if parsed is not None:
             self._understood, self._failures = len(self._text), 0
-            return list(self._end(parsed) if end else self._take(parsed))
+            return list(self._end(parsed, stopped=stopped) if end else self._take(parsed))
         self._failures += 1
         return list(self._give_up()) if end or self._failures == PATIENCE else []
 
@@ -142,8 +151,14 @@ class AnswerReader:
 
     # --- what is not
 
-    def _end(self, parsed: Parsed) -> Iterator[Delta]:
+    def _end(self, parsed: Parsed, *, stopped: bool) -> Iterator[Delta]:
         """The whole answer has been understood, or all of it may be the beginning of one."""
+        whole = tuple(itertools.takewhile(_complete, parsed.calls))
+        if stopped and len(whole) < len(parsed.calls):
+            if len(self._calls) <= len(whole):
+                yield from self._settle(replace(parsed, calls=whole), self._from(parsed.plain))
+                return
+            self.odd = True
         rest = self._from(parsed.read)
         yield from self._settle(parsed, rest if rest.strip() else "")
 
@@ -195,6 +210,10 @@ class AnswerReader:
                 return True
             parts += [call.name, call.id, call.arguments, *(texts or ())]
         return not words(self._text) <= words("\n".join(parts)) | self._marks
+
+
+def _complete(call: ParsedCall) -> bool:
+    return call.closed or _texts(call.arguments) is not None
 
 
 def _made_id() -> str:

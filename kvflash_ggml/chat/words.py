@@ -72,10 +72,12 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = {"arguments": arguments}
     if not isinstance(arguments, dict):
         arguments = {"arguments": arguments}
+    # half of a surrogate pair would be no UTF-8
+    text = json.dumps(arguments, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return {
         "id": str(call.get("id") or ""),
         "type": "function",
-        "function": {"name": str(function.get("name") or ""), "arguments": json.dumps(arguments, ensure_ascii=False)},
+        "function": {"name": str(function.get("name") or ""), "arguments": text},
     }
 
 

@@ -2,12 +2,15 @@
 
 #include "chat.h"
 #include "chat-peg-parser.h"
+#include "jinja/runtime.h"
 #include "kvf_chat_guard.h"
+#include "log.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 using json = common_json;
 
@@ -24,6 +27,23 @@ struct kvf_chat_parser {
 namespace {
 
 thread_local char last_error[512];
+
+// Upstream prints what it thinks of a template, and answers, to the terminal at each call.
+void be_silent() {
+    static std::once_flag once;
+    std::call_once(once, [] { common_log_set_verbosity_thold(-1); });
+}
+
+// Runs a template. What costs too much is an error like any other.
+template <typename Work> void bounded(Work && work) {
+    try {
+        work();
+    } catch (const jinja::too_costly &) {
+        throw std::runtime_error(
+            "the template takes more than " + std::to_string(jinja::MAX_SPENT) + " steps, or " +
+            std::to_string(jinja::MAX_DEPTH) + " within each other");
+    }
+}
 
 kvf_chat_text copied(const std::string & text) {
     auto * data = static_cast<char *>(malloc(text.size() + 1));
@@ -228,8 +248,13 @@ void kvf_chat_free(kvf_chat_text text) {
 
 int32_t kvf_chat_open(const char * source, size_t size, const char * bos, const char * eos, kvf_chat ** chat, kvf_chat_text * caps) {
     return kvf_chat_guarded(KVF_CHAT_STATUS_TEMPLATE, [&] {
+        be_silent();
+        if (size > KVF_CHAT_TEMPLATE_BYTES) {
+            throw std::length_error(
+                "it has " + std::to_string(size) + " bytes, and " + std::to_string(KVF_CHAT_TEMPLATE_BYTES) + " is the most");
+        }
         auto made = std::make_unique<kvf_chat>();
-        made->templates = common_chat_templates_init(nullptr, std::string(source, size), bos, eos);
+        bounded([&] { made->templates = common_chat_templates_init(nullptr, std::string(source, size), bos, eos); });
         json can = json::object();
         for (const auto & [name, value] : common_chat_templates_get_caps(made->templates.get())) {
             can[name] = value;
@@ -252,7 +277,8 @@ int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_ch
         return status;
     }
     return kvf_chat_guarded(KVF_CHAT_STATUS_TEMPLATE, [&] {
-        const auto params = common_chat_templates_apply(chat->templates.get(), inputs);
+        common_chat_params params;
+        bounded([&] { params = common_chat_templates_apply(chat->templates.get(), inputs); });
         auto made = std::make_unique<kvf_chat_parser>();
         made->format = params.format;
         if (params.parser.empty()) {

@@ -18,6 +18,7 @@ extern "C" {
 #define KVF_CHAT_ABI   1
 #define KVF_CHAT_BYTES 268435456
 #define KVF_CHAT_DEPTH 120
+#define KVF_CHAT_TEMPLATE_BYTES 1048576
 
 enum kvf_chat_status {
     KVF_CHAT_STATUS_SUCCESS  =  0,
@@ -39,7 +40,7 @@ int32_t      kvf_chat_abi(void);
 const char * kvf_chat_last_error(void);  // of the last call on this thread that failed
 void         kvf_chat_free(kvf_chat_text text);
 
-// Reads a template. caps: an object of what it can do, names of llama.cpp to booleans.
+// Reads a template of at most KVF_CHAT_TEMPLATE_BYTES. caps: an object of what it can do, names of llama.cpp to booleans.
 int32_t kvf_chat_open(const char * source, size_t size, const char * bos, const char * eos, kvf_chat ** chat, kvf_chat_text * caps);
 void    kvf_chat_close(kvf_chat * chat);
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvflash_ggml.chat.values import Grammar
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.llama.grammar import sampler_of
+from kvflash_ggml.llama.samplers import sampler_of
 
 CALL = Grammar(text='root ::= "<go>" ("left" | "right")', lazy=True, trigger_words=("<go>",))
 THINKING = Grammar(
@@ -92,3 +92,16 @@ def test_a_grammar_begins_with_what_the_template_has_written(held: Callable[[Gra
 def test_grammars_that_are_none(grammar: Grammar, held: Callable[[Grammar], Held]) -> None:
     with pytest.raises(ConfigError, match="the grammar"):
         held(grammar)
+
+
+def test_a_trigger_is_looked_for_in_the_end_of_the_answer(held: Callable[[Grammar], Held]) -> None:
+    """To search the whole answer at each token takes its square. What must stand at its beginning is nowhere later."""
+    answer = held(CALL)
+    answer.write(*["Let me see: "] * 2000, "<g", "o>")
+    assert answer.allows("left", "right", "up") == [True, True, False]
+    begun = Grammar(text=CALL.text, lazy=True, triggers=("^x[^#]*#(<go>)",))
+    near, far = held(begun), held(begun)
+    near.write("x", *["Let me see: "] * 10, "#<go>")
+    assert near.allows("left", "up") == [True, False]
+    far.write("x", *["Let me see: "] * 2000, "#<go>")
+    assert far.allows("left", "up") == [True, True], "the beginning is not looked at any more"

@@ -127,3 +127,45 @@ def test_arguments_that_llama_cpp_would_refuse_are_sent_as_text(written: str) ->
     """A model may have written them, and its conversation goes on."""
     made = plain_call({"id": "a", "function": {"name": "f", "arguments": written}})
     assert json.loads(made["function"]["arguments"]) == {"arguments": written}
+
+
+def half_call(text: str) -> Parsed:
+    """A parser that tells a call from its name on, as those of llama.cpp do."""
+    begin, mark, body = text.partition("<call>")
+    size = len(begin)
+    if not mark:
+        return Parsed(content=begin, read=size, plain=size, first=size)
+    call = ParsedCall(name="clock", arguments=body.removesuffix("</call>"), closed=body.endswith("</call>"))
+    return Parsed(content=begin, calls=(call,), read=len(text), plain=size, first=size)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_call_that_is_cut_off(stopped: bool) -> None:
+    """At a limit it is a call, as clients expect; at a stop string it would be executed."""
+    text = 'Yes.<call>{"zone": "CE'
+    reader = AnswerReader(half_call, marks=words("call"), clock=always())
+    reader.push(text, end=True, stopped=stopped)
+    assert (reader.said.content, len(reader.said.calls)) == ((text, 0) if stopped else ("Yes.", 1))
+    assert reader.called is not stopped
+
+
+def test_a_call_that_is_cut_off_behind_what_was_told() -> None:
+    """What has been told stays a call, and the answer does not end by it."""
+    reader = AnswerReader(half_call, marks=words("call"), clock=always())
+    for piece in ("Yes.", '<call>{"zone', '": "CE'):
+        reader.push(piece)
+    reader.push("", end=True, stopped=True)
+    assert calls(reader) == [("clock", '{"zone": "CE')]
+    assert not reader.called
+
+
+def test_a_whole_call_without_its_last_mark_is_a_call() -> None:
+    """Some programs have that mark as a stop string."""
+    reader = AnswerReader(half_call, marks=words("call"), clock=always())
+    reader.push('<call>{"zone": "CET"}', end=True, stopped=True)
+    assert (calls(reader), reader.called) == ([("clock", '{"zone": "CET"}')], True)
+
+
+def test_half_of_a_surrogate_pair_in_an_earlier_call() -> None:
+    call = plain_call({"function": {"name": "f", "arguments": '{"a": "\\ud83d", "b": "\\ud83d\\ude00"}'}})
+    assert json.loads(call["function"]["arguments"].encode()) == {"a": "\ufffd", "b": "\U0001f600"}

@@ -1,0 +1,150 @@
+"""Templates of strangers: what they may cost, how deep they may be, and what is told of one that cannot be read."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvflash_ggml.chat.templates import ChatTemplate
+from kvflash_ggml.chat.values import ChatInput
+from kvflash_ggml.errors import ConfigError
+
+HELLO = ChatInput(messages=[{"role": "user", "content": "hi"}])
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},
+}
+
+CALLING = """\
+{%- for message in messages %}{{ '<|' + message.role + '|>' + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>\\n' }}
+{%- endfor %}{{- '<|end|>' }}{%- endfor %}
+{%- if tools %}{{ '<|tools|>' + (tools | tojson) }}{% endif %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+NAMESPACE = "{% set ns = namespace(a=[], s='aaaa') %}"
+
+COSTLY = {
+    "range": "{% for i in range(300000000) %}{% endfor %}",
+    "loops": "{% for i in range(30000) %}{% for j in range(30000) %}x{% endfor %}{% endfor %}",
+    "texts": NAMESPACE + "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "blocks": "{% set s='aaaa' %}" + "{% set s %}{{s}}{{s}}{% endset %}" * 60,
+    "repetition": "{{ 'aaaa' * 3000000000 }}",
+    "lists": NAMESPACE + "{% set ns.a = [1] %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "replace": NAMESPACE + "{% for i in range(60) %}{% set ns.s = ns.s.replace('a', ns.s) %}{% endfor %}",
+    "join": "{% set s = 'a' * 1000000 %}{{ range(100000) | join(s) }}",
+    "indent": "{{ 'a\\nb' | indent(4000000000) }}",
+    "recursion": "{% macro f(x) %}{% for i in [1] %}{% if 1 %}{{ f(x) | upper }}{% endif %}{% endfor %}{% endmacro %}"
+    "{{ f(1) }}",
+    "callers": "{% macro f(x) %}{% call f(1) %}a{% endcall %}{% endmacro %}{{ f(1) }}",
+    "operators": "{{ " + "1 + " * 1900 + "1 }}",
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_would_cost_too_much(name: str) -> None:
+    with pytest.raises(ConfigError, match="takes more than 8000000 steps"):
+        ChatTemplate(COSTLY[name]).render(HELLO)
+
+
+DEEP = {
+    "brackets": "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
+    "operators": "{{ " + "1 + " * 100000 + "1 }}",
+    "negations": "{{ " + "not " * 100000 + "1 }}",
+    "signs": "{{ " + "-" * 100000 + "1 }}",
+    "conditions": "{{ " + "1 if 0 else " * 20000 + "1 }}",
+    "statements": "{% if 1 %}" * 50000,
+    "branches": "{% if 0 %}" + "{% elif 0 %}" * 50000 + "{% endif %}",
+    "calls": "{{ f" + "()" * 100000 + " }}",
+    "members": "{{ f" + ".a" * 100000 + " }}",
+    "size": "x" * (1 << 21),
+    "lists": NAMESPACE + "{% for i in range(100000) %}{% set ns.a = [ns.a] %}{% endfor %}",
+    "objects": NAMESPACE + "{% for i in range(100000) %}{% set ns.a = {'a': ns.a} %}{% endfor %}",
+    "itself": NAMESPACE + "{% set ns.a = ns %}{{ ns | string }}",
+    "each other": NAMESPACE + "{% set b = namespace(a=ns) %}{% set ns.a = b %}{{ ns | tojson }}",
+    "its own item": "{% set a = [1] %}{{ a.append([a]) }}{{ a | tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_nested_too_deep(name: str) -> None:
+    """The main thread has the usual stack; so has the front's."""
+    with pytest.raises(ConfigError):
+        ChatTemplate(DEEP[name]).render(HELLO)
+
+
+def test_a_long_template_and_a_long_chat_are_rendered() -> None:
+    """The bounds are far above what templates of models take."""
+    source = "{% if messages %}" * 50 + CALLING + "{% endif %}" * 50 + "{# x #}" * 50000
+    messages = [{"role": role, "content": "x" * 500} for role in ("user", "assistant")] * 5000
+    assert len(ChatTemplate(source).render(ChatInput(messages=messages, tools=[TOOL])).prompt) > 5_000_000
+
+
+@pytest.mark.parametrize("source", ["{{ 'a", "{% for x in messages %}", "{% no %}", "{{ ( }}"])
+def test_why_a_template_cannot_be_read(source: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as failed:
+        ChatTemplate(source)
+    assert "std::exception" not in str(failed.value)
+    assert capfd.readouterr() == ("", ""), "what goes to the terminal is ours to say"
+
+
+def test_nothing_is_printed_while_a_chat_is_rendered_and_read(capfd: pytest.CaptureFixture[str]) -> None:
+    template = ChatTemplate(CALLING)
+    reader = template.render(ChatInput(messages=HELLO.messages, tools=[TOOL])).reader()
+    reader.push("<tool_call>\n{]", end=True)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("cut", range(1, 25))
+def test_a_call_that_a_stop_string_cuts_off_is_content(cut: int) -> None:
+    text = 'Yes.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>'
+    mark = len("}\n</tool_call>")
+    text = text[: len(text) - mark - cut]
+    reader = ChatTemplate(CALLING).render(ChatInput(messages=HELLO.messages, tools=[TOOL])).reader()
+    reader.push(text, end=True, stopped=True)
+    assert (reader.said.content, reader.said.calls, reader.called) == (text, (), False)
+
+
+def test_several_threads_render_and_read_at_once() -> None:
+    template = ChatTemplate(CALLING)
+    text = '<tool_call>\n{"name": "clock", "arguments": {"zone": "Z%d"}}\n</tool_call>'
+    gate = threading.Barrier(4)
+
+    def work(seed: int) -> list[tuple[str, str]]:
+        gate.wait()
+        out = []
+        for i in range(8):
+            number = 100 * seed + i
+            chat = ChatInput(messages=[{"role": "user", "content": f"say {number}"}], tools=[TOOL])
+            rendered = template.render(chat)
+            reader = rendered.reader()
+            reader.push(text % number, end=True)
+            out.append((rendered.prompt, reader.said.calls[0].arguments))
+        return out
+
+    with ThreadPoolExecutor(4) as pool:
+        for seed, found in enumerate(pool.map(work, range(4))):
+            for i, (prompt, arguments) in enumerate(found):
+                assert f"say {100 * seed + i}<" in prompt
+                assert arguments == f'{{"zone": "Z{100 * seed + i}"}}'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+def test_opening_and_closing_keeps_no_memory() -> None:
+    def work(count: int) -> int:
+        for _ in range(count):
+            rendered = ChatTemplate(CALLING).render(ChatInput(messages=HELLO.messages, tools=[TOOL]))
+            rendered.reader().push("<tool_call>", end=True)
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = work(20)
+    assert work(100) - before < 4096, "kilobytes"
