@@ -64,8 +64,9 @@ class Engine:
     What the library refuses is an EngineError that says why, or an UnsupportedError; nothing has changed then.
 
     A step reads these arrays [max_tokens], which belong to the caller and keep their values:
-    token, seq (0), pos, slot, output (1: keep the logits), query_row (the row of `read_queries` that takes the query
-    of a token, each named once, or -1 for none). Siblings of a tree have one position, and a slot each.
+    token, seq, pos, slot, output (1: keep the logits), query_row (the row of `read_queries` that takes the query
+    of a token, each named once, or -1 for none). Siblings of a tree have one position, and a slot each. A context made
+    for several sequences takes tokens of any of them in one step, trees excepted.
     """
 
     closed = False
@@ -221,7 +222,11 @@ class Engine:
         """Empty the slots from `slot` on."""
         check(lib.kvf_cells_clear(self._engine, slot, count))
 
-    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int = 0) -> None:
+    def zero_cells(self, slot: int, count: int) -> None:
+        """Empty the slots from `slot` on, and zero their K and V. Waits for the compute and all transfers."""
+        check(lib.kvf_cells_zero(self._engine, slot, count))
+
+    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int) -> None:
         """The slots from `slot` on hold these tokens, at the positions from `pos` on."""
         data = ffi.from_buffer("int32_t[]", np.ascontiguousarray(tokens, np.int32))
         check(lib.kvf_cells_set(self._engine, seq, slot, len(tokens), pos, data))
@@ -244,7 +249,7 @@ class Engine:
         codes.extend(map(lib.kvf_settle, [self._engine], [n], [where], [to]))  # done and noted in one call
         check(codes[0])
 
-    def truncate(self, pos: int, *, seq: int = 0) -> bool:
+    def truncate(self, pos: int, *, seq: int) -> bool:
         """Remove positions >= pos. False: this memory cannot, and nothing has changed.
 
         Recurrent state goes as a whole, or back once after a step: by at most `info.rs_planes`, less than the step.
@@ -252,24 +257,23 @@ class Engine:
         done = ffi.new("int32_t *")
         return bool(value(lib.kvf_truncate(self._engine, seq, pos, done), done))
 
-    def can_truncate(self, pos: int, *, seq: int = 0) -> bool:
+    def can_truncate(self, pos: int, *, seq: int) -> bool:
         """Would `truncate` do it? Whether a sliding window still holds what a token there sees is not asked."""
         can = ffi.new("int32_t *")
         return bool(value(lib.kvf_can_truncate(self._engine, seq, pos, can), can))
 
-    def clear(self, *, seq: int = 0) -> None:
+    def clear(self, *, seq: int) -> None:
         """Empty the memory of a sequence."""
         check(lib.kvf_clear(self._engine, seq))
 
-    @property
-    def window_start(self) -> int:
+    def window_start(self, *, seq: int) -> int:
         """Oldest position that the sliding-window layers still hold, -1 if there are none."""
         pos = ffi.new("int32_t *")
-        return int(value(lib.kvf_swa_first(self._engine, 0, pos), pos))
+        return int(value(lib.kvf_swa_first(self._engine, seq, pos), pos))
 
     # --- state that is not pooled
 
-    def get_state(self, *, seq: int = 0) -> Buffer:
+    def get_state(self, *, seq: int) -> Buffer:
         """Recurrent state and sliding-window rings; empty for a plain cache. SnapshotError if that fails."""
         size = self.state_size(seq=seq)
         if size == 0:
@@ -278,28 +282,28 @@ class Engine:
         self.read_state(data, seq=seq)
         return data
 
-    def state_size(self, *, seq: int = 0) -> int:
+    def state_size(self, *, seq: int) -> int:
         """Bytes of what `get_state` would return now."""
         out = ffi.new("int64_t *")
         return int(value(lib.kvf_state_size(self._engine, seq, out), out))
 
-    def read_state(self, out: memoryview, *, seq: int = 0) -> None:
+    def read_state(self, out: memoryview, *, seq: int) -> None:
         """The same as `get_state` to `out`, [state_size]. Waits for the compute."""
         data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
         check(lib.kvf_state_get(self._engine, seq, data, len(out)))
 
-    def set_state(self, data: Buffer, length: int, *, seq: int = 0) -> None:
+    def set_state(self, data: Buffer, length: int, *, seq: int) -> None:
         """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
         check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
 
-    def keep_state(self, *, seq: int = 0) -> None:
+    def keep_state(self, *, seq: int) -> None:
         """Keep on the devices what `get_state` returns, in place of what was kept before. Nothing waits for it.
 
         HostMemoryError if they have no room; nothing is kept then.
         """
         check(lib.kvf_state_keep(self._engine, seq))
 
-    def put_state(self, length: int, *, seq: int = 0) -> None:
+    def put_state(self, length: int, *, seq: int) -> None:
         """`set_state` with what `keep_state` has kept last, which stays kept. SnapshotError if there is nothing."""
         check(lib.kvf_state_put(self._engine, seq, length))
 

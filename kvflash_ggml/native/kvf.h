@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   8
+#define KVF_ABI   9
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -109,10 +109,12 @@ typedef struct kvf_head {
     int32_t head;
 } kvf_head;
 
-// One step: tokens, the slots they take, and who may see whom. All arrays belong to the caller.
+// One step: tokens, the slots they take, and who may see whom. All arrays belong to the caller. A context that was made for
+// several sequences takes tokens of any of them in one step; each has its own positions.
 //
 // Siblings of a tree have the same sequence and position, each a slot of its own, and mask rows that open a token's ancestors
-// only. They are refused where memory beside the pool would mix them up: a sliding window, recurrent state, n-gram inputs.
+// only. They are refused where memory beside the pool would mix them up: a sliding window, recurrent state, n-gram inputs; and
+// in a step with tokens of several sequences.
 typedef struct kvf_plan {
     int32_t          n_tokens;
     const int32_t  * token;       // [n_tokens]
@@ -221,14 +223,17 @@ enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const c
 void            kvf_list_free  (void * list);  // when the model has been loaded
 int             kvf_finds      (const char * pattern, const char * name);  // as the loader does it
 
-enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);  // or REFUSED
+// REFUSED for a context that cannot have a pool. n_seq_max above 1 needs kv_unified, flash attention, and a memory that is
+// pooled as a whole: recurrent state, sliding windows and n-gram inputs are kept for one sequence.
+enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);
 void            kvf_engine_free(kvf_engine * engine);
 void            kvf_get_info   (const kvf_engine * engine, kvf_info * info);
 enum kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices, int32_t n);  // n is n_devices, in layer order
 enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, int32_t n);    // n is n_layers
 
 // Stages for streamed steps of up to n_tokens tokens over n_slots, a multiple of 256, and the memory to compute these; stages
-// that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own: there are none then.
+// that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own, or for a context of several
+// sequences: there are none then.
 enum kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens, int64_t * device_bytes);
 uint64_t        kvf_streamed_ticket(const kvf_engine * engine);  // the newest streamed step has read its page images then
 uint64_t        kvf_streamed_bytes(const kvf_engine * engine);  // copied from page images to stages so far
@@ -254,6 +259,9 @@ enum kvf_status kvf_check_lost(const kvf_engine * engine);
 // What llama.cpp believes about slots [slot, slot + n): empty, or holding positions pos, pos + 1, ... of a sequence.
 enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token);
+// Empty slots, and zero their K and V: hidden rows that are no numbers would spoil sums of kernels that do not skip them. Waits
+// for the compute and all transfers.
+enum kvf_status kvf_cells_zero (kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos);
 
 // Move K and V of n slots to n others, bit for bit, and what llama.cpp believes about them: the accepted path of a tree goes to
@@ -267,7 +275,7 @@ enum kvf_status kvf_settle(kvf_engine * engine, int32_t n, const int32_t * from,
 // at most rs_planes. After a state was set, or a step failed in the midst, it cannot go back at all.
 enum kvf_status kvf_truncate    (kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done);
 enum kvf_status kvf_can_truncate(const kvf_engine * engine, int32_t seq, int32_t pos, int32_t * can);
-enum kvf_status kvf_clear       (kvf_engine * engine, int32_t seq);
+enum kvf_status kvf_clear       (kvf_engine * engine, int32_t seq);  // with K and V, in a context of one sequence
 enum kvf_status kvf_swa_first   (const kvf_engine * engine, int32_t seq, int32_t * pos);  // oldest position in the window, or -1
 
 // The part of a sequence's memory that is not pooled: recurrent state, and sliding-window rings with every token in its place.

@@ -5,6 +5,8 @@
 
 #include "llama-kv-cache-iswa.h"
 
+#include <algorithm>
+
 namespace {
 
 kvf_status check_slots(const kvf_engine & engine, int32_t slot, int32_t n) {
@@ -58,6 +60,25 @@ kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t
     return KVF_STATUS_SUCCESS;
 }
 
+kvf_status kvf_cells_zero(kvf_engine * engine, int32_t slot, int32_t n) {
+    if (engine->info.v_trans) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "V is stored transposed, so it has no rows to zero: use flash attention");
+    }
+    if (const auto status = kvf_cells_clear(engine, slot, n)) {
+        return status;
+    }
+    kvf_synchronize(engine);
+    std::vector<uint8_t> zeros;
+    for (const auto & lane : engine->lanes) {
+        for (const auto & span : lane.spans) {
+            const size_t row = span.size/KVF_BLOCK;
+            zeros.resize(std::max(zeros.size(), n*row));
+            ggml_backend_tensor_set(span.tensor, zeros.data(), slot*row, n*row);
+        }
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
 kvf_status kvf_cells_get(const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos) {
     if (const auto status = check_slots(*engine, slot, n)) {
         return status;
@@ -74,7 +95,11 @@ kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
         return status;
     }
     kvf_synchronize(engine);
-    engine->memory.clear(true);  // all there is: an engine serves one sequence
+    if (engine->info.n_seq > 1) {
+        engine->memory.seq_rm(seq, -1, -1);  // the rows of others stay
+        return KVF_STATUS_SUCCESS;
+    }
+    engine->memory.clear(true);
     engine->reach = 0;
     return KVF_STATUS_SUCCESS;
 }

@@ -18,6 +18,19 @@
 
 namespace {
 
+// Several sequences need a memory that is pooled as a whole: states and windows are kept whole, not by sequence.
+std::string sequences_refusal(llama_context & ctx) {
+    const auto * what = kvf_find_recurrent(ctx.get_memory())             ? "recurrent state is kept for one"
+                      : kvf_find_iswa(ctx.get_memory())                  ? "a sliding window is kept for one"
+                      : !dynamic_cast<llama_kv_cache *>(ctx.get_memory()) ? "its memory is kept for one"
+                      : ctx.get_model().hparams.ple_n_heads != 0         ? "its n-gram inputs are those of one"
+                      : !ctx.get_cparams().flash_attn                    ? "without flash attention a pool serves one"
+                                                                         : nullptr;
+    return what ? "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max) + " sequences, and " + what
+                      + ": n_seq_max must be 1"
+                : "";
+}
+
 std::string context_refusal(llama_context & ctx) {
     auto * memory  = ctx.get_memory();
     auto   refusal = kvf_refusal(ctx.get_model(), memory);
@@ -25,9 +38,7 @@ std::string context_refusal(llama_context & ctx) {
         refusal = "the context was made without a pool";
     }
     if (refusal.empty() && ctx.get_cparams().n_seq_max != 1) {
-        // states and windows are kept whole, not by sequence
-        refusal = "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max)
-                + " sequences, and an engine serves one: n_seq_max must be 1";
+        refusal = sequences_refusal(ctx);
     }
     if (refusal.empty()) {
         refusal = kvf_attention_refusal(ctx);

@@ -45,6 +45,7 @@ kvf_status check_slots(kvf_engine & engine, const kvf_plan & plan) {
 kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
     auto & last = engine.last_pos;
     std::fill(last.begin(), last.end(), -1);
+    const bool several = std::any_of(plan.seq, plan.seq + plan.n_tokens, [&](int32_t seq) { return seq != plan.seq[0]; });
     for (int32_t i = 0; i < plan.n_tokens; ++i) {
         const auto seq = plan.seq[i];
         if (const auto status = kvf_check_seq(engine, seq)) {
@@ -58,6 +59,10 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
             return kvf_fail(KVF_STATUS_UNSUPPORTED, "token %d has the position of another, %d: the memory of this model "
                             "(sliding window, recurrent state or n-grams) has no branches", i, pos);
         }
+        if (pos == last[seq] && several) {
+            return kvf_fail(KVF_STATUS_UNSUPPORTED, "token %d has the position of another, %d: a step of several sequences "
+                            "has no branches", i, pos);
+        }
         last[seq] = pos;
     }
     return KVF_STATUS_SUCCESS;
@@ -65,10 +70,15 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
 
 // llama.cpp refuses positions that do not follow what is in memory, but takes any where that is empty.
 kvf_status check_memory(kvf_engine & engine, const kvf_plan & plan) {
-    const auto first = plan.pos[0];
-    if (first > 0 && engine.memory.seq_pos_max(plan.seq[0]) < 0) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "token 0 has position %d, but the memory of the context is empty: it was "
-                        "cleared behind this library. reset() makes it usable again", first);
+    auto & seen = engine.last_pos;
+    std::fill(seen.begin(), seen.end(), -1);
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        const auto seq = plan.seq[i];
+        if (seen[seq] == -1 && plan.pos[i] > 0 && engine.memory.seq_pos_max(seq) < 0) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "token %d has position %d, but the memory of the context is empty: it was "
+                            "cleared behind this library. reset() makes it usable again", i, plan.pos[i]);
+        }
+        seen[seq] = plan.pos[i];
     }
     return KVF_STATUS_SUCCESS;
 }

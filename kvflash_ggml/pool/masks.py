@@ -21,18 +21,21 @@ FREE = -1
 
 
 class MaskRows:
-    """Room for the rows of one step, which all texts of a pool use in turn.
+    """Room for the rows of one step, which all texts of a pool use in turn, or side by side.
 
-    data: [max_rows, n_slots], half precision with flash attention, float32 without. owner: whose rows they are.
+    data: [max_rows, n_slots], half precision with flash attention, float32 without. owners: whose each row is.
     """
 
     def __init__(self, n_slots: int, max_rows: int, *, f32: bool) -> None:
         self.data = np.full((max_rows, n_slots), -np.inf, np.float32 if f32 else np.float16)
-        self.owner: SlotMask | None = None
+        self.owners: list[SlotMask | None] = [None] * max_rows
 
 
 class SlotMask:
-    """What one text sees. `fill` writes rows for the planned tokens, valid until the next step of any text."""
+    """What one text sees. `fill` writes rows for the planned tokens, from row `first` of the step on.
+
+    They are valid until the next step with these rows. A text that decodes in one place writes one value a token.
+    """
 
     def __init__(self, rows: MaskRows) -> None:
         dtype = rows.data.dtype
@@ -41,7 +44,8 @@ class SlotMask:
         self._open = dtype.type(0)
         self._closed = dtype.type(-np.inf)
         self._triangle = np.where(np.tri(CHUNK, dtype=bool), self._open, self._closed)
-        self._base = -2  # the last position that row 0 shows, when nothing has moved since
+        self._base = -2  # the last position that its row shows, when nothing has moved since
+        self._row = 0
 
     def place(self, block: int, chunk: int) -> None:
         """The block holds the positions of the chunk."""
@@ -60,27 +64,27 @@ class SlotMask:
         """Positions have been taken back: the next row is built from scratch."""
         self._base = -2
 
-    def fill(self, start: int, slots: Int32s) -> npt.NDArray[np.floating]:
+    def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         """Rows for the tokens at positions start, start + 1, ... that take `slots` (shape [n])."""
         n = len(slots)
-        if n == 1 and self._base == start - 1 and self._rows.owner is self:  # once a token
-            rows = self._rows.data[:1]
+        if n == 1 and self._base == start - 1 and self._row == first and self._rows.owners[first] is self:
+            rows = self._rows.data[first : first + 1]  # once a token
             rows[0, slots[0]] = self._open
             self._base = start
             return rows
-        rows = self._take(n)
+        rows = self._take(n, first)
         rows[:] = np.where(self._before(start), self._open, self._closed)
         self._own_triangle(rows, start, slots)
         self._base = start if n == 1 else -2
         return rows
 
-    def fill_tree(self, start: int, slots: Int32s, parent: Int32s) -> npt.NDArray[np.floating]:
+    def fill_tree(self, start: int, slots: Int32s, parent: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         """Rows for the nodes of a tree that follows the positions before `start`, each in a slot of its own.
 
         parent: [n], the row before each, of a smaller number; -1 for the root, row 0, which is at `start`. A node sees
         what the root sees, and its ancestors, wherever they lie.
         """
-        rows = self._take(len(slots))
+        rows = self._take(len(slots), first)
         rows[0] = np.where(self._before(start), self._open, self._closed)
         rows[0, slots[0]] = self._open
         for i in range(1, len(slots)):
@@ -93,11 +97,11 @@ class SlotMask:
         """Which slots hold positions before this one?"""
         return (self.slot_pos >= 0) & (self.slot_pos < start)
 
-    def _take(self, n: int) -> npt.NDArray[np.floating]:
-        if self._rows.owner is not self:  # they show what another text sees
-            self._rows.owner = self
-            self._base = -2
-        return self._rows.data[:n]
+    def _take(self, n: int, first: int) -> npt.NDArray[np.floating]:
+        """Rows to be written, which are its own from now on."""
+        self._rows.owners[first : first + n] = [self] * n
+        self._row = first
+        return self._rows.data[first : first + n]
 
     def _own_triangle(self, rows: npt.NDArray[np.floating], start: int, slots: Int32s) -> None:
         """Open each new slot to its own token and all later ones; a block at a time, since runs are whole."""
@@ -114,15 +118,15 @@ class SlotMask:
 class AlibiMask(SlotMask):
     """The same rule for models whose attention adds the negative distance instead of rotating keys."""
 
-    def fill(self, start: int, slots: Int32s) -> npt.NDArray[np.floating]:
+    def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]
         distance = query - self.slot_pos
-        rows = self._take(len(slots))
+        rows = self._take(len(slots), first)
         rows[:] = np.where((self.slot_pos >= 0) & (distance >= 0), -distance, -np.inf)
         return rows
 
-    def fill_tree(self, start: int, slots: Int32s, parent: Int32s) -> npt.NDArray[np.floating]:
-        rows = self._take(len(slots))
+    def fill_tree(self, start: int, slots: Int32s, parent: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
+        rows = self._take(len(slots), first)
         seen = self._before(start)
         paths: list[list[int]] = []
         for i in range(len(slots)):

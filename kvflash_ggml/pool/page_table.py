@@ -38,13 +38,14 @@ class BlockAllocator:
     It remembers the owners and nothing of their blocks: each owner says what it holds. So no interrupt can make the
     two disagree, and a restored text continues in the blocks of the saved one. Owners may hold a block together; it is
     free when the last of them has let go.
+
+    order: names `count` blocks of the pool, each once. An allocator can have a part of a pool.
     """
 
     def __init__(self, count: int, order: Sequence[int] | None = None) -> None:
-        order = range(count) if order is None else order
-        assert sorted(order) == list(range(count)), "order must name every block once"
+        self.order = list(range(count) if order is None else order)
+        assert len(set(self.order)) == len(self.order) == count, "order must name every block once"
         self.count = count
-        self._order = list(order)
         self._owners: list[Owner] = []
 
     def join(self, owner: Owner) -> None:
@@ -63,7 +64,7 @@ class BlockAllocator:
     def free(self, owner: Owner, taken: Collection[int]) -> list[int]:
         """The blocks that others do not hold and that are not among `taken`, in the order they are handed out."""
         out = self._others(owner).union(taken)
-        return [block for block in self._order if block not in out]
+        return [block for block in self.order if block not in out]
 
     def _others(self, owner: Owner) -> frozenset[int]:
         return frozenset[int]().union(*(other.held for other in self._owners if other is not owner))
@@ -327,7 +328,7 @@ class PageTable:
             scores = residency.known(table.scores, len(table.blocks)).tolist()
             able.sort(key=lambda c: (c not in keep, -scores[c], -table.last_use[c], -c))
         resident, free = set(able[: self.quota]), set(self.blocks.free(self, ()))
-        blocks = table.blocks if self.bounded else range(len(table.blocks))
+        blocks = table.blocks if self.bounded else self.blocks.order[: len(table.blocks)]
         return [ABSENT if c not in resident else block if block in free else ANY for c, block in enumerate(blocks)]
 
     def load(self, length: int, table: PageTableState) -> None:

@@ -22,12 +22,13 @@ logger = logging.getLogger("kvflash_ggml")
 class Checkpoints:
     """At most `most` states by position. Taken between steps only: splitting a step would change its rounding."""
 
-    def __init__(self, engine: Engine, *, most: int, n_ctx: int) -> None:
+    def __init__(self, engine: Engine, seq: int, *, most: int, n_ctx: int) -> None:
         self._engine = engine
+        self._seq = seq
         self._most = most if engine.info.recurrent or engine.info.n_swa > 0 else 0
         # along a prompt half of them: the others are for where it ends, which is where texts go on
         self._step = max(8192, 2 * n_ctx // max(1, most))
-        self._copies = StateCopies(engine)
+        self._copies = StateCopies(engine, seq)
         self._states: dict[int, Blob] = {}
         self.restored: tuple[int, Blob] | None = None
         """The position and state that were put back, while no step has followed: it need not be read again."""
@@ -93,17 +94,17 @@ class Checkpoints:
         self.truncate(pos)
         at = max(self._states, default=0)
         if at == 0:
-            self._engine.clear()
+            self._engine.clear(seq=self._seq)
             return 0
         try:
             self.put(self._states[at], at)
-            if self._engine.truncate(at):
+            if self._engine.truncate(at, seq=self._seq):
                 return at
         except SnapshotError as err:
             logger.warning("the checkpoint at %d cannot be restored: %s", at, err)
         # what is half restored may not be continued
         self._states.clear()
-        self._engine.clear()
+        self._engine.clear(seq=self._seq)
         return 0
 
     @property

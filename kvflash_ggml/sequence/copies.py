@@ -30,20 +30,21 @@ class StateCopies:
     workers: do the copying; a garbage collector may be there when it closes what copies.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, seq: int) -> None:
         self.workers = [Worker("kvflash-copy") for _ in range(THREADS)]
         self._engine = engine
+        self._seq = seq
         self._address = self._size = 0
         self._newest: Callable[[], Blob | None] = lambda: None  # whose bytes are in the page-locked memory
 
     def copy(self) -> Blob:
         """What is not pooled, as it is now. SnapshotError if that fails."""
         engine = self._engine
-        size = engine.state_size() if engine.info.asynchronous else 0
+        size = engine.state_size(seq=self._seq) if engine.info.asynchronous else 0
         if not self._is_free(size):
-            return Bytes(engine.get_state())
+            return Bytes(engine.get_state(seq=self._seq))
         staged, data = engine.view(self._address, size), room_for(size)
-        engine.read_state(staged)
+        engine.read_state(staged, seq=self._seq)
         copied = Copied(data, self._spread(staged, data))
         self._newest = ref(copied)  # it is large: others say how long it stays
         return copied
@@ -54,7 +55,8 @@ class StateCopies:
         if blob is not self._newest() and engine.info.asynchronous and self._is_free(blob.size):
             wait(self._spread(blob.read(), engine.view(self._address, blob.size)))
             self._newest = ref(blob)
-        engine.set_state(engine.view(self._address, blob.size) if blob is self._newest() else blob.read(), length)
+        data = engine.view(self._address, blob.size) if blob is self._newest() else blob.read()
+        engine.set_state(data, length, seq=self._seq)
 
     def _is_free(self, size: int) -> bool:
         """Is there page-locked memory for so many bytes? Then nobody uses it any more."""

@@ -31,23 +31,23 @@ class DeviceStates:
         self._on_host = False
         self._newest: SavedState | None = None
 
-    def keep(self) -> SavedState:
-        """The state as it is now. On a device nothing waits for it."""
+    def keep(self, seq: int) -> SavedState:
+        """The state of a sequence as it is now. On a device nothing waits for it."""
         if not self._on_host:
             try:
                 self._newest = None
-                self._engine.keep_state()
+                self._engine.keep_state(seq=seq)
                 self._newest = SavedState(None)
                 return self._newest
             except HostMemoryError as err:
                 self._on_host = True  # for good: asking again would take its time at each draft
                 logger.warning("recurrent state goes to the host and back at each draft that needs it: %s", err)
-        return SavedState(self._engine.get_state())
+        return SavedState(self._engine.get_state(seq=seq))
 
-    def put(self, kept: SavedState, length: int) -> None:
-        """Put back the state of a text of `length` tokens, as often as that is needed. Without it on SnapshotError."""
+    def put(self, kept: SavedState, length: int, seq: int) -> None:
+        """Put back the state of a sequence of `length` tokens, as often as needed. Without it on SnapshotError."""
         if kept.copy is not None:
-            self._engine.set_state(kept.copy, length)
+            self._engine.set_state(kept.copy, length, seq=seq)
             return
         assert kept is self._newest, "the device keeps another state by now"
-        self._engine.put_state(length)
+        self._engine.put_state(length, seq=seq)

@@ -70,12 +70,12 @@ def gather(
         queries.moved(order, np.array(source, np.int32) + start, np.array(target, np.int32) + start)
 
 
-def goes_back(engine: Engine, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
+def goes_back(engine: Engine, seq: int, states: DeviceStates, ahead: DraftRows, length: int) -> bool:
     """Can the memory forget the rows from `length` on? Then it has. Not where a window does not reach back so far."""
     try:
         if ahead.state is not None:
-            states.put(ahead.state, length)
+            states.put(ahead.state, length, seq)
     except SnapshotError as err:
         logger.warning("the state before %d drafts cannot be put back: %s", len(ahead.tokens), err)
         return False
-    return engine.truncate(length)
+    return engine.truncate(length, seq=seq)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from operator import is_
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .. import system
 from ..arrays import Floats
 from ..policy.base import KeyShape, Pairs, Rows, ScoreRequest
 from ..policy.heads import every_head, queries_of
@@ -31,7 +31,7 @@ def key_shapes(engine: Engine) -> list[KeyShape]:
 
 def most_threads(*, idle: bool) -> int:
     """How many threads a look has. idle: the host computes nothing meanwhile, and is busy with one of its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = system.cores()
     return max(min(4, cores), min(IDLE_THREADS, cores - 1) if idle else 1)
 
 

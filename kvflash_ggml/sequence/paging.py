@@ -33,6 +33,7 @@ class Paging:
     def __init__(
         self,
         engine: Engine,
+        seq: int,
         table: PageTable,
         mask: SlotMask,
         store: HostStore,
@@ -46,6 +47,7 @@ class Paging:
         self.page_outs = 0
         self.saved = 0
         self._engine = engine
+        self._seq = seq
         self._table = table
         self._mask = mask
         self._ids = ids
@@ -185,7 +187,10 @@ class Paging:
                 self.store.drop(c)
 
     def empty(self) -> None:
-        """No slot holds a token. What is not pooled stays."""
+        """No slot holds a token of the text. What is not pooled stays."""
+        if self._engine.info.n_seq > 1:
+            self._engine.clear(seq=self._seq)
+            return
         self._engine.synchronize()
         self._engine.clear_cells(0, self._engine.info.n_slots)
 
@@ -205,7 +210,7 @@ class Paging:
                 self.store.in_use([chunk for chunk, _ in group], ticket)  # it must outlive what reads it
             for chunk, block in group:
                 lo = chunk * CHUNK
-                self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)])
+                self._engine.set_cells(block * CHUNK, lo, self._ids[lo : min(lo + CHUNK, length)], seq=self._seq)
                 self._mask.place(block, chunk)
 
     @contextmanager

@@ -1,27 +1,40 @@
-"""What texts share: one engine with its blocks, the page images off the device, and room for mask rows."""
+"""What texts share: one engine, the page images off the device, and room for mask rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ..constants import CHUNK
+from ..errors import ConfigError
 from ..host.heap import PageHeap
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator
 from .device_states import DeviceStates
+from .step import NO_LOGITS, Logits
 
 if TYPE_CHECKING:
     from ..native.engine import Engine
     from .step import Step
 
 
+class Text(Protocol):
+    """A text on the pool."""
+
+    logits: Logits
+
+
 class Pool:
-    """The pool of a context. It holds no text; it computes the steps of those that know it.
+    """The pool of a context. It computes the steps of the texts on it, one or several in one step of the engine.
+
+    Each sequence of the context has an equal part of the blocks, and no other. So what is resident of a text, and
+    where, is a function of its own tokens and its sequence. share: tokens that one text can have in the pool. texts:
+    by sequence.
 
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
@@ -45,7 +58,11 @@ class Pool:
         self.engine = engine
         self.n_slots = info.n_slots
         self.n_ubatch = n_ubatch
-        self.blocks = BlockAllocator(info.n_slots // CHUNK, block_order)
+        blocks = info.n_slots // CHUNK // info.n_seq
+        order = range(info.n_slots // CHUNK) if block_order is None else block_order
+        self.shares = [BlockAllocator(blocks, order[i * blocks : (i + 1) * blocks]) for i in range(info.n_seq)]
+        self.share = blocks * CHUNK
+        self.texts: WeakValueDictionary[int, Text] = WeakValueDictionary()
         self.owns_images = beside is None
         self.heap: PageHeap = (
             PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill) if beside is None else beside.heap
@@ -66,30 +83,58 @@ class Pool:
         """What one more text sees."""
         return (AlibiMask if self.engine.info.alibi else SlotMask)(self.rows)
 
-    def run(self, step: Step) -> None:
-        """Compute a prepared step, whose moves are made, and note the result in its `codes`.
+    def join(self, text: Text, seq: int) -> None:
+        """The text is that of a sequence until it leaves. ConfigError if there is no such sequence, or it has one."""
+        if not 0 <= seq < len(self.shares):
+            raise ConfigError(f"sequence {seq} of a context made for {len(self.shares)}: count from 0 on")
+        if seq in self.texts:
+            raise ConfigError(f"sequence {seq} has a text: close that first")
+        self.texts[seq] = text
 
-        Nothing else steps the engine. Raises what `Engine.step` raises.
-        """
-        engine, start, n, branches = self.engine, step.start, len(step.tokens), step.branches
-        engine.token[:n] = step.tokens
-        engine.output[:n] = step.output.every
-        engine.output[n - 1] = step.output.every or step.output.last
-        layout, slots = step.plan.layout, engine.slot[:n]
-        if branches is None:
-            engine.pos[:n] = np.arange(start, start + n) if n > 1 else start
-            if step.queries.rows:
-                step.queries.capture(start, n)
-            layout.slots(start, slots)
-            if step.streamed is None:
-                step.mask.fill(start, slots)
+    def leave(self, seq: int) -> None:
+        """The text of a sequence is closed. The pool is closed with the last one."""
+        self.texts.pop(seq, None)
+        if not self.texts:
+            self.close()
         else:
-            engine.pos[:n] = start + branches.depth
-            if step.queries.rows:
-                step.queries.capture_at(start + branches.where)
-            slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
-            step.mask.fill_tree(start, slots, branches.parent)
-        engine.step(n, step.wait, step.codes, step.streamed)
+            self.engine.clear(seq=seq)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Compute prepared steps of different texts together, whose moves are made, and note the result in each.
+
+        Their rows lie side by side, in this order. Logits of other texts are at hand no longer. Nothing else steps the
+        engine. Raises what `Engine.step` raises: nothing of any step was computed then.
+        """
+        engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
+        for step in steps:
+            first, start, n, branches = end, step.start, len(step.tokens), step.branches
+            end += n
+            step.first, step.codes = first, codes  # one list: noted for all of them at once
+            wait = max(wait, step.wait)
+            engine.seq[first:end] = step.seq
+            engine.token[first:end] = step.tokens
+            engine.output[first:end] = step.output.every
+            engine.output[end - 1] = step.output.every or step.output.last
+            layout, slots = step.plan.layout, engine.slot[first:end]
+            if branches is None:
+                engine.pos[first:end] = np.arange(start, start + n) if n > 1 else start
+                if step.queries.rows:
+                    step.queries.capture(start, n, engine.query_row[first:end])
+                layout.slots(start, slots)
+                if step.streamed is None:
+                    step.mask.fill(start, slots, first)
+            else:
+                engine.pos[first:end] = start + branches.depth
+                if step.queries.rows:
+                    step.queries.capture_at(start + branches.where, engine.query_row[first:end])
+                slots[:] = [layout.slot_of(start + at) for at in branches.where.tolist()]
+                step.mask.fill_tree(start, slots, branches.parent, first)
+            if not step.queries.rows:
+                engine.query_row[first:end] = -1
+        if len(self.shares) > 1:
+            for seq in set(self.texts).difference(step.seq for step in steps):
+                self.texts[seq].logits = NO_LOGITS
+        engine.step(end, wait, codes, steps[0].streamed)
 
     def take_images(self, other: Pool) -> None:
         """The images that both have are this pool's from now on; it closes them, and the other no longer does.

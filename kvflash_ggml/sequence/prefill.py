@@ -281,7 +281,7 @@ def prefix_to_keep(sequence: Sequence, shared: int, prompt: Int32s) -> int:
         if found is not None and sequence.truncates_to(found.start) == found.start:
             return found.start
     valid_from = sequence.queries.valid_after(min(shared, sequence.length), sequence.length)
-    if sequence.scoring is None or total <= sequence.pool.n_slots or valid_from <= total - rows:
+    if sequence.scoring is None or total <= sequence.pool.share or valid_from <= total - rows:
         return shared
     return max(0, min(shared, total - rows))
 

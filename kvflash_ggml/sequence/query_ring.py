@@ -1,4 +1,4 @@
-"""The newest queries of the compute, captured in a ring: row `p % n` is that of position p.
+"""The newest queries of a text, captured in a ring of n rows of the engine: row `p % n` is that of position p.
 
 The ring has more rows than are looked at, so that drafts that are rejected have overwritten none of these.
 """
@@ -25,16 +25,17 @@ QueryCopy = tuple[Floats, npt.NDArray[np.intp]]
 class QueryRing:
     """Which of the captured queries are of the text at hand, and how they lie.
 
-    rows: how many of the newest are looked at; all that the engine keeps, unless fewer are `wanted`. size: floats of
-    these in all layers, flat: per layer [rows, n_head, head]. valid_from: queries of earlier tokens are not of this
-    text. order: [ring], the row of the positions with each remainder; another array when that changes.
+    seq: each sequence has an equal part of the engine's rows. rows: how many of the newest are looked at; all that are
+    its own, unless fewer are `wanted`. size: floats of these in all layers, flat: per layer [rows, n_head, head].
+    valid_from: queries of earlier tokens are not of this text. order: [ring], the engine's row of the positions with
+    each remainder; another array when that changes.
     """
 
-    def __init__(self, engine: Engine, wanted: int | None = None) -> None:
-        self.ring: int = engine.info.query_rows
+    def __init__(self, engine: Engine, seq: int, wanted: int | None = None) -> None:
+        self.ring: int = engine.info.query_rows // engine.info.n_seq
         self.rows = self.ring if wanted is None else min(wanted, self.ring)
         self.valid_from = 0
-        self.order: npt.NDArray[np.intp] = np.arange(self.ring)
+        self.order: npt.NDArray[np.intp] = np.arange(seq * self.ring, (seq + 1) * self.ring)
         self._engine = engine
         self._rings = [tuple(shape) for shape in engine.query_shapes]
         self._shapes = [(self.rows, *shape[1:]) for shape in self._rings]  # a layer may have rows beyond its ring
@@ -43,24 +44,27 @@ class QueryRing:
         # to touch tens of MiB for the first time takes as long as to copy them: what goes in and out has one place
         self._flat: Floats = np.zeros(self.ring_size, np.float32)
 
-    def capture(self, start: int, count: int) -> None:
-        """Let the next step keep the newest queries of `count` tokens from position `start` on. There must be rows."""
-        ring, place = self.ring, self._engine.query_row
+    def capture(self, start: int, count: int, place: Int32s) -> None:
+        """Keep the newest queries of `count` tokens from position `start` on. There must be rows.
+
+        place: takes the row of each token, [count].
+        """
+        ring = self.ring
         if count == 1:
             place[0] = self.order[start % ring]
         else:
             newest = min(count, ring)
             place[: count - newest] = -1
-            place[count - newest : count] = self.order[np.arange(start + count - newest, start + count) % ring]
+            place[count - newest :] = self.order[np.arange(start + count - newest, start + count) % ring]
 
     def rows_of(self, end: int, count: int) -> Int32s:
         """Where the queries of positions [end - count, end) are, or will be."""
         rows: Int32s = self.order[np.arange(end - count, end) % self.ring].astype(np.int32)
         return rows
 
-    def capture_at(self, positions: Int32s) -> None:
+    def capture_at(self, positions: Int32s, place: Int32s) -> None:
         """The same of a few tokens, each in the row of another position than its own."""
-        self._engine.query_row[: len(positions)] = self.order[positions % self.ring]
+        place[:] = self.order[positions % self.ring]
 
     def moved(self, order: npt.NDArray[np.intp], source: Int32s, target: Int32s) -> None:
         """What was captured for positions `source` is of `target`, one for one, and the other way round.
@@ -131,6 +135,8 @@ class QueryRing:
         self.valid_from = length
         if saved.size and saved.size == self.size:
             positions = np.arange(max(0, length - self.rows), length)
+            if self._engine.info.n_seq > 1:  # the rows of others stay as they are
+                self._engine.wait(self._engine.read_queries(self._flat))
             for to, source in zip(_layers(self._flat, self._rings), _layers(saved, self._shapes), strict=True):
                 to[self.order[positions % self.ring]] = source[positions % self.rows]
             self._engine.write_queries(self._flat)  # rows before `valid_from` are of no text

@@ -76,7 +76,7 @@ class SelfDraft:
         assert ahead is not None
         count = length - ahead.start
         if count < len(ahead.tokens):
-            if not session.engine.truncate(length):
+            if not session.engine.truncate(length, seq=session.seq):
                 return
             session.mask.truncate()
             session.draft_rows = replace(ahead, tokens=ahead.tokens[:count])

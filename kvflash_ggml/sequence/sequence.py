@@ -45,9 +45,10 @@ logger = logging.getLogger("kvflash_ggml")
 class Sequence:
     """A text on a pool. Each step of it is computed and counts, or has never been.
 
-    n_ctx: tokens at most. n_batch: how stock llama.cpp would split a prompt, together with the pool's n_ubatch; kept,
-    so that a pool that holds the whole context computes the same bits. scorer: decides which chunks stay resident; None
-    for pure recency. reading: what a step sees; the pool has stages if that is more than what is in it.
+    seq: its sequence of the context, which no other text has. n_ctx: tokens at most. n_batch: how stock llama.cpp would
+    split a prompt, together with the pool's n_ubatch; kept, so that a pool that holds the whole context computes the
+    same bits. scorer: decides which chunks stay resident; None for pure recency. reading: what a step sees; the pool
+    has stages if that is more than what is in it.
 
     whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are at hand.
     draft_rows: rows that were written behind the text, until they are settled. streamed_steps: steps that saw more than
@@ -58,16 +59,11 @@ class Sequence:
     follower: Follower | None = None
 
     def __init__(
-        self,
-        pool: Pool,
-        config: KVFlashConfig,
-        *,
-        n_ctx: int,
-        n_batch: int,
-        scorer: Scorer | None = None,
-        reading: Reading = POOL,
-    ) -> None:
+        self, pool: Pool, config: KVFlashConfig, *, seq: int, n_ctx: int, n_batch: int,
+        scorer: Scorer | None = None, reading: Reading = POOL,
+    ) -> None:  # fmt: skip
         self.pool = pool
+        self.seq = seq
         self.engine = engine = pool.engine
         self.config = config
         self.n_ctx = n_ctx
@@ -76,24 +72,25 @@ class Sequence:
         self.reading = reading
         self.repair: Repair | None = None
         self.stats = ReadStats()
-        self.bounded = pool.n_slots < n_ctx
+        self.bounded = pool.share < n_ctx
         if self.bounded and engine.info.v_trans:
             raise ConfigError("a pool smaller than the context needs flash attention: without it V cannot be paged")
         self.ids = np.zeros(n_ctx, np.int32)
         self.whole = np.zeros(n_ctx, np.bool_)
         self.logits = NO_LOGITS
         self.store = HostStore(pool.heap)
-        self.table = PageTable(pool.blocks, self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
+        pool.join(self, seq)
+        self.table = PageTable(pool.shares[seq], self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
         self.span = AttentionSpan(pool, self.table, bounded=self.bounded)
         self.mask = pool.make_mask()
-        self.queries = QueryRing(engine, None if scorer is None else scorer.query_rows)
+        self.queries = QueryRing(engine, seq, None if scorer is None else scorer.query_rows)
         self.events = Events(scorer)
         self.scoring = self._open_scoring(scorer)
         """What feeds the policy; None where recency alone decides who stays."""
         self.relevance = Relevance(self.table, self.queries, self.events, self.scoring)
-        self.paging = Paging(engine, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
+        self.paging = Paging(engine, seq, self.table, self.mask, self.store, self.ids, self.relevance.sealed)
         self.unfinished = Unfinished()
-        self.checkpoints = Checkpoints(engine, most=config.checkpoints, n_ctx=n_ctx)
+        self.checkpoints = Checkpoints(engine, seq, most=config.checkpoints, n_ctx=n_ctx)
         self.recovery = Recovery(engine, self.table, self.store, self.checkpoints)
         self.streamed_steps = 0
         self.view: View | None = None
@@ -153,18 +150,13 @@ class Sequence:
         if self.length + count > self.n_ctx:
             raise ContextFull(
                 f"Requested tokens ({self.length + count}) exceed context window of {self.n_ctx}"
-                f" (the pool holds {self.pool.n_slots} of them at a time)"
+                f" (the pool holds {self.pool.share} of them at a time)"
             )
 
     def prepare_answer(
-        self,
-        tokens: Int32s,
-        output: Output,
-        after: AfterStep | None = None,
-        *,
-        ahead: int = 0,
-        branches: Branches | None = None,
-    ) -> Step:
+        self, tokens: Int32s, output: Output, after: AfterStep | None = None, *,
+        ahead: int = 0, branches: Branches | None = None,
+    ) -> Step:  # fmt: skip
         """Prepare a step of an answer, which `begin` has made room for and `finish` computes. See `prepare`."""
         if self.repair is not None and self.length == self.repair.start:
             with self.recovery.told():
@@ -229,18 +221,10 @@ class Sequence:
     # --- one step
 
     def prepare(
-        self,
-        tokens: Int32s,
-        output: Output,
-        after: AfterStep | None = None,
-        *,
-        generated: bool = False,
-        ahead: int = 0,
-        branches: Branches | None = None,
-        self_draft: bool = False,
-        stream: bool = False,
-        places: PageTableState | None = None,
-    ) -> Step:
+        self, tokens: Int32s, output: Output, after: AfterStep | None = None, *,
+        generated: bool = False, ahead: int = 0, branches: Branches | None = None,
+        self_draft: bool = False, stream: bool = False, places: PageTableState | None = None,
+    ) -> Step:  # fmt: skip
         """Prepare a step of tokens that fit one: its places, its moves and its attention span. The text stays as it is.
 
         after: called once the text has them, and again if that was interrupted. generated: they are of an answer.
@@ -263,34 +247,43 @@ class Sequence:
             assert start + len(tokens) <= before.start + before.room
             assert not (stream and len(before.tokens)), "draft rows are in the pool only"
         view, whole = self.span.of(plan, start, len(tokens), self.relevance.ranking, stream=stream)
-        step = Step(
-            start, tokens, output, plan, self.mask, self.queries, view, whole, after, generated, ahead, branches, before
-        )
+        span = self.seq, start, tokens, output, plan, self.mask, self.queries
+        step = Step(*span, view, whole, after, generated, ahead, branches, before)
         info = self.engine.info
         if ahead and before is None and info.recurrent and (self_draft or len(tokens) - 1 > info.rs_planes):
-            step.state = self.pool.device_states.keep()  # the memory goes back over fewer rows by itself
+            step.state = self.pool.device_states.keep(self.seq)  # the memory goes back over fewer rows by itself
         return step
 
     def compute(self, step: Step) -> None:
         """Run a prepared step and commit it. Whatever goes wrong, the text has all of its tokens then, or none."""
-        moves, events = step.plan.moves, self.events
         self.unfinished.work = partial(self._end, step)  # from here on the step has to be committed
         try:
-            if moves is not NO_MOVES:
-                step.wait = self.paging.apply(moves, step.start)
-            if events.scores is not None or (events.observer is not None and moves):
-                resident, recalled = step.plan.layout.resident_chunks, [chunk for chunk, _ in moves.recall]
-                events.changed(step.start + len(step.tokens), resident, recalled, generating=step.generated)
+            if step.plan.moves is not NO_MOVES or self.events.scores is not None:
+                self.apply(step)
             if step.view is None or not self._stream(step):
-                self.pool.run(step)
+                self.pool.run([step])
             self.commit(step)
         except BaseException as err:
-            if isinstance(err, DeviceLost):
-                self.recovery.tell(err)
-            if isinstance(err, Exception):
-                self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
-            self.commit(step)
+            self.fail(step, err)
             raise
+
+    def apply(self, step: Step) -> None:
+        """Make the moves of a prepared step. `commit` follows, after `Pool.run`, or `fail`."""
+        moves, events = step.plan.moves, self.events
+        self.unfinished.work = partial(self._end, step)
+        if moves is not NO_MOVES:
+            step.wait = self.paging.apply(moves, step.start)
+        if events.scores is not None or (events.observer is not None and moves):
+            resident, recalled = step.plan.layout.resident_chunks, [chunk for chunk, _ in moves.recall]
+            events.changed(step.start + len(step.tokens), resident, recalled, generating=step.generated)
+
+    def fail(self, step: Step, why: BaseException) -> None:
+        """Commit a step whose computation was ended by an error: it counts if it was computed, or leaves no trace."""
+        if isinstance(why, DeviceLost):
+            self.recovery.tell(why)
+        if isinstance(why, Exception):
+            self.relevance.rebuild = False  # or what cannot be recalled would be asked for at every step
+        self.commit(step)
 
     def commit(self, step: Step) -> None:
         """Make a step count: the text has its tokens, or none of them if it was not computed. It can be repeated."""
@@ -313,7 +306,7 @@ class Sequence:
         try:
             seen = step.view, step.plan.layout, self.pool.stage_mask, start, n, step.output.asked
             with self.paging.streamed(*seen) as step.streamed:
-                self.pool.run(step)
+                self.pool.run([step])
         except HostMemoryError as err:
             if step.codes:
                 raise
@@ -342,9 +335,10 @@ class Sequence:
         if step.branches is not None:
             self.logits = NO_LOGITS  # of the path, once there is one
         elif step.output.every:
-            self.logits = Logits(start, n, 0)
+            self.logits = Logits(start, n, step.first)
         else:
-            self.logits = Logits(start + n - 1, 1, -1) if step.output.last else NO_LOGITS
+            row = -1 if self.engine.info.n_seq == 1 else step.first + n - 1
+            self.logits = Logits(start + n - 1, 1, row) if step.output.last else NO_LOGITS
         if not step.ahead:
             self.table.commit(step.plan)
         elif before is None:
@@ -366,7 +360,7 @@ class Sequence:
         self.mask.truncate()
         if step.codes:
             self.queries.valid_from = self.length  # it may have captured some before it failed
-        if not self.engine.truncate(self.length):  # recurrent state has gone on: an earlier one is known
+        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state has gone on: an earlier one is known
             cut = partial(self._cut, self.length, direct=False)
             self.unfinished.begin(cut)
             cut()
@@ -475,7 +469,7 @@ class Sequence:
         if rows.branches is not None and rows.kept:
             gather(self.engine, self.table.layout, self.queries, rows, rows.branches, order)
         if length < written:
-            if not goes_back(self.engine, self.pool.device_states, rows, length):
+            if not goes_back(self.engine, self.seq, self.pool.device_states, rows, length):
                 self.draft_rows = None
                 self._cut(length, direct=False)
                 return
@@ -511,7 +505,7 @@ class Sequence:
 
         direct: nothing has to be restored for it.
         """
-        if not (direct and self.engine.truncate(length)):
+        if not (direct and self.engine.truncate(length, seq=self.seq)):
             length = self.checkpoints.rewind_to(length)
         self.logits = NO_LOGITS
         self.queries.valid_from = self.queries.valid_after(length, self.length)
@@ -528,7 +522,9 @@ class Sequence:
         if length in (0, self.length):
             return True
         window = self.engine.info.n_swa  # which a token at `length` has to find
-        return self.engine.can_truncate(length) and (window == 0 or self.engine.window_start <= max(0, length - window))
+        if not self.engine.can_truncate(length, seq=self.seq):
+            return False
+        return window == 0 or self.engine.window_start(seq=self.seq) <= max(0, length - window)
 
     def truncates_to(self, length: int) -> int:
         """What `truncate` would leave."""
@@ -545,7 +541,7 @@ class Sequence:
         """What `reset` does, `empty` in place of all memory of the engine. Can be done again wherever interrupted."""
         self.logits = NO_LOGITS
         self.draft_rows = None
-        (empty or self.engine.clear)()
+        (empty or partial(self.engine.clear, seq=self.seq))()
         self.paging.clear()
         self.table.reset()
         self.mask.reset()
@@ -591,7 +587,7 @@ class Sequence:
         self.checkpoints.close()
         self.paging.clear()
         self.table.close()
-        self.pool.close()
+        self.pool.leave(self.seq)
 
     def check_open(self) -> None:
         """KVFlashError for a model that was closed."""

@@ -51,7 +51,7 @@ class Sidecar:
             engine = native.Engine(ctypes.cast(context.ctx, ctypes.c_void_p).value or 0, step)
             stack.callback(engine.close)
             config = KVFlashConfig(pool=engine.info.n_slots)
-            self.session = Sequence(Pool(engine, n_ubatch=step), config, n_ctx=context.n_ctx(), n_batch=step)
+            self.session = Sequence(Pool(engine, n_ubatch=step), config, seq=0, n_ctx=context.n_ctx(), n_batch=step)
             self.session.paging.keep_images_for(self)  # their keys are scored, and they may be saved
             stack.callback(self.session.close)
             self.keys = HostKeys(engine, self.session.store)

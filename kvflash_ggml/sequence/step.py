@@ -64,14 +64,16 @@ NO_LOGITS = Logits()
 class Step:
     """One step of a sequence: `Sequence.prepare` makes it, `Pool.run` computes it, `Sequence.commit` makes it count.
 
-    start: position of the first token. mask, queries: of the sequence. view: the chunks that the step sees in place of
-    the pool. whole: it sees all of the text before it. after: called when it is committed. generated: its tokens are of
-    an answer. ahead: its tokens are draft rows, and there is room for so many; 0 if they are of the text. branches: how
-    the rows of a tree lie. before: the draft rows that it follows. state: what is not pooled, as it was before the
-    draft rows; None if it can go back by itself. wait: the transfer that must be done before it is computed. streamed:
-    the images of `view` while it runs. codes: what llama_decode has answered; empty until it has run.
+    seq: the sequence. start: position of the first token. mask, queries: of the sequence. view: the chunks that the
+    step sees in place of the pool. whole: it sees all of the text before it. after: called when it is committed.
+    generated: its tokens are of an answer. ahead: its tokens are draft rows, and there is room for so many; 0 if they
+    are of the text. branches: how the rows of a tree lie. before: the draft rows that it follows. state: what is not
+    pooled, as it was before the draft rows; None if it can go back by itself. wait: the transfer that must be done
+    before it is computed. streamed: the images of `view` while it runs. first: its first row among the steps that run
+    with it. codes: what llama_decode has answered; empty until it has run.
     """
 
+    seq: int
     start: int
     tokens: Int32s
     output: Output
@@ -88,6 +90,7 @@ class Step:
     state: SavedState | None = None
     wait: int = 0
     streamed: Streamed | None = None
+    first: int = 0
     codes: list[int] = field(default_factory=list)
 
 

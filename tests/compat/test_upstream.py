@@ -53,7 +53,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with upstream's files where its tests look for them, and the models they ask for."""
     folder = tmp_path_factory.mktemp("upstream")
     (folder / "vendor").mkdir()
@@ -100,15 +100,15 @@ def lengthen(folder: Path) -> Path:
     return path
 
 
-def test_kvflash_off(workplace: Path) -> None:
-    result = run(workplace, workplace / "tests", pool=None)
+def test_kvflash_off(place: Path) -> None:
+    result = run(place, place / "tests", pool=None)
     result.check(least=23)
     assert not result.pools
     assert len(result.left_out) == 3  # upstream_plugin.NEEDS_REAL_MODEL says why
 
 
-def test_kvflash_on(workplace: Path) -> None:
-    result = run(workplace, workplace / "tests", pool=POOL)
+def test_kvflash_on(place: Path) -> None:
+    result = run(place, place / "tests", pool=POOL)
     result.check(least=23)
     # their contexts of 32 and 64 tokens are padded to 256, which the pool holds
     assert len(result.pools) > 15
@@ -118,8 +118,8 @@ def test_kvflash_on(workplace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", [None, POOL])
-def test_longer_than_the_pool(workplace: Path, pool: int | None) -> None:
-    result = run(workplace, lengthen(workplace), "-k", " or ".join(CACHE_TESTS), pool=pool)
+def test_longer_than_the_pool(place: Path, pool: int | None) -> None:
+    result = run(place, lengthen(place), "-k", " or ".join(CACHE_TESTS), pool=pool)
     result.check(least=12)
     if pool is not None:
         assert {tuple(found) for found in result.pools} == {(POOL, 2048)}

@@ -159,6 +159,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
     from llama_cpp import _internals as internals
 
     from kvflash_ggml.native import engine as native
+    from kvflash_ggml.policy import resolve
     from kvflash_ggml.sequence.pool import Pool
     from kvflash_ggml.sequence.reading import Reading
     from kvflash_ggml.sequence.sequence import Sequence
@@ -181,9 +182,13 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             n_batch: int | None = None,
             planes: int = 0,
             nodes: list[int] | None = None,
+            policy: str | None = None,
             **config: Any,
         ) -> Bare:
-            """n_batch: the longest step, n_ubatch if not given. nodes: takes the address of each node computed."""
+            """A text of each of `n_seq_max` sequences; `session` is the first.
+
+            n_batch: the longest step, n_ubatch if not given. nodes: takes the address of each node computed.
+            """
             longest = n_batch or n_ubatch
             params = llama_cpp.llama_model_default_params()
             params.n_gpu_layers = GPU_LAYERS
@@ -211,15 +216,21 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             shared = Pool(engine, n_ubatch=longest, block_order=block_order)
             if stages:
                 shared.make_stages(stages)
-            session = Sequence(
-                shared,
-                KVFlashConfig(pool=pool, **config),
-                n_ctx=ctx.n_ctx(),
-                n_batch=longest,
-                reading=Reading(exact=stages > 0, answers_exactly=answers_exactly),
-            )
-            stack.callback(session.close)
-            return Bare(session, loaded.n_vocab(), ctx)
+            sessions = [
+                Sequence(
+                    shared,
+                    KVFlashConfig(pool=pool, **config),
+                    seq=seq,
+                    n_ctx=ctx.n_ctx(),
+                    n_batch=longest,
+                    scorer=None if policy is None else resolve(policy),
+                    reading=Reading(exact=stages > 0, answers_exactly=answers_exactly),
+                )
+                for seq in range(n_seq_max)
+            ]
+            for session in sessions:
+                stack.callback(session.close)
+            return Bare(sessions[0], loaded.n_vocab(), ctx, sessions)
 
         yield make
     gc.collect()

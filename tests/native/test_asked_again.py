@@ -20,7 +20,7 @@ from kvflash_ggml import PrefixCache
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Finished
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 KINDS = ("dense", "hybrid", "iswa")
 POOL = {"n_ctx": 4096, "kvflash": 512, "kvflash_policy": "qk", "kvflash_tau": 8, "kvflash_calibrate": False}
@@ -76,10 +76,10 @@ def test_a_text_that_was_cut_parked_and_saved(kind: str, llama: Any, prompts: An
     ask(llm, prompt, 2)
     same()
     llm.save_snapshot(tmp_path / "answered")
-    parked = llm.park()
+    swapped = llm.park()
     ask(llm, other, 3)
-    llm.resume(parked)
-    parked.release()
+    llm.resume(swapped)
+    swapped.release()
     same()
     llm.close()
     llm = llama(kind, **POOL)
@@ -124,7 +124,7 @@ def test_a_text_of_which_nothing_has_to_be_read(kind: str, llama: Any, prompts: 
 def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, prompts: Any, tokens: Any, tmp_path: Path) -> None:
     """Of conversations that take turns, put aside in memory that holds one of them, and in a folder."""
     limits = Limits(park_bytes=1 << 20)
-    scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=SessionFolder(tmp_path))
+    scheduler = Scheduler(LlamaModel(llama(kind, **POOL)), limits=limits, folder=ConversationFolder(tmp_path))
     scheduler.start()
     try:
         turns = []
@@ -139,7 +139,7 @@ def test_an_agents_turn_that_is_asked_again(kind: str, llama: Any, prompts: Any,
             moved += end.report["page_ins"]
             assert end.usage.prompt - end.usage.cached <= 64
         assert moved
-        assert scheduler.shelf.counts.stored > 0
+        assert scheduler.swapped.counts.stored > 0
     finally:
         scheduler.close()
 

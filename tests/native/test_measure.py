@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.inside import inside
 
+from kvflash_ggml import system
 from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.errors import ConfigError, UnsupportedModelError
 
@@ -274,9 +275,9 @@ def test_a_container_s_limit_is_the_host_s_memory(monkeypatch: pytest.MonkeyPatc
     for name, text in {"max": "1073741824", "current": "805306368", "stat": stat}.items():
         (tmp_path / f"memory.{name}").write_text(text)
     (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(system, "_MEMINFO", tmp_path / "meminfo")
     for folder, free, total in ((tmp_path / "none", 4 << 30, 8 << 30), (tmp_path, 512 << 20, 1 << 30)):
-        monkeypatch.setattr(memory, "_CGROUP", folder)
+        monkeypatch.setattr(system, "_CGROUP", folder)
         assert (memory.host().free, memory.host().total) == (free, total)
     (tmp_path / "memory.max").write_text("max")
     assert memory.host().total == 8 << 30

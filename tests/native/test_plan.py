@@ -221,9 +221,37 @@ def test_other_sequences_are_refused_by_every_call(seq: int, one: Bare, tokens: 
     assert engine.cells(0, 512).tolist() == before.tolist()
 
 
-def test_a_context_of_several_sequences_is_refused(bare: Make) -> None:
-    with pytest.raises(UnsupportedModelError, match="made for 2 sequences, and an engine serves one"):
-        bare(pool=512, n_ctx=512, n_seq_max=2)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("hybrid", "recurrent state is kept for one"), ("iswa", "a sliding window is kept for one")],
+)
+def test_several_sequences_need_memory_that_is_pooled_as_a_whole(kind: str, why: str, bare: Make) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"made for 2 sequences, and {why}: n_seq_max must be 1"):
+        bare(kind, pool=512, n_ctx=512, n_seq_max=2)
+
+
+def test_several_sequences_need_flash_attention(bare: Make) -> None:
+    with pytest.raises(UnsupportedModelError, match="without flash attention a pool serves one"):
+        bare(pool=512, n_ctx=512, n_seq_max=2, flash=False)
+
+
+def test_streamed_steps_are_refused_with_several_sequences(bare: Make) -> None:
+    with pytest.raises(UnsupportedError, match="stages serve one sequence, the context is made for 2"):
+        bare(pool=1024, n_ctx=4096, n_seq_max=2, stages=4096)
+
+
+def test_a_step_of_several_sequences_has_no_branches(bare: Make) -> None:
+    engine = bare(pool=1024, n_ctx=1024, n_seq_max=2).session.engine
+    engine.seq[:3], engine.pos[:3], engine.slot[:3] = (0, 1, 1), (0, 0, 0), (0, 512, 513)
+    with pytest.raises(UnsupportedError, match="token 2 has the position of another, 0: a step of several sequences"):
+        engine.step(3, 0, [])
+    engine.seq[:3], engine.pos[:3] = (0, 1, 0), (0, 0, 0)
+    with pytest.raises(UnsupportedError, match="token 2 has the position of another"):
+        engine.step(3, 0, [])
+    engine.seq[:3], engine.pos[:3] = (0, 1, 0), (5, 0, 6)
+    with pytest.raises(EngineError, match="token 0 has position 5, but the memory of the context is empty"):
+        engine.step(3, 0, [])
+    assert (engine.cells(0, 1024) == -1).all()
 
 
 def test_a_context_without_a_pool_is_refused(bare: Make) -> None:
@@ -239,14 +267,14 @@ def test_every_other_refusal_is_typed_and_says_why(one: Bare, bare: Make, tokens
         (lambda: engine.clear_cells(500, 13), EngineError, "13 slots from 500 on, there are 512"),
         (lambda: engine.clear_cells(-1, 1), EngineError, "1 slots from -1 on"),
         (lambda: engine.cells(2**31 - 1, 2), EngineError, "2 slots from 2147483647 on"),
-        (lambda: engine.set_cells(0, -1, tokens[:3]), EngineError, "positions from -1 on"),
+        (lambda: engine.set_cells(0, -1, tokens[:3], seq=0), EngineError, "positions from -1 on"),
         (lambda: engine.page_out([8], [image]), EngineError, "block 8 of 8"),
         (lambda: engine.page_in([-1], [image]), EngineError, "block -1 of 8"),
         (lambda: engine.page_in([0], [0]), EngineError, "block 0 has no page image"),
         (lambda: engine.page_in([], []), EngineError, "0 blocks to move"),
         (lambda: engine.page_out([0, 1], [image]), EngineError, "2 blocks and 1 page images"),
-        (lambda: engine.set_state(b"12", TEXT), SnapshotError, "a state of 2 bytes does not fit .* left over"),
-        (lambda: engine.set_state(b"", -1), EngineError, "a state of 0 bytes for -1 tokens"),
+        (lambda: engine.set_state(b"12", TEXT, seq=0), SnapshotError, "a state of 2 bytes does not fit .* left over"),
+        (lambda: engine.set_state(b"", -1, seq=0), EngineError, "a state of 0 bytes for -1 tokens"),
         (lambda: engine.set_logits(floats), EngineError, rf"logits of 5 tokens, the vocabulary has {one.n_vocab}"),
         (lambda: engine.read_queries(floats), EngineError, r"5 values \(float32\) for queries, all layers have"),
         (lambda: engine.read_queries(flat_queries(engine), np.array([-1], "i4")), EngineError, "row -1 of queries"),

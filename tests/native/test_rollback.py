@@ -40,7 +40,7 @@ def step(run: Bare, tokens: Any, start: int = TEXT) -> Any:
 
 def values(run: Bare) -> Any:
     """The state that is not pooled, as numbers."""
-    return np.frombuffer(bytes(run.session.engine.get_state()), np.float32)
+    return np.frombuffer(bytes(run.session.engine.get_state(seq=0)), np.float32)
 
 
 def fail(run: Bare, tokens: Any) -> None:
@@ -77,7 +77,7 @@ def test_planes(make: Any, bare: Make) -> None:
     none = make(0)
     size = native.plane_bytes(model_of(none))
     assert none.session.engine.info.rs_planes == 0
-    assert size < len(none.session.engine.get_state()) < size + 1000
+    assert size < len(none.session.engine.get_state(seq=0)) < size + 1000
     dense = bare("dense", pool=512, n_ctx=512, planes=PLANES)
     assert (dense.session.engine.info.rs_planes, native.plane_bytes(model_of(dense))) == (0, 0)
 
@@ -92,8 +92,8 @@ def test_the_state_after_each_row(width: int, make: Any, tokens: Any) -> None:
         step(other, [*rows[:kept], *[7] * (width - kept)])
         step(alone, rows[:kept])
         for one in (run, other):
-            assert one.session.engine.can_truncate(TEXT + kept)
-            assert one.session.engine.truncate(TEXT + kept)
+            assert one.session.engine.can_truncate(TEXT + kept, seq=0)
+            assert one.session.engine.truncate(TEXT + kept, seq=0)
         assert same_bits(values(run), values(other))
         np.testing.assert_allclose(values(run), values(alone), atol=5e-2)
         after = [step(one, tokens[200:203], TEXT + kept) for one in (run, other, alone)]
@@ -120,7 +120,7 @@ def test_every_architecture_with_planes(arch: str, bare: Make) -> None:
         step(other, [*rows[:kept], *[7] * (WIDTH - kept)])
         step(alone, rows[:kept])
         for one in (run, other):
-            assert one.session.engine.truncate(TEXT + kept)
+            assert one.session.engine.truncate(TEXT + kept, seq=0)
         assert same_bits(values(run), values(other))
         ours, theirs, shorter = (step(one, after, TEXT + kept) for one in (run, other, alone))
         assert same_bits(ours, theirs)
@@ -135,11 +135,11 @@ def test_planes_of_earlier_steps_are_not_gone_back_to(make: Any, tokens: Any) ->
     engine = run.session.engine
     before = values(run), engine.cells(0, 512).tolist()
     for pos in (TEXT, TEXT - 1, TEXT - 2, TEXT - 3, 1):
-        assert not engine.can_truncate(pos)
-        assert not engine.truncate(pos)
+        assert not engine.can_truncate(pos, seq=0)
+        assert not engine.truncate(pos, seq=0)
     assert same_bits(values(run), before[0])
     assert engine.cells(0, 512).tolist() == before[1]
-    assert engine.truncate(TEXT + 1)
+    assert engine.truncate(TEXT + 1, seq=0)
 
     assert upstream_truncates(stale, TEXT), "llama.cpp has learned it: the guard can go"
     assert np.abs(values(stale) - values(make())).max() > 0.1
@@ -149,33 +149,33 @@ def test_one_rollback_a_step(make: Any, tokens: Any) -> None:
     run = make()
     step(run, tokens[TEXT : TEXT + 5])
     engine = run.session.engine
-    assert engine.truncate(TEXT + 4)
+    assert engine.truncate(TEXT + 4, seq=0)
     once = values(run)
-    assert engine.can_truncate(TEXT + 4)
-    assert engine.truncate(TEXT + 4), "nothing to take back"
+    assert engine.can_truncate(TEXT + 4, seq=0)
+    assert engine.truncate(TEXT + 4, seq=0), "nothing to take back"
     for pos in (TEXT + 3, TEXT + 1):
-        assert not engine.can_truncate(pos)
-        assert not engine.truncate(pos)
+        assert not engine.can_truncate(pos, seq=0)
+        assert not engine.truncate(pos, seq=0)
     assert same_bits(values(run), once)
     step(run, tokens[TEXT + 4 : TEXT + 6], TEXT + 4)
-    assert engine.truncate(TEXT + 5)
+    assert engine.truncate(TEXT + 5, seq=0)
 
 
 @pytest.mark.parametrize("planes", [0, PLANES])
 def test_nothing_is_gone_back_to_after_a_failed_step(planes: int, make: Any, tokens: Any) -> None:
     """llama.cpp takes the rows of a failed step back: with planes to a state that was never written."""
     run, stale = make(planes), make(planes)
-    saved = run.session.engine.get_state()
+    saved = run.session.engine.get_state(seq=0)
     for one in (run, stale):
         fail(one, tokens[TEXT : TEXT + 3])
     engine = run.session.engine
-    assert not engine.can_truncate(TEXT)
-    assert not engine.truncate(TEXT)
+    assert not engine.can_truncate(TEXT, seq=0)
+    assert not engine.truncate(TEXT, seq=0)
     assert upstream_truncates(stale, TEXT) == (planes > 0)
 
-    engine.set_state(saved, TEXT)
-    assert engine.can_truncate(TEXT)
-    assert engine.truncate(TEXT)
+    engine.set_state(saved, TEXT, seq=0)
+    assert engine.can_truncate(TEXT, seq=0)
+    assert engine.truncate(TEXT, seq=0)
     assert same_bits(step(run, tokens[200:203]), step(make(planes), tokens[200:203]))
 
 
@@ -185,28 +185,28 @@ def test_an_impossible_step_takes_no_plane_away(make: Any, tokens: Any) -> None:
     engine = run.session.engine
     with pytest.raises(DecodeError, match="returned -1"):
         evaluate(run, [5], [TEXT], [TEXT + 9], [[*range(TEXT)]])
-    assert engine.truncate(TEXT + 1)
+    assert engine.truncate(TEXT + 1, seq=0)
 
 
 def test_a_restored_state_has_no_planes(make: Any, tokens: Any) -> None:
     """What is saved after a rollback is the state that was gone back to; what is put back is all there is."""
     run, other = make(), make(length=50)
     step(run, tokens[TEXT : TEXT + 5])
-    assert run.session.engine.truncate(TEXT + 2)
-    state = run.session.engine.get_state()
+    assert run.session.engine.truncate(TEXT + 2, seq=0)
+    state = run.session.engine.get_state(seq=0)
     step(other, tokens[50:55], 50)
     engine = other.session.engine
-    engine.set_state(state, TEXT + 2)
-    assert engine.get_state() == state
+    engine.set_state(state, TEXT + 2, seq=0)
+    assert engine.get_state(seq=0) == state
     for pos in (TEXT + 1, TEXT - 1, 50):
-        assert not engine.can_truncate(pos)
-        assert not engine.truncate(pos)
-    assert engine.can_truncate(TEXT + 2)
-    assert engine.can_truncate(0)
+        assert not engine.can_truncate(pos, seq=0)
+        assert not engine.truncate(pos, seq=0)
+    assert engine.can_truncate(TEXT + 2, seq=0)
+    assert engine.can_truncate(0, seq=0)
 
     fresh = make()
     step(fresh, tokens[TEXT : TEXT + 5])
-    fresh.session.engine.set_state(state, TEXT + 2)
+    fresh.session.engine.set_state(state, TEXT + 2, seq=0)
     fresh.session.engine.clear_cells(TEXT + 2, 3)
     assert same_bits(step(fresh, tokens[200:203], TEXT + 2), step(run, tokens[200:203], TEXT + 2))
 
@@ -217,10 +217,10 @@ def test_after_a_refused_state_a_text_begins_anew(make: Any, tokens: Any) -> Non
     run = make()
     step(run, tokens[TEXT : TEXT + 5])
     with pytest.raises(SnapshotError):
-        run.session.engine.set_state(b"no state", TEXT)
+        run.session.engine.set_state(b"no state", TEXT, seq=0)
     with pytest.raises(EngineError, match="is empty"):
         step(run, tokens[:1], TEXT + 5)
-    run.session.engine.clear()
+    run.session.engine.clear(seq=0)
     step(run, tokens[:1], 0)
 
 
@@ -230,12 +230,12 @@ def test_a_memory_that_was_emptied_is_a_new_one(how: str, make: Any, tokens: Any
     run, fresh = make(), make(length=0)
     fail(run, tokens[TEXT : TEXT + 3])
     engine = run.session.engine
-    assert engine.can_truncate(0)
-    assert engine.truncate(0) if how == "truncate" else engine.clear() is None
+    assert engine.can_truncate(0, seq=0)
+    assert engine.truncate(0, seq=0) if how == "truncate" else engine.clear(seq=0) is None
     assert engine.cells(0, 512).max() == -1
     assert same_bits(step(run, tokens[:5], 0), step(fresh, tokens[:5], 0))
-    assert engine.truncate(1)
-    assert fresh.session.engine.truncate(1)
+    assert engine.truncate(1, seq=0)
+    assert fresh.session.engine.truncate(1, seq=0)
     assert np.array_equal(values(run), values(fresh)), "but for signs: empty is 0 times what was there"
 
 
@@ -247,8 +247,8 @@ def test_only_the_last_part_of_a_long_step_is_gone_back_over(make: Any, tokens: 
         step(run, long)
         step(other, [*long[: 98 - back], *[7] * back])
         for one in (run, other):
-            assert not one.session.engine.can_truncate(TEXT + 98 - WIDTH)
-            assert one.session.engine.truncate(TEXT + 98 - back)
+            assert not one.session.engine.can_truncate(TEXT + 98 - WIDTH, seq=0)
+            assert one.session.engine.truncate(TEXT + 98 - back, seq=0)
         assert same_bits(values(run), values(other))
 
 
@@ -257,8 +257,8 @@ def test_what_has_no_recurrent_state_goes_back_anywhere(kind: str, bare: Make, t
     run = bare(kind, pool=512, n_ctx=512, n_ubatch=96)
     extend(run.session, tokens[:TEXT])
     for pos in (99, 98, 40, 0):
-        assert run.session.engine.can_truncate(pos)
-        assert run.session.engine.truncate(pos)
+        assert run.session.engine.can_truncate(pos, seq=0)
+        assert run.session.engine.truncate(pos, seq=0)
         assert run.session.engine.cells(0, 512).max() == pos - 1
 
 

@@ -46,7 +46,7 @@ def test_slot_plan(bare: Any, tokens: Any) -> None:
 
     engine.clear_cells(0, 512)
     assert (engine.cells(0, 512) == -1).all()
-    engine.set_cells(128, 64, tokens[64:100])
+    engine.set_cells(128, 64, tokens[64:100], seq=0)
     assert engine.cells(128, 36).tolist() == list(range(64, 100))
 
 
@@ -74,8 +74,8 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
         extend(one.session, tokens[:256])
     fill = hidden.session.mask.fill
 
-    def hide(start: int, slots: Any) -> Any:
-        rows = fill(start, slots)
+    def hide(start: int, slots: Any, first: int) -> Any:
+        rows = fill(start, slots, first)
         rows[:, 64:128] = -np.inf
         return rows
 
@@ -89,8 +89,8 @@ def test_mask_plan(kind: str, bare: Any, tokens: Any) -> None:
     extend(other.session, tokens[:256])
     other.session.mask.fill, other_fill = None, other.session.mask.fill
 
-    def hide_other(start: int, slots: Any) -> Any:
-        rows = other_fill(start, slots)
+    def hide_other(start: int, slots: Any, first: int) -> Any:
+        rows = other_fill(start, slots, first)
         rows[:, 64:128] = -np.inf
         return rows
 
@@ -111,8 +111,8 @@ def test_mask_plan_without_flash_attention(kind: str, bare: Any, tokens: Any) ->
         extend(one.session, tokens[:256])
     fill = hidden.session.mask.fill
 
-    def hide(start: int, slots: Any) -> Any:
-        rows = fill(start, slots)
+    def hide(start: int, slots: Any, first: int) -> Any:
+        rows = fill(start, slots, first)
         rows[:, :200] = -np.inf
         return rows
 
@@ -220,10 +220,10 @@ def test_states_go_back_exactly(kind: str, length: int, bare: Any, tokens: Any) 
     one, other = (bare(kind, pool=1024, n_ctx=1024, n_ubatch=96, query_rows=16) for _ in range(2))
     extend(one.session, tokens[:length])
     engine, target = one.session.engine, other.session.engine
-    state = engine.get_state()
+    state = engine.get_state(seq=0)
     assert (state == b"") == (kind == "dense")
-    target.set_state(state, length)
-    assert target.get_state() == state
+    target.set_state(state, length, seq=0)
+    assert target.get_state(seq=0) == state
     target.write_queries(flat_queries(engine))
     assert all(map(same_bits, read_queries(target), read_queries(engine)))
 
@@ -234,12 +234,12 @@ def test_a_restored_state_replaces_that_of_another_text(kind: str, bare: Any, to
     extend(one.session, tokens[:700])
     extend(other.session, tokens[2000:2555])
     engine = other.session.engine
-    before, state = engine.get_state(), one.session.engine.get_state()
+    before, state = engine.get_state(seq=0), one.session.engine.get_state(seq=0)
     assert before != state
-    engine.set_state(state, 700)
-    assert engine.get_state() == state
-    engine.set_state(before, 555)
-    assert engine.get_state() == before
+    engine.set_state(state, 700, seq=0)
+    assert engine.get_state(seq=0) == state
+    engine.set_state(before, 555, seq=0)
+    assert engine.get_state(seq=0) == before
     straight = bare(kind, pool=1024, n_ubatch=96)
     extend(straight.session, tokens[2000:2555])
     ours, theirs = (x.logits_along(tokens[2555:2560], tokens[2560:2570]) for x in (other, straight))
@@ -251,24 +251,24 @@ def test_hostile_states_are_refused_and_the_engine_lives(kind: str, bare: Any, t
     one = bare(kind, pool=1024, n_ubatch=96)
     extend(one.session, tokens[:500])
     engine = one.session.engine
-    state = engine.get_state()
+    state = engine.get_state(seq=0)
     rng = random.Random(3)
     taken = 0
     for harmed in (harm(state, rng) for _ in range(400)):
         try:
-            engine.set_state(harmed, 500)
+            engine.set_state(harmed, 500, seq=0)
         except SnapshotError:
             continue
         taken += 1
-        again = engine.get_state()
+        again = engine.get_state(seq=0)
         assert len(again) == len(harmed), "accepted, and not taken over as it was"
     assert taken < 200, "bytes of values may be anything; most of the harm is elsewhere"
     for length in (0, 499, 501, 2**31 - 1):
         if state:
             with pytest.raises(SnapshotError):
-                engine.set_state(state, length)
-    engine.set_state(state, 500)
-    assert engine.get_state() == state
+                engine.set_state(state, length, seq=0)
+    engine.set_state(state, 500, seq=0)
+    assert engine.get_state(seq=0) == state
     straight = bare(kind, pool=1024, n_ubatch=96)
     extend(straight.session, tokens[:500])
     assert same_bits(

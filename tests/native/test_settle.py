@@ -94,7 +94,7 @@ def test_the_text_goes_on_from_where_it_lies(bare: Make, tokens: Any) -> None:
     got = after(moved, places)
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999  # summed in another order
     assert (got.argmax(1) == want.argmax(1)).all()
-    assert moved.session.engine.truncate(150)
+    assert moved.session.engine.truncate(150, seq=0)
     held = moved.session.engine.cells(0, 512)
     assert sorted(held[held >= 0].tolist()) == list(range(150))
     assert held[[300, 65, 301, 302]].tolist() == [3, 64, 65, -1]

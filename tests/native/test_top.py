@@ -127,7 +127,7 @@ def test_rows_that_were_not_kept_are_refused(run: Bare, tokens: Any) -> None:
             top(address(run), [0], k)
     assert engine.argmax([]).tolist() == []
 
-    engine.truncate(50)
+    engine.truncate(50, seq=0)
     extend(run.session, tokens[50:60])  # keeps those of its last token alone
     assert engine.argmax([9]).tolist() == engine.argmax([-1]).tolist() == [run.row().argmax()]
     with pytest.raises(EngineError, match="row 8 has no logits"):

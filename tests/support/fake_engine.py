@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import DecodeError, HostMemoryError, SnapshotError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.sequence.pool import Pool
@@ -60,6 +60,7 @@ class FakeDevice:
 @dataclass(frozen=True)
 class FakeInfo:
     n_slots: int
+    n_seq: int = 1
     n_pos: int = 1
     n_swa: int = 0
     recurrent: bool = False
@@ -102,7 +103,10 @@ class Faults:
 
 
 class FakeEngine(FakeHost):
-    """`truth[pos]` is the row that was computed for a position. seen: how much each token of the last step has seen."""
+    """`truths[seq][pos]` is the row that was computed for a position, `truth` that of sequence 0.
+
+    seen: how much each token of the last step has seen. spoiled: sequences whose logits are not finite.
+    """
 
     is_lost = False
 
@@ -127,14 +131,17 @@ class FakeEngine(FakeHost):
         self.faults = Faults()
         self.stages = FakeStages()
         self.seen: list[int] = []
-        self.truth: list[bytes] = []
-        self.tokens: list[int] = []
+        self.truths: list[list[bytes]] = [[] for _ in range(self.info.n_seq)]
+        self.texts: list[list[int]] = [[] for _ in range(self.info.n_seq)]
+        self.truth, self.tokens = self.truths[0], self.texts[0]
+        self.spoiled: set[int] = set()
         self.steps: list[int] = []
         self.outputs: list[list[int]] = []
         self.rows: list[bytes] = []  # mask rows of each step
         self.closed = False
         self.pool = np.zeros((n_slots, ROW_BYTES), np.uint8)
         self.cell_pos = np.full(n_slots, -1, np.int32)
+        self.cell_seq = np.zeros(n_slots, np.int32)
         self.cell_token = np.zeros(n_slots, np.int32)
         self._max_tokens = max_tokens
         self._timing = timing
@@ -178,15 +185,19 @@ class FakeEngine(FakeHost):
         assert not codes
         slots = self.slot[:count]
         assert 0 < count <= self._max_tokens
-        assert self.pos[:count].tolist() == list(range(start, start + count)), "positions have a gap"
+        follows = [len(truth) for truth in self.truths]
+        for seq, pos in zip(self.seq[:count].tolist(), self.pos[:count].tolist(), strict=True):
+            assert pos == follows[seq], "positions have a gap"
+            follows[seq] += 1
         assert len(set(slots.tolist())) == count
         assert 0 <= slots.min() <= slots.max() < self.info.n_slots
         assert (self.cell_pos[slots] == -1).all(), "a planned slot is taken"
-        assert (self.seq[:count] == 0).all(), "there is one sequence"
-        assert self.cell_pos.max() == start - 1, "positions do not follow the last one in memory"
+        for seq in set(self.seq[:count].tolist()):
+            held = self.cell_pos[self.cell_seq == seq].max(initial=-1)
+            assert held == len(self.truths[seq]) - 1, "positions do not follow the last one in memory"
         images: dict[int, bytes] = {}
         if streamed is None:
-            self._check_mask(start, count)
+            self._check_mask(count)
         else:
             images = self.stages.check(self, start, count, streamed)
         self._check_state(start)
@@ -194,7 +205,7 @@ class FakeEngine(FakeHost):
         failed = isinstance(fault, DecodeError)
         if fault is not None and not failed and not self.faults.late:
             raise fault
-        self._capture(start, count)  # even by a step that fails
+        self._capture(count)  # even by a step that fails
         if fault is not None and failed:
             codes.append(2)
             if streamed is not None:
@@ -206,14 +217,17 @@ class FakeEngine(FakeHost):
         self._last_page_in = 0
         if streamed is not None:
             self._stream(start, streamed, images)
-        for slot, token in zip(slots.tolist(), self.token[:count].tolist(), strict=True):
+        for seq, slot, token in zip(
+            self.seq[:count].tolist(), slots.tolist(), self.token[:count].tolist(), strict=True
+        ):
             self._serial += 1
             row = b"".join(x.to_bytes(4, "little") for x in (token, self._serial))
             self.pool[slot] = np.frombuffer(row, np.uint8)
-            self.cell_pos[slot] = len(self.truth)
+            self.cell_pos[slot] = len(self.truths[seq])
+            self.cell_seq[slot] = seq
             self.cell_token[slot] = token
-            self.truth.append(row)
-            self.tokens.append(token)
+            self.truths[seq].append(row)
+            self.texts[seq].append(token)
             if self._state is not None:
                 self._state.append(token)
         self._window_first = max(self._window_first, len(self.truth) - self.info.n_swa - self._max_tokens)
@@ -235,12 +249,12 @@ class FakeEngine(FakeHost):
             self._queue.append(Transfer(self._ticket, False, [], read))
             self._drift()
 
-    def _capture(self, start: int, count: int) -> None:
+    def _capture(self, count: int) -> None:
         rows = self.query_row[:count].tolist()
         named = [row for row in rows if row != -1]
         assert len(set(named)) == len(named), "two queries for one row"
         assert all(0 <= row < self.info.query_rows for row in named)
-        for pos, token, row in zip(range(start, start + count), self.token[:count].tolist(), rows, strict=True):
+        for pos, token, row in zip(self.pos[:count].tolist(), self.token[:count].tolist(), rows, strict=True):
             if row != -1:
                 self.queries[row] = np.sin(np.arange(1, ROW_BYTES + 1) * (token + 7 * pos))
 
@@ -253,16 +267,22 @@ class FakeEngine(FakeHost):
         self.faults.step = None
         return self.faults.error()
 
-    def _check_mask(self, start: int, count: int) -> None:
-        """The one rule, from the cells rather than from the page table."""
-        cells = self.cell_pos.copy()
-        cells[self.slot[:count]] = self.pos[:count]
+    def _check_mask(self, count: int) -> None:
+        """The one rule, from the cells rather than from the page table: of its own sequence, what is not later."""
+        cells, seqs = self.cell_pos.copy(), self.cell_seq.copy()
+        cells[self.slot[:count]], seqs[self.slot[:count]] = self.pos[:count], self.seq[:count]
         distance = self.pos[:count, None] - cells
         shown = np.where(self.info.alibi, -distance, 0)
-        want = np.where((cells >= 0) & (distance >= 0), shown, -np.inf).astype(self._mask.dtype)
+        seen = (cells >= 0) & (distance >= 0) & (seqs == self.seq[:count, None])
+        want = np.where(seen, shown, -np.inf).astype(self._mask.dtype)
         if not np.array_equal(self._mask[:count], want):  # what says where takes longer than the step
             np.testing.assert_array_equal(self._mask[:count], want)
-        self.seen = ((cells >= 0) & (distance >= 0)).sum(axis=1).tolist()
+        self.seen = seen.sum(axis=1).tolist()
+
+    def argmax(self, rows: abc.Sequence[int]) -> Int32s:
+        if self.spoiled.intersection(self.seq[list(rows)].tolist()):
+            raise NotFinite("the logits of a row are not finite")
+        return np.array(self.seen, np.int32)[list(rows)]
 
     def _check_state(self, start: int) -> None:
         if self.info.recurrent or self.info.n_swa:
@@ -370,46 +390,50 @@ class FakeEngine(FakeHost):
         assert 0 <= slot <= slot + count <= self.info.n_slots
         self.cell_pos[slot : slot + count] = -1
 
-    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int = 0) -> None:
-        assert seq == 0
+    def zero_cells(self, slot: int, count: int) -> None:
+        self.clear_cells(slot, count)
+        self.synchronize()
+        self.pool[slot : slot + count] = 0
+
+    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int) -> None:
         self.clear_cells(slot, len(tokens))
+        self.cell_seq[slot : slot + len(tokens)] = seq
         self.cell_pos[slot : slot + len(tokens)] = np.arange(pos, pos + len(tokens))
         self.cell_token[slot : slot + len(tokens)] = tokens
 
-    def can_truncate(self, pos: int) -> bool:
+    def can_truncate(self, pos: int, *, seq: int) -> bool:
         return not self.info.recurrent or pos == 0
 
-    def truncate(self, pos: int, *, seq: int = 0) -> bool:
-        assert seq == 0
+    def truncate(self, pos: int, *, seq: int) -> bool:
         assert pos >= 0
         if self.info.recurrent and pos != 0 and (self._state is None or pos < len(self._state)):
             return False
-        self.cell_pos[self.cell_pos >= pos] = -1
-        self._cut(pos)
+        self.cell_pos[(self.cell_pos >= pos) & (self.cell_seq == seq)] = -1
+        self._cut(pos, seq)
         self._state = (self._state or [])[:pos]
         if pos == 0:
             self._window_first = 0
         return True
 
-    def clear(self, *, seq: int = 0) -> None:
-        assert seq == 0
+    def clear(self, *, seq: int) -> None:
         self.synchronize()
-        self.cell_pos[:] = -1
-        self.pool[:] = 0
-        self._cut(0)
+        self.cell_pos[self.cell_seq == seq] = -1
+        if self.info.n_seq == 1:
+            self.cell_pos[:] = -1
+            self.pool[:] = 0
+        self._cut(0, seq)
         self._state, self._window_first = [], 0
 
-    def _cut(self, pos: int) -> None:
-        del self.truth[pos:]
-        del self.tokens[pos:]
+    def _cut(self, pos: int, seq: int) -> None:
+        del self.truths[seq][pos:]
+        del self.texts[seq][pos:]
 
-    @property
-    def window_start(self) -> int:
+    def window_start(self, *, seq: int) -> int:
         return self._window_first if self.info.n_swa else -1
 
     # --- state
 
-    def get_state(self, *, seq: int = 0) -> bytes:
+    def get_state(self, *, seq: int) -> bytes:
         assert seq == 0
         if not (self.info.recurrent or self.info.n_swa):
             return b""
@@ -417,13 +441,13 @@ class FakeEngine(FakeHost):
             raise SnapshotError("llama.cpp could not write the recurrent state")
         return np.array([len(self._state), self._window_first, *self._state], "<i4").tobytes()
 
-    def state_size(self) -> int:
-        return len(self.get_state())
+    def state_size(self, *, seq: int) -> int:
+        return len(self.get_state(seq=seq))
 
-    def read_state(self, out: memoryview) -> None:
-        out[:] = self.get_state()
+    def read_state(self, out: memoryview, *, seq: int) -> None:
+        out[:] = self.get_state(seq=seq)
 
-    def set_state(self, data: bytes, length: int, *, seq: int = 0) -> None:
+    def set_state(self, data: bytes, length: int, *, seq: int) -> None:
         assert seq == 0
         if not (self.info.recurrent or self.info.n_swa):
             if data:
@@ -435,16 +459,16 @@ class FakeEngine(FakeHost):
             raise SnapshotError("the recurrent state does not fit this context")
         self._state, self._window_first = values[2:], values[1]
 
-    def keep_state(self) -> None:
+    def keep_state(self, *, seq: int) -> None:
         self._kept = None
         if self.faults.full:
             raise HostMemoryError("no memory to keep a state")
-        self._kept = self.get_state()
+        self._kept = self.get_state(seq=seq)
 
-    def put_state(self, length: int) -> None:
+    def put_state(self, length: int, *, seq: int) -> None:
         if self._kept is None:
             raise SnapshotError("no state is kept that could be put back")
-        self.set_state(self._kept, length)
+        self.set_state(self._kept, length, seq=seq)
 
     def adopt(self, truth: abc.Sequence[bytes], tokens: abc.Sequence[int]) -> None:
         """A saved text has been loaded: its rows were computed elsewhere."""
@@ -474,7 +498,7 @@ def make_session(
     if stage:
         pool.make_stages(stage)
         reading = Reading(exact=True, answers_exactly=config.answer == "exact")
-    session = Sequence(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    session = Sequence(pool, config, seq=0, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None:
         session.repair = Repair(config.repair, n_ctx, engine.likeliest)
     return session

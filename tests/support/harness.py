@@ -158,6 +158,7 @@ class Bare:
     session: Any
     n_vocab: int
     _ctx: Any
+    sessions: Sequence[Any] = ()
 
     def logits_along(self, prompt: npt.NDArray[np.int32], rest: Sequence[int] = ()) -> Logits:
         extend(self.session, prompt)
@@ -208,6 +209,21 @@ def dequantise(source: Path, target: Path) -> None:
     for tensor in reader.tensors:
         data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, np.ascontiguousarray(data, np.float32))
+    _finish(writer)
+
+
+def write_reranker(source: Path, target: Path) -> None:
+    """The same model with a head of random weights that ranks texts, and a template for pairs of them."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: True)
+    writer.add_array("qwen3.classifier.output_labels", ["yes", "no"])
+    writer.add_string("tokenizer.chat_template.rerank", "Query: {query}\nDocument: {document}\n")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    width = int(reader.fields["qwen3.embedding_length"].contents())
+    head = np.random.default_rng(5).standard_normal((2, width)).astype(np.float32)
+    writer.add_tensor("cls.output.weight", head)
     _finish(writer)
 
 

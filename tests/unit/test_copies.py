@@ -35,7 +35,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def made(engine: FakeEngine) -> Iterator[StateCopies]:
-    made = StateCopies(engine)
+    made = StateCopies(engine, 0)
     yield made
     made.close()
     assert not engine.slabs
@@ -49,13 +49,13 @@ def world() -> Iterator[Callable[..., Sequence]]:
 
 def with_state(engine: FakeEngine, size: int, seed: int = 0) -> bytes:
     engine._state = text(size, seed).tolist()
-    return engine.get_state()
+    return engine.get_state(seq=0)
 
 
 def put(engine: FakeEngine, made: StateCopies, blob: Any) -> bytes:
     engine._state = None
     made.put(blob, blob.size // 4 - 2)
-    return engine.get_state()
+    return engine.get_state(seq=0)
 
 
 def test_a_copy_outlives_the_next_one(engine: FakeEngine, made: StateCopies) -> None:
@@ -151,7 +151,7 @@ def test_without_page_locked_memory_copies_are_made_at_once(engine: FakeEngine, 
 @pytest.mark.parametrize("info", [{"asynchronous": False}, {"recurrent": False}])
 def test_where_nothing_is_won_there_is_no_memory(info: dict[str, Any]) -> None:
     engine = FakeEngine(256, 64, **{"recurrent": True, "asynchronous": True} | info)
-    made = StateCopies(engine)
+    made = StateCopies(engine, 0)
     blob = made.copy()
     assert isinstance(blob, Bytes)
     made.put(blob, 0)
@@ -186,7 +186,7 @@ def test_texts_go_back_and_change_places(window: int, world: Any) -> None:
         if chance.random() < 0.5:
             rewind_to(session, chance.randrange(session.length // 2, session.length))
         if chance.random() < 0.4:
-            state = session.engine.get_state()
+            state = session.engine.get_state(seq=0)
             aside.append((restore.state(session), session.engine.truth[:]))
             assert aside[-1][0].state.read() == state
         if chance.random() < 0.4 or session.length > 3000:

@@ -29,9 +29,9 @@ def counted(engine: FakeEngine, name: str) -> list[Any]:
     calls: list[Any] = []
     call = getattr(engine, name)
 
-    def count(*args: Any) -> Any:
+    def count(*args: Any, seq: int) -> Any:
         calls.append(args)
-        return call(*args)
+        return call(*args, seq=seq)
 
     setattr(engine, name, count)
     return calls
@@ -89,15 +89,15 @@ def test_a_sketch_goes_on_behind_the_rows_that_stay(recurrent: bool) -> None:
 def test_a_device_keeps_the_newest_one() -> None:
     engine = FakeEngine(448, 128, recurrent=True)
     states = DeviceStates(engine)  # type: ignore[arg-type]
-    first = states.keep()
-    second = states.keep()
-    states.put(second, 0)
+    first = states.keep(0)
+    second = states.keep(0)
+    states.put(second, 0, 0)
     with pytest.raises(AssertionError, match="another state"):
-        states.put(first, 0)
+        states.put(first, 0, 0)
     engine.faults = Faults(full=True)
-    third, fourth = states.keep(), states.keep()
+    third, fourth = states.keep(0), states.keep(0)
     for kept in (fourth, third):
-        states.put(kept, 0)
+        states.put(kept, 0, 0)
     with pytest.raises(AssertionError, match="another state"):
-        states.put(second, 0)
+        states.put(second, 0, 0)
     engine.close()

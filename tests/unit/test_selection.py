@@ -206,12 +206,12 @@ def test_drafts_whose_state_cannot_be_put_back_cost_text_and_not_the_session() -
     one.verify(np.arange(6, dtype=np.int32))
     put_back, failed = one.engine.put_state, False
 
-    def fail_once(length: int) -> None:
+    def fail_once(length: int, *, seq: int) -> None:
         nonlocal failed
         if not failed:
             failed = True
             raise SnapshotError("on purpose")
-        put_back(length)
+        put_back(length, seq=seq)
 
     one.engine.put_state = fail_once  # type: ignore[method-assign]
     accept(one, 0)

@@ -1,0 +1,99 @@
+"""Steps of several texts on one pool, computed in one step of the engine. What goes wrong with one is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..constants import CHUNK
+from ..errors import DeviceLost, NotFinite
+from .sequence import Sequence as Text
+from .step import Step
+
+Prepared = tuple[Text, Step]
+
+
+def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
+    """Compute prepared steps of different texts on one pool together, at most `n_ubatch` tokens in all.
+
+    Returns what went wrong with each step, None where its text has its tokens. Any other text is as it was before.
+
+    If the engine refuses the step, or logits of a text are not finite, the steps in question are undone, their slots
+    are zeroed, and each is computed again alone. Logits are at hand until the next step on the pool. Prompt steps
+    without logits are not checked. Steps that stream, or verify a tree, cannot be among them.
+    """
+    errors: dict[int, Exception] = {}
+    try:
+        _attempt(prepared, errors)
+    except BaseException:
+        for text, step in prepared:
+            if text.unfinished.work is not None:
+                text.commit(step)
+        raise
+    return [errors.get(step.seq) for _, step in prepared]
+
+
+def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None:
+    """Compute steps together, and note by sequence what went wrong."""
+    ready: list[Prepared] = []
+    for text, step in prepared:
+        try:
+            text.apply(step)
+            ready.append((text, step))
+        except Exception as err:
+            _fail(text, step, err, errors)
+    if not ready:
+        return
+    try:
+        ready[0][0].pool.run([step for _, step in ready])
+        why: Exception | None = None
+        spoiled = _spoiled(ready) if ready[0][1].codes == [0] else ready
+    except Exception as err:
+        why, spoiled = err, ready
+    for text, step in spoiled:
+        step.codes = [-1]
+        _fail(text, step, why or NotFinite(f"the logits of sequence {step.seq} are not finite"), errors)
+    for text, step in ready:
+        if step.codes == [0]:
+            _count(text, step, errors)
+    if len(ready) > 1 and not isinstance(why, DeviceLost):
+        for text, step in spoiled:
+            errors.pop(step.seq)
+            step.codes, step.wait = [], 0
+            _attempt([(text, step)], errors)
+
+
+def _spoiled(ready: Iterable[Prepared]) -> list[Prepared]:
+    """The steps with logits that are not finite. Waits for the compute."""
+    return [(text, step) for text, step in ready if not _is_finite(text, step)]
+
+
+def _is_finite(text: Text, step: Step) -> bool:
+    end = step.first + len(step.tokens)
+    try:
+        if step.output.every or step.output.last:
+            text.engine.argmax(range(step.first if step.output.every else end - 1, end))
+    except NotFinite:
+        return False
+    return True
+
+
+def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) -> None:
+    """A step comes to nothing. No kernel may meet its rows, which another text does not see: they are zeroed."""
+    errors[step.seq] = why
+    if step.codes and not isinstance(why, DeviceLost):
+        layout, at, end = step.plan.layout, step.start, step.start + len(step.tokens)
+        while at < end:
+            size = min(CHUNK - at % CHUNK, end - at)
+            text.engine.zero_cells(layout.slot_of(at), size)
+            at += size
+    text.fail(step, why)
+
+
+def _count(text: Text, step: Step, errors: dict[int, Exception]) -> None:
+    """A step counts. What fails behind it is told; its tokens are of the text all the same."""
+    try:
+        text.commit(step)
+        if step.generated and not step.ahead:
+            text.count_generated(len(step.tokens))
+    except Exception as err:
+        errors[step.seq] = err

@@ -1,0 +1,213 @@
+"""Several texts on one pool of a real model: what the others say and do changes no bit of mine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import Bare, Logits, same_bits
+from support.integrity import check_table
+
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import NotFinite
+from kvflash_ggml.sequence import restore, together
+from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.step import LAST
+
+Make = Callable[..., Bare]
+
+SHARE = 512
+N_CTX = 4096
+PROMPT = 1200
+
+
+def make(bare: Make, count: int, **settings: Any) -> Bare:
+    run = bare(pool=count * SHARE, n_ctx=N_CTX, n_seq_max=count, query_rows=32 * count, policy="qk", tau=16, **settings)
+    assert run.session.bounded
+    return run
+
+
+def decode(run: Bare, texts: Sequence[Any], tokens: Sequence[int]) -> list[Logits]:
+    """The logits of each text after one token more, of one step."""
+    steps = []
+    for text, token in zip(texts, tokens, strict=True):
+        text.begin(1)
+        steps.append((text, text.prepare_answer(np.array([token], np.int32), LAST)))
+    assert together.compute(steps) == [None] * len(texts)
+    check(run)
+    return [logits_of(run, text) for text in texts]
+
+
+def logits_of(run: Bare, text: Any) -> Logits:
+    row = text.logits.row(text.length - 1)
+    return np.ctypeslib.as_array(run._ctx.get_logits_ith(row), shape=(run.n_vocab,)).copy()
+
+
+def check(run: Bare) -> None:
+    """Cells, tables and mask rows, each from the tokens that a text has."""
+    engine = run.session.engine
+    held = engine.cells(0, engine.info.n_slots)
+    for text in run.sessions:
+        check_table(text.table)
+        mine = np.full(len(held), -1)
+        for c, chunk in enumerate(text.table.chunks):
+            if chunk.block >= 0:
+                n = min(CHUNK, text.length - c * CHUNK)
+                mine[chunk.block * CHUNK :][:n] = c * CHUNK + np.arange(n)
+        part = slice(text.seq * SHARE, (text.seq + 1) * SHARE)
+        assert held[part].tolist() == mine[part].tolist()
+        for row, owner in enumerate(text.pool.rows.owners):
+            if owner is text.mask and text.logits.row(text.length - 1) == row:
+                assert (np.isfinite(text.pool.rows.data[row].astype(np.float32)) == (mine >= 0)).all()
+
+
+def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[list[Logits]]:
+    """Prompts are read one after the other, then all texts go on together; `script` has the tokens, [steps, texts]."""
+    for text, prompt in zip(run.sessions, prompts, strict=True):
+        extend(text, prompt)
+    return [decode(run, run.sessions, script[step]) for step in range(steps)]
+
+
+def alike(mine: Logits, its: Logits) -> bool:
+    return bool(np.abs(mine - its).max() <= 0.02 * np.abs(mine).max())
+
+
+def test_what_neighbours_say_changes_no_bit(bare: Make, tokens: Any) -> None:
+    """The same shapes, the same sequence, other texts beside mine."""
+    found = []
+    for beside in (0, 3000):
+        run = make(bare, 3)
+        prompts = [
+            tokens[beside : beside + PROMPT],
+            tokens[1500 : 1500 + PROMPT],
+            tokens[beside + 100 : beside + PROMPT],
+        ]
+        script = np.stack([tokens[beside + 5000 : beside + 5048], tokens[6000:6048], tokens[beside + 7000 :][:48]], 1)
+        rows = answers(run, prompts, 48, script)
+        text = run.sessions[1]
+        assert text.paging.page_ins > 0
+        found.append(([row[1] for row in rows], [chunk.block for chunk in text.table.chunks]))
+    assert found[0][1] == found[1][1]
+    assert all(same_bits(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+def test_alone_or_among_others_is_a_matter_of_rounding(bare: Make, tokens: Any) -> None:
+    alone, among = make(bare, 4), make(bare, 4)
+    prompts = [tokens[1000 * i : 1000 * i + PROMPT - 100 * i] for i in range(4)]
+    script = np.stack([tokens[5000 + 100 * i :][:40] for i in range(4)], 1)
+    beside = answers(among, prompts, 40, script)
+    text = alone.sessions[2]
+    extend(text, prompts[2])
+    for step in range(40):
+        (row,) = decode(alone, [text], script[step, 2:3])
+        assert alike(row, beside[step][2])
+    assert [c.block for c in text.table.chunks] == [c.block for c in among.sessions[2].table.chunks]
+    assert text.paging.page_ins > 0
+
+
+def test_a_prompt_beside_texts_that_decode(bare: Make, tokens: Any) -> None:
+    """Rows of a prompt and of answers are of one step, and each text has the logits of its own."""
+    run, alone = make(bare, 2), make(bare, 2)
+    for one in (run, alone):
+        extend(one.sessions[0], tokens[:PROMPT])
+    text, reader = run.sessions
+    steps = []
+    for at in range(0, 4):
+        text.begin(1)
+        reader.begin(40)
+        mine = text.prepare_answer(tokens[PROMPT + at : PROMPT + at + 1], LAST)
+        its = reader.prepare(tokens[3000 + 40 * at : 3040 + 40 * at], LAST)
+        assert together.compute([(reader, its), (text, mine)]) == [None, None]
+        check(run)
+        (row,) = decode(alone, alone.sessions[:1], tokens[PROMPT + at : PROMPT + at + 1])
+        steps.append(alike(row, logits_of(run, text)))
+    assert all(steps)
+    fresh = alone.sessions[1]
+    extend(fresh, tokens[3000:3160])
+    assert alike(logits_of(alone, fresh), logits_of(run, reader))
+
+
+def test_a_text_goes_on_as_another_sequence(bare: Make, tokens: Any) -> None:
+    """Swapped out and in again: the same chunks are resident, and only places and rounding differ."""
+    run = make(bare, 2)
+    one, other = run.sessions
+    extend(one, tokens[:PROMPT])
+    extend(other, tokens[2000:2600])
+    saved = restore.state(one)
+    try:
+        restore.load(other, saved)
+    finally:
+        saved.release()
+    for token in tokens[PROMPT : PROMPT + 24]:
+        mine, its = decode(run, [one, other], [token, token])
+        assert alike(mine, its)
+    assert one.table.resident_chunks == other.table.resident_chunks
+
+
+def test_numbers_that_are_none_stay_in_their_text(bare: Make, tokens: Any) -> None:
+    """A block of one text is spoiled. Its step fails, and the others have the bits of a run without that."""
+    found = []
+    for spoiled in (False, True):
+        run = make(bare, 3)
+        engine = run.session.engine
+        for i, text in enumerate(run.sessions):
+            extend(text, tokens[1000 * i : 1000 * i + 400])
+        victim = run.sessions[1]
+        if spoiled:
+            spoil(engine, victim.table.chunks[0].block)
+        rows = []
+        for at in range(8):
+            steps = []
+            for text in run.sessions:
+                text.begin(1)
+                steps.append((text, text.prepare_answer(tokens[9000 + at : 9001 + at], LAST)))
+            errors = together.compute(steps)
+            assert isinstance(errors[1], NotFinite) == spoiled
+            assert errors[0] is None
+            assert errors[2] is None
+            assert victim.length == (400 if spoiled else 401 + at)
+            rows += [run.sessions[i].length for i in (0, 2)]
+            check(run)
+        found.append((rows, [pages_of(run.sessions[i]) for i in (0, 2)]))
+        if spoiled:
+            victim.reset()
+            extend(victim, tokens[1000:1400])
+            assert decode(run, run.sessions, [5, 6, 7])
+    assert found[0] == found[1]
+
+
+def spoil(engine: Any, block: int) -> None:
+    size = engine.info.page_bytes
+    image = engine.alloc(size)
+    engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
+    engine.wait(engine.page_in([block], [image]))
+    engine.free(image)
+
+
+def pages_of(text: Any) -> bytes:
+    """K and V of the text's rows in the pool."""
+    engine, size = text.engine, text.engine.info.page_bytes
+    image = engine.alloc(size)
+    data = b""
+    for c, chunk in enumerate(text.table.chunks):
+        if chunk.block >= 0:
+            engine.wait(engine.page_out([chunk.block], [image]))
+            engine.blank(engine.view(image, size), min(CHUNK, text.length - c * CHUNK))
+            data += bytes(engine.view(image, size))
+    engine.free(image)
+    return data
+
+
+@pytest.mark.parametrize("kind", ["of qwen3moe", "latent heads"])
+def test_other_models_of_pooled_attention(kind: str, bare: Make, tokens: Any) -> None:
+    """Experts, and heads that share one latent key."""
+    found = []
+    for beside in (0, 3000):
+        run = make(bare, 2, kind=kind)
+        ids = tokens % run.n_vocab
+        script = np.stack([ids[beside + 5000 :][:8], ids[6000:6008]], 1)
+        rows = answers(run, [ids[beside : beside + 700], ids[1500:2200]], 8, script)
+        found.append([row[1] for row in rows])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))

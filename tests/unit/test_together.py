@@ -1,0 +1,199 @@
+"""Steps of several texts in one step of the engine: what is one's own stays so, whatever becomes of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_engine import ROW_BYTES, FakeEngine
+from support.integrity import check_table
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.errors import ConfigError, NotFinite
+from kvflash_ggml.sequence import together
+from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.sequence import Sequence
+from kvflash_ggml.sequence.step import LAST
+
+SHARE = 8 * CHUNK
+N_CTX = 40 * CHUNK
+
+
+def on_one_pool(count: int, **engine: Any) -> tuple[FakeEngine, Pool, list[Sequence]]:
+    made = FakeEngine(count * SHARE, 512, n_seq=count, **engine)
+    pool = Pool(made, n_ubatch=512)  # type: ignore[arg-type]
+    return made, pool, [open_text(pool, seq) for seq in range(count)]
+
+
+def open_text(pool: Pool, seq: int) -> Sequence:
+    return Sequence(pool, KVFlashConfig(pool=SHARE, sinks=1, tail=2), seq=seq, n_ctx=N_CTX, n_batch=512)
+
+
+def numbers(count: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 1000, count).astype(np.int32)
+
+
+def advance(texts: list[Sequence], counts: list[int], seed: int = 0) -> list[Exception | None]:
+    steps = []
+    for text, count in zip(texts, counts, strict=True):
+        text.begin(count)
+        steps.append((text, text.prepare_answer(numbers(count, seed + text.seq + text.length), LAST)))
+    return together.compute(steps)
+
+
+def check(engine: FakeEngine, texts: list[Sequence]) -> None:
+    """Every row of every text is where its table says, and was computed for it."""
+    rows, _ = engine.settled()
+    for text in texts:
+        check_table(text.table)
+        assert text.length == len(engine.truths[text.seq])
+        assert text.tokens.tolist() == engine.texts[text.seq]
+        assert text.table.held <= set(text.table.blocks.order)
+        for c, chunk in enumerate(text.table.chunks):
+            lo, end = c * CHUNK, min((c + 1) * CHUNK, text.length)
+            if chunk.block >= 0:
+                found = rows[chunk.block * CHUNK : chunk.block * CHUNK + end - lo].tobytes()
+            else:
+                found = text.store.bytes_of(c)[: (end - lo) * ROW_BYTES]
+            assert bytes(found) == b"".join(engine.truths[text.seq][lo:end])
+
+
+def test_rows_of_several_texts_lie_side_by_side() -> None:
+    engine, _, texts = on_one_pool(3)
+    assert advance(texts, [5, 70, 1]) == [None] * 3
+    assert advance(texts, [1, 1, 1]) == [None] * 3
+    assert engine.steps == [76, 3]
+    assert [text.logits.row(text.length - 1) for text in texts] == [0, 1, 2]
+    assert advance(texts[:1], [1]) == [None]
+    assert texts[1].logits.row(texts[1].length - 1) is None, "they are those of another step"
+    check(engine, texts)
+
+
+def test_a_text_that_decodes_opens_one_entry_of_its_mask_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, texts = on_one_pool(3)
+    advance(texts, [100, 90, 80])
+    advance(texts, [1, 1, 1])
+    for text in texts:
+        monkeypatch.setattr(text.mask, "_take", None)
+    assert advance(texts, [1, 1, 1]) == [None] * 3
+    monkeypatch.undo()
+    assert advance(texts[::-1], [1, 1, 1]) == [None] * 3
+    assert advance(texts, [1, 1, 1]) == [None] * 3
+
+
+def test_a_neighbour_changes_nothing_that_is_resident() -> None:
+    """A text alone and beside others that outgrow the pool has the same chunks in the same blocks at each step."""
+    places = []
+    for beside in (False, True):
+        engine, _, texts = on_one_pool(3)
+        mine = []
+        for turn in range(60):
+            running = texts if beside else texts[1:2]
+            assert not any(advance(running, [40 if text.seq == 1 else 1 + turn for text in running]))
+            mine.append([chunk.block for chunk in texts[1].table.chunks])
+        assert texts[1].paging.page_outs > 0
+        assert any(block == -1 for block in mine[-1])
+        check(engine, running)
+        places.append(mine)
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_logits_that_are_not_finite_are_one_texts_own(both: bool) -> None:
+    engine, _, texts = on_one_pool(3)
+    advance(texts, [100, 90, 80])
+    before = [text.length for text in texts]
+    engine.spoiled = {1, 2} if both else {1}
+    errors = advance(texts, [1, 60, 1])
+    assert errors[0] is None
+    assert isinstance(errors[1], NotFinite)
+    assert isinstance(errors[2], NotFinite) == both
+    assert [text.length for text in texts] == [before[0] + 1, before[1], before[2] + (not both)]
+    block = texts[1].table.chunks[1].block * CHUNK
+    assert not engine.pool[block + 90 - CHUNK : block + CHUNK].any(), "rows that are no numbers stay"
+    check(engine, texts)
+    engine.spoiled = set()
+    assert advance(texts, [1, 60, 1]) == [None] * 3
+    check(engine, texts)
+
+
+def test_a_step_that_fails_is_computed_again_alone() -> None:
+    engine, _, texts = on_one_pool(3)
+    advance(texts, [100, 90, 80])
+    engine.faults.step = 0
+    assert advance(texts, [1, 1, 1]) == [None] * 3
+    assert engine.steps[-3:] == [1, 1, 1]
+    check(engine, texts)
+
+
+def test_an_interrupt_leaves_each_text_with_all_or_nothing() -> None:
+    for late in (False, True):
+        engine, _, texts = on_one_pool(2)
+        advance(texts, [100, 90])
+        engine.faults.step, engine.faults.error, engine.faults.late = 0, KeyboardInterrupt, late
+        with pytest.raises(KeyboardInterrupt):
+            advance(texts, [1, 30])
+        assert [text.length for text in texts] == ([101, 120] if late else [100, 90])
+        check(engine, texts)
+        assert advance(texts, [1, 1]) == [None] * 2
+
+
+def test_a_sequence_has_one_text_and_the_last_one_closes_the_pool() -> None:
+    engine, pool, texts = on_one_pool(2)
+    with pytest.raises(ConfigError, match="sequence 1 has a text"):
+        open_text(pool, 1)
+    with pytest.raises(ConfigError, match="sequence 2 of a context made for 2"):
+        open_text(pool, 2)
+    advance(texts, [100, 90])
+    texts[1].close()
+    again = open_text(pool, 1)
+    assert advance([texts[0], again], [1, 70]) == [None] * 2
+    check(engine, [texts[0], again])
+    texts[0].close()
+    assert not engine.closed
+    again.close()
+    assert engine.closed
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "cut", "reset", "reopen", "fail", "spoil"]),
+        st.lists(st.integers(0, 90), min_size=6, max_size=6),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(actions=ACTIONS, count=st.integers(2, 6), timing=st.sampled_from(["lazy", "eager", "random"]))
+def test_random_use(actions: list[tuple[str, list[int]]], count: int, timing: str) -> None:
+    """Texts of all lengths, cut, closed and failing beside each other. The engine checks each row of each mask."""
+    engine, pool, texts = on_one_pool(count, timing=timing, query_rows=8 * count)
+    for action, values in actions:
+        chosen = [text for text, value in zip(texts, values, strict=False) if value]
+        counts = [min(value, text.table.room(text.length)) for text, value in zip(texts, values, strict=False) if value]
+        victim = values[0] % count
+        engine.spoiled = {victim} if action == "spoil" else set()
+        before = {text.seq: text.length for text in texts}
+        if action == "cut":
+            texts[victim].truncate(min(texts[victim].length, 20 * values[1]))
+        elif action == "reset":
+            texts[victim].reset()
+        elif action == "reopen":
+            if count > 1:
+                texts[victim].close()
+                texts[victim] = open_text(pool, victim)
+        elif chosen:
+            if action == "fail":
+                engine.faults.step = 0
+            errors = advance(chosen, counts, seed=sum(values))
+            engine.faults.step = None
+            for text, more, error in zip(chosen, counts, errors, strict=True):
+                failed = text.seq in engine.spoiled or (action == "fail" and len(chosen) == 1)
+                assert (error is not None) == failed
+                assert text.length == before[text.seq] + (0 if failed else more)
+        check(engine, texts)
