@@ -154,6 +154,7 @@ class KVFlashConfig:
     reselect_prefill: rebuild the resident set while a prompt is read too, and not at its end only.
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
+    embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -230,13 +231,14 @@ class KVFlashConfig:
         " or beside it.  [default: none]",
     )  # fmt: skip
     checkpoints: int = 8
+    embedding: int = 0
 
     def __post_init__(self) -> None:
         check(self)
         if not isinstance(self.calibrate, (bool, Path)):
             raise ConfigError(f"calibrate is True, False or a path, not {self.calibrate!r}")
         self._check_pool()
-        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0)):
+        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0), ("embedding", 0)):
             value = getattr(self, name)
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import tempfile
@@ -13,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
+from . import system
 from .errors import ConfigError
 
 PART = ".part"
@@ -48,12 +48,14 @@ def replacing(
     part = path.parent / f".{path.name}.{secrets.token_hex(4)}{PART}"
     with part.open("xb") as file:
         with contextlib.suppress(OSError):  # tells whoever tidies up that it is not abandoned
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.try_lock(file.fileno())
         try:
             yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
+            if not system.RENAMES_OPEN_FILES:
+                file.close()
             with guard():
                 part.replace(path)
         except BaseException:
@@ -67,14 +69,13 @@ def replacing(
 def being_written(part: Path) -> bool:
     """Is a process writing this unfinished file? `replacing` holds a lock on it meanwhile."""
     try:
-        handle = os.open(part, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)  # perhaps a link or a pipe
+        handle = system.open_file(part, follow=False)  # perhaps a link or a pipe
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not system.try_lock(handle, shared=True)
         finally:
             os.close(handle)
     except OSError:
         return True
-    return False
 
 
 def write_atomically(path: Path, text: str) -> None:

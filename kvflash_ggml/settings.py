@@ -5,12 +5,13 @@ The field has its bounds, its help, and how text becomes its value. Options, var
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from . import notation
@@ -60,6 +61,19 @@ class Setting:
         """The first of its long flags, of the field of this name."""
         return next(flag for flag in self.flags_of(name) if flag.startswith("--")).partition("/")[0]
 
+    def problem(self, value: Any) -> str | None:
+        """What a number has to be that this one is not, None where it fits."""
+        if self.least is None:
+            return None
+        whole, most = self.kind is not float, math.inf if self.most is None else self.most
+        right = is_whole(value) if whole else isinstance(value, Real) and not isinstance(value, bool)
+        if right and (self.least < value if self.above else self.least <= value) and value <= most:
+            return None
+        bounds = f"{'above' if self.above else 'of at least'} {self.least}"
+        if self.most is not None:
+            bounds += f" and at most {self.most}"
+        return f"{'a whole number' if whole else 'a number'} {bounds}{', or None' if self.default is None else ''}"
+
     def read(self, text: str) -> Any:
         """The value that a variable says. ValueError if it cannot be one."""
         read: Callable[[str], Any] = (
@@ -95,7 +109,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def check(values: object, what: str = "") -> None:
-    """Raise ConfigError for a whole number out of its bounds, or a word that is none of its setting's.
+    """Raise ConfigError for a number out of its bounds, or a word that is none of its setting's.
 
     what: is named behind the setting.
     """
@@ -107,9 +121,9 @@ def check(values: object, what: str = "") -> None:
             raise ConfigError(f"{one.name}{what} is one of {', '.join(limits.kind)}, not {value!r}")
         if limits.kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{one.name}{what} is True or False, not {value!r}")
-        if limits.least is not None and (not is_whole(value) or value < limits.least):
-            or_none = ", or None" if one.default is None else ""
-            raise ConfigError(f"{one.name}{what} is a whole number of at least {limits.least}{or_none}, not {value!r}")
+        problem = limits.problem(value)
+        if problem is not None:
+            raise ConfigError(f"{one.name}{what} is {problem}, not {value!r}")
 
 
 def is_whole(value: object) -> bool:

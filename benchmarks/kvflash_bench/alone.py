@@ -15,7 +15,7 @@ import numpy as np
 
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Request
-from kvflash_ggml.batching.seat import branch_of
+from kvflash_ggml.batching.slot import branch_of
 
 from .opening import opened
 from .serving import GREEDY, Conversation

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
+from kvflash_ggml.batching.llama import LlamaModel, SwappedSequence
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Request, Sampling, Usage
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import KVFlashError
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -36,7 +36,7 @@ OVERHEAD = 1024
 @contextmanager
 def served(llm: Llama, *, park_bytes: int, folder: Path | None) -> Iterator[Scheduler]:
     """A scheduler on a model, which it closes."""
-    kept = None if folder is None else SessionFolder(folder)
+    kept = None if folder is None else ConversationFolder(folder)
     scheduler = Scheduler(LlamaModel(llm), limits=Limits(park_bytes=park_bytes), folder=kept)
     scheduler.start()
     try:
@@ -122,24 +122,24 @@ def play(
         one.answers.append(end.tokens)
         one.took.append(end.usage)
         memory.append(resident_bytes())
-        most_parked = max(most_parked, scheduler.shelf.size)
-        if not full and scheduler.shelf.counts.stored:
+        most_parked = max(most_parked, scheduler.swapped.size)
+        if not full and scheduler.swapped.counts.stored:
             full = memory[-1]
-        tell({"requests": requests, "of": len(order), "stored": scheduler.shelf.counts.stored,
-              "parked_mib": scheduler.shelf.size / 2**20, "rss_mib": memory[-1] / 2**20})  # fmt: skip
+        tell({"requests": requests, "of": len(order), "stored": scheduler.swapped.counts.stored,
+              "parked_mib": scheduler.swapped.size / 2**20, "rss_mib": memory[-1] / 2**20})  # fmt: skip
     begun = [one for one in dict.fromkeys(order) if one.answers]
     warm = [took for one in begun for took in one.took[1:]]
     first = [took.queue_s + took.restore_s + took.prompt_s for took in warm]
-    seat, shelf = scheduler.seat.counts, scheduler.shelf.counts
+    slot, swapped = scheduler.slot.counts, scheduler.swapped.counts
     return {
         "begun": len(begun),
         "requests": requests,
         "failed": len(failed),
-        "parks": seat.parks,
-        "resumes": seat.resumes,
-        "lost": seat.lost,
-        "dropped": shelf.dropped,
-        "stored": shelf.stored,
+        "parks": slot.swapped_out,
+        "resumes": slot.resumes,
+        "lost": slot.lost,
+        "dropped": swapped.dropped,
+        "stored": swapped.stored,
         "read_cold": sum(one.took[0].prompt - one.took[0].cached for one in begun),
         "read_warm": max((took.prompt - took.cached for took in warm), default=0),
         "restore_ms_p50": _percentile([took.restore_s for took in warm], 50) * 1e3,
@@ -147,7 +147,7 @@ def play(
         "first_ms_p50": _percentile(first, 50) * 1e3,
         "first_ms_p99": _percentile(first, 99) * 1e3,
         "cold_s": sum(one.took[0].prompt_s for one in begun) / max(1, len(begun)),
-        "parked_mib": scheduler.shelf.size / 2**20,
+        "parked_mib": scheduler.swapped.size / 2**20,
         "parked_mib_most": most_parked / 2**20,
         "expected_mib": expected_bytes(scheduler) / 2**20,
         "heap_mib": scheduler.model.counters()["host_bytes"] / 2**20,
@@ -166,11 +166,11 @@ def expected_bytes(scheduler: Scheduler) -> int:
     pool; OVERHEAD for each chunk; of each what its end needs: state, newest queries, logits. Of others their tokens.
     """
     shared, states, total = dict[int, int](), dict[int, int](), 0
-    for one in scheduler.shelf:
-        if not isinstance(one.parked, ParkedSession):
+    for one in scheduler.swapped:
+        if not isinstance(one.swapped, SwappedSequence):
             total += one.tokens.nbytes
             continue
-        saved, before = one.parked.saved, 0
+        saved, before = one.swapped.saved, 0
         whole, rest = divmod(saved.length, CHUNK)
         for i in range(whole):
             before = hash((before, saved.tokens[i * CHUNK : (i + 1) * CHUNK].tobytes()))

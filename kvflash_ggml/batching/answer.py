@@ -13,7 +13,7 @@ from ..errors import ContextFull
 from .messages import Finished, Logprob, Missed, Piece, Request, Started, Usage
 from .model import Model, Paused
 from .queue import Job
-from .seat import Seat
+from .slot import Slot
 
 
 class TextStream:
@@ -87,15 +87,15 @@ class Answer:
     """check: called between two steps; what it raises ends the answer, and what was read stays at hand."""
 
     def __init__(
-        self, job: Job, model: Model, seat: Seat, clock: Callable[[], float], *, check: Callable[[], None]
+        self, job: Job, model: Model, slot: Slot, clock: Callable[[], float], *, check: Callable[[], None]
     ) -> None:
         self._job = job
         self._model = model
-        self._seat = seat
+        self._slot = slot
         self._clock = clock
         self._check = check
         self._began = clock()
-        self._seated = self._first = self._last = 0.0
+        self._started = self._first = self._last = 0.0
         self._to_read = 1
         self._tokens: list[int] = []
         self._before: Mapping[str, Any] = {}
@@ -118,8 +118,8 @@ class Answer:
             cached=len(request.tokens) - self._to_read if read else 0,
             generated=len(self._tokens),
             queue_s=self._began - self._job.submitted,
-            restore_s=(self._seated or now) - self._began,
-            prompt_s=(self._first or now) - (self._seated or now),
+            restore_s=(self._started or now) - self._began,
+            prompt_s=(self._first or now) - (self._started or now),
             generation_s=self._last - self._first if read else 0.0,
             missed=self._missed,
         )
@@ -134,13 +134,13 @@ class Answer:
                 f"prompt, or start the server with a larger -c"
             )
         if self._paused is None:
-            self._missed = missed_of(request, self._seat.differs(request), model.piece)
-        conversation = self._seat.take(request, drawn=self._tokens)
+            self._missed = missed_of(request, self._slot.differs(request), model.piece)
+        conversation = self._slot.take(request, drawn=self._tokens)
         if self._paused is None:
             self._before = model.counters()
             sink(Started(conversation=conversation.id))
-            self._seated = self._clock()
-        branch = self._seat.branch(request) if self._paused is None else None
+            self._started = self._clock()
+        branch = self._slot.branch(request) if self._paused is None else None
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
             reason = self._read(stream, min(request.max_tokens, room))
         self._tell(*self._text.finish())

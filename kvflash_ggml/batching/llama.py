@@ -16,7 +16,7 @@ from ..llama.bias import with_bias
 from ..llama.overrides import answers, manner, readings
 from ..logs import Progress
 from ..state.session import SessionState
-from ..store.shelf import Parked, usable
+from ..store.swapped import SwappedText, usable
 from .messages import Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..llama.llama import Llama
 
 
-class ParkedSession:
-    """A saved session on the shelf. read_otherwise: see `LlamaModel`."""
+class SwappedSequence:
+    """A swapped-out text of a `Llama`. read_otherwise: see `LlamaModel`."""
 
     def __init__(self, saved: SessionState, *, stateful: bool, read_otherwise: bool = False) -> None:
         self.saved = saved
@@ -115,7 +115,7 @@ class LlamaModel:
             # else it was lost, and its tokens are read again as a prompt's
             going_on = np.array_equal(self.tokens, tokens[:-1])
             llm.kvflash_sampler = paused.sampler
-        llm.kvflash_progress, llm.kvflash_branch = progress, branch
+        llm.kvflash_progress, llm.kvflash_branch, llm.kvflash_samplers = progress, branch, sampling
         llm.kvflash_most = request.max_tokens - (0 if paused is None else len(paused.drawn))
         self._read_otherwise |= request.reading not in {None, self._reading}
         # a folder is shared by all that read it
@@ -129,13 +129,6 @@ class LlamaModel:
                     llm.generate(
                         tokens[-1:] if going_on else tokens,
                         reset=not going_on,
-                        temp=sampling.temperature,
-                        top_k=sampling.top_k,
-                        top_p=sampling.top_p,
-                        min_p=sampling.min_p,
-                        repeat_penalty=sampling.repeat_penalty,
-                        frequency_penalty=sampling.frequency_penalty,
-                        presence_penalty=sampling.presence_penalty,
                         logits_processor=processor,
                         grammar=grammar,
                     )
@@ -150,6 +143,7 @@ class LlamaModel:
                     yield token
         finally:
             llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
+            llm.kvflash_samplers = None
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), self._llm._sampler)
@@ -180,13 +174,13 @@ class LlamaModel:
         if self.stateful:
             self._llm.checkpoint()
 
-    def park(self) -> ParkedSession:
-        return ParkedSession(self._llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
+    def swap_out(self) -> SwappedSequence:
+        return SwappedSequence(self._llm.park(), stateful=self.stateful, read_otherwise=self._read_otherwise)
 
-    def resume(self, parked: Parked) -> None:
-        assert isinstance(parked, ParkedSession)
-        self._llm.resume(parked.saved)
-        self._read_otherwise = parked.read_otherwise
+    def swap_in(self, swapped: SwappedText) -> None:
+        assert isinstance(swapped, SwappedSequence)
+        self._llm.resume(swapped.saved)
+        self._read_otherwise = swapped.read_otherwise
 
     def reset(self) -> None:
         self.unpin()
@@ -201,13 +195,13 @@ class LlamaModel:
     def pin(self, lo: int, hi: int) -> None:
         self._stats.pin(lo, hi)
 
-    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
-        assert isinstance(parked, ParkedSession)
-        self._llm.write_parked(parked.saved, path, sync=sync)
+    def write(self, swapped: SwappedText, path: Path, *, sync: bool) -> None:
+        assert isinstance(swapped, SwappedSequence)
+        self._llm.write_parked(swapped.saved, path, sync=sync)
 
-    def read(self, path: Path) -> ParkedSession:
+    def read(self, path: Path) -> SwappedSequence:
         # a file does not say how requests had it read
-        return ParkedSession(self._llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
+        return SwappedSequence(self._llm.read_parked(path), stateful=self.stateful, read_otherwise=True)
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self._stats.when_full(give_way)

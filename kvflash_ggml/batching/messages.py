@@ -9,19 +9,13 @@ from typing import Any
 
 from ..arrays import Int32s
 from ..chat.values import Grammar
+from ..sampling import Samplers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(Samplers):
     """How the next token is chosen. grammar: a chat's, or GBNF; checked before it comes here; None for any text."""
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     seed: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Grammar | str | None = None
@@ -101,7 +95,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The request has its seat. conversation: the name of the text that it goes on with."""
+    """The request has the slot. conversation: the name of the text that it continues."""
 
     conversation: str
 

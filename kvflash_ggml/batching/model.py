@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ..arrays import Floats, Int32s
 from ..logs import Progress
 from ..policy.qk import Reason
-from ..store.shelf import Parked
+from ..store.swapped import SwappedText
 from .messages import Logprob, Request
 
 MAX_RECALLED = 256
@@ -155,11 +155,11 @@ class Model(Protocol):
         """Keep the state of the text at hand as it is now, to go back to."""
         ...
 
-    def park(self) -> Parked:
+    def swap_out(self) -> SwappedText:
         """The text at hand as a value. It stays at hand."""
         ...
 
-    def resume(self, parked: Parked) -> None:
+    def swap_in(self, swapped: SwappedText) -> None:
         """Put a parked text in place of the one at hand. It is not released."""
         ...
 
@@ -175,11 +175,11 @@ class Model(Protocol):
         """Keep tokens [lo, hi) of the text at hand on the device."""
         ...
 
-    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
+    def write(self, swapped: SwappedText, path: Path, *, sync: bool) -> None:
         """Write a parked text to a file. sync: wait until it is on the disk. SnapshotError."""
         ...
 
-    def read(self, path: Path) -> Parked:
+    def read(self, path: Path) -> SwappedText:
         """Open what `write` has written. SnapshotError."""
         ...
 

@@ -15,7 +15,7 @@ from .messages import Event, Request
 
 
 SLACK = 1.25
-"""Others come meanwhile, who have been told nothing: more time than the seat needs for each that was refused."""
+"""Others come meanwhile, who have been told nothing: more time than the slot needs for each that was refused."""
 
 LONGEST_S = 3600.0
 
@@ -106,7 +106,7 @@ class RetrySlots:
             self._give_up(place)
 
     def expected(self, now: float, pace: float, *, but: Hashable) -> int:
-        """How many others will probably come before the seat has taken KEPT_FOR more, of those who were told to."""
+        """How many others will probably come before the slot has taken KEPT_FOR more, of those who were told to."""
         self._advance(now)
         late = sum(one.size for one in self._expected if not one.gone and one.who != but)
         return round(self._share * (late + self._due_soon(now, pace, but)))
@@ -223,7 +223,7 @@ class RequestQueue:
     def put(self, *jobs: Job, pace: float) -> None:
         """All of them, of one client. QueueFull, and nothing has changed, if there is no room, or what there is is kept
         for those who were told to come now. A request never waits behind an empty queue's bound: one that is alone is
-        taken, however long it is. pace: seconds that a request has the seat.
+        taken, however long it is. pace: seconds that a request has the slot.
         """
         first, size = jobs[0], sum(len(job.request.tokens) for job in jobs)
         who, now = first.who, first.submitted

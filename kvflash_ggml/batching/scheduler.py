@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
-from ..store.shelf import SessionFolder, Shelf
+from ..store.swapped import ConversationFolder, SwapStore
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .conversations import Conversations
 from .messages import (
@@ -31,7 +31,7 @@ from .messages import (
 )
 from .model import Model
 from .queue import Job, RequestQueue
-from .seat import Seat
+from .slot import Slot
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -74,7 +74,7 @@ class Totals:
 
 class Scheduler:
     """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
-    request that has had the seat, what it took and how it ended. clock: seconds.
+    request that has had the slot, what it took and how it ended. clock: seconds.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Scheduler:
         model: Model,
         *,
         limits: Limits | None = None,
-        folder: SessionFolder | None = None,
+        folder: ConversationFolder | None = None,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = Limits() if limits is None else limits
         self.model = model
         self.waiting = RequestQueue(most=limits.most, most_tokens=limits.most_tokens)
-        self.shelf = Shelf(
+        self.swapped = SwapStore(
             capacity=limits.park_bytes,
             folder=folder,
-            write=lambda parked, place, sync: model.write(parked, place.path, sync=sync),
+            write=lambda swapped, place, sync: model.write(swapped, place.path, sync=sync),
             read=lambda place: model.read(place.path),
         )
-        self.seat = Seat(model, self.shelf, clock)
-        self.conversations = Conversations(model, self.seat, self.shelf, folder)
+        self.slot = Slot(model, self.swapped, clock)
+        self.conversations = Conversations(model, self.slot, self.swapped, folder)
         self.totals = Totals()
         self.folder = folder
         self._on_end = on_end
@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def running(self) -> Request | None:
-        """Who has the seat."""
+        """Return the request that has the slot."""
         job = self._running
         return None if job is None else job.request
 
@@ -143,7 +143,7 @@ class Scheduler:
 
     @property
     def retry_after_s(self) -> float:
-        """How long one request has the seat."""
+        """Return the seconds that one request keeps the slot."""
         return max(1.0, self._pace)
 
     def submit(
@@ -151,7 +151,7 @@ class Scheduler:
     ) -> None:
         """Ask for an answer. QueueFull, and nothing happens, if too many wait; KVFlashError after `close`.
 
-        full: while it is true the answer is put aside, and others have the seat; `wake` when it is not any more.
+        full: while it is true the answer is swapped out, and others have the slot; call `wake` once it is false.
         """
         self.submit_together([(request, sink, full)])
 
@@ -215,8 +215,8 @@ class Scheduler:
     # --- the engine's thread
 
     def _give_way(self) -> bool:
-        """Host memory is full. Only this thread may change the shelf."""
-        return threading.current_thread() is self._thread and self.shelf.evict()
+        """Evict a swapped-out text, as host memory is full. Only this thread may do so."""
+        return threading.current_thread() is self._thread and self.swapped.evict()
 
     def _run(self) -> None:
         self.model.when_full(self._give_way)
@@ -242,8 +242,8 @@ class Scheduler:
         while self._calls:
             self._calls.popleft()()
         try:
-            self.seat.park()
-            self.shelf.close()
+            self.slot.swap_out()
+            self.swapped.close()
         except Exception:
             logger.exception("conversations could not be put aside at the end")
         self.model.close()
@@ -253,7 +253,7 @@ class Scheduler:
         began = self._clock()
         answer = self._begun.pop(request.id, None)
         if answer is None:
-            answer = Answer(job, self.model, self.seat, self._clock, check=lambda: self._check(job))
+            answer = Answer(job, self.model, self.slot, self._clock, check=lambda: self._check(job))
         self._answer = answer
         try:
             reason, event = self._outcome(job, answer)
@@ -262,7 +262,7 @@ class Scheduler:
             return
         usage = answer.usage
         try:
-            self.seat.settle()
+            self.slot.settle()
         except Exception:
             logger.exception("the text could not be settled")
             self._forget_text()
@@ -310,7 +310,7 @@ class Scheduler:
         self._running = self._answer = None
         self.stalls += 1
         try:
-            self.seat.park(unfinished=True)
+            self.slot.swap_out(unfinished=True)
         except Exception:
             logger.exception("the text could not be put aside")
             self._forget_text()
@@ -335,7 +335,7 @@ class Scheduler:
 
     def _forget_text(self, spoiled: Request | None = None) -> None:
         try:
-            self.seat.clear() if spoiled is None else self.seat.lose(spoiled)
+            self.slot.clear() if spoiled is None else self.slot.lose(spoiled)
         except Exception:
             logger.exception("the text at hand could not be forgotten")
 

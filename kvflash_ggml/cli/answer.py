@@ -151,7 +151,7 @@ def ask(
                 progress.update(done, total)
                 interrupt.check()
 
-        llm.kvflash_progress = on_progress
+        llm.kvflash_progress, llm.kvflash_samplers = on_progress, sampling
         try:
             with closing(_stream(llm, request, sampling, seed)) as stream:
                 for piece, reason in stream:
@@ -167,7 +167,7 @@ def ask(
             finish = "interrupted"
         finally:
             progress.erase()
-            llm.kvflash_progress = None
+            llm.kvflash_progress = llm.kvflash_samplers = None
 
     return Answer(
         text="".join(pieces),
@@ -194,7 +194,6 @@ def _stream(
         "stream": True,
         "max_tokens": sampling.max_tokens,
         "seed": seed,
-        **sampling.settings(),
     }
     if isinstance(request, str):
         with closing(llm.create_completion(request, **settings)) as chunks:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import click
 
+from .. import system
 from .terminal import note
 
 _SECONDS = 10
@@ -175,7 +176,7 @@ def _server(model: Path, key: str) -> Iterator[str]:
         line, stderr=subprocess.PIPE, text=True, env={**os.environ, **keys}, start_new_session=True
     )
     assert process.stderr is not None
-    ends = (signal.SIGTERM, signal.SIGHUP)  # which would leave the server, and all its memory, behind
+    ends = system.END_SIGNALS  # which would leave the server, and all its memory, behind
     before = [signal.signal(number, lambda number, frame: sys.exit(128 + number)) for number in ends]
     try:
         for said in process.stderr:

@@ -35,8 +35,8 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-nkvo", "--no-kv-offload"): "the pool is what stays on the device: make it smaller with --kvflash TOKENS",
     ("-nocb", "--no-cont-batching"): "one answer is computed at a time: leave it out",
     ("--keep",): "--kvflash-pin 0:N keeps the first N tokens on the device",
-    ("--embedding", "--embeddings", "--pooling"): "embeddings are not served: use llama-server",
-    ("--rerank", "--reranking"): "reranking is not served: use llama-server",
+    ("--embedding", "--embeddings", "--pooling"): "a server embeds texts: kvflash-run serve MODEL --embeddings",
+    ("--rerank", "--reranking"): "a server ranks texts: kvflash-run serve MODEL --reranking",
     ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--image"): "images are not read in a pool: use llama-server",
     ("-mu", "--model-url"): "files of a URL are not fetched: -hf OWNER/REPO fetches one of a hub",
     ("-hff", "--hf-file"): "-hf OWNER/REPO:FILE.gguf names the file",
@@ -48,13 +48,8 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--chat-template-kwargs", "--reasoning-budget"): f"{_REQUEST} chat_template_kwargs, "
     'as {"enable_thinking": false}',
     ("--reasoning-format",): "thoughts stay in the text as the model writes them: leave it out",
-    ("--presence-penalty",): f"{_REQUEST} presence_penalty",
-    ("--frequency-penalty",): f"{_REQUEST} frequency_penalty",
     ("--grammar", "--grammar-file"): f"{_REQUEST} grammar",
     ("-j", "--json-schema"): f"{_REQUEST} json_schema",
-    ("--mirostat", "--samplers", "--typical", "--repeat-last-n", "--dry-multiplier", "--xtc-probability"): (
-        "the samplers are --temp, --top-k, --top-p, --min-p and --repeat-penalty: leave it out"
-    ),
     ("--lora", "--lora-scaled"): f"{_PYTHON} lora_path and lora_scale",
     ("--rope-scaling", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx"): (
         f"{_PYTHON} rope_scaling_type, rope_freq_base, rope_freq_scale and yarn_orig_ctx"

@@ -65,14 +65,23 @@ def load_model(path: str, *, loading: WeightOptions, devices: DeviceOptions, ver
 
 @contextmanager
 def open_model(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions, verbose: bool
+    path: str,
+    *,
+    loading: ModelOptions,
+    devices: DeviceOptions,
+    pool: PoolOptions,
+    drafts: SpecOptions,
+    verbose: bool,
+    embedding: int = 0,
 ) -> Iterator[Any]:
-    """The loaded model, closed at the end.
+    """The loaded model, closed at the end. embedding: tokens of a text to leave memory for, see KVFlashConfig.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
+    if embedding and settings["kvflash"] is not None:
+        settings["kvflash"] = replace(settings["kvflash"], embedding=embedding)
     if (cache := pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
     with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:

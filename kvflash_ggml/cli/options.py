@@ -19,6 +19,7 @@ from ..native import library
 from ..notation import word
 from ..placement.devices import EXPERTS, parse_overrides
 from ..placement.sizes import HOST
+from ..sampling import Samplers
 from ..settings import in_section, setting, settings
 from ..store.prefixes import PrefixCache
 from .child import check_first_run
@@ -143,28 +144,7 @@ model_options = collected("loading", ModelOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerOptions:
-    """The samplers. The defaults are llama.cpp's."""
-
-    temp: float = _sampling(float, "--temp", "--temperature", least=0, default=0.8, help="Temperature; 0 is greedy.")
-    top_k: int = _sampling(int, least=0, most=MAX_CONTEXT, default=40, metavar="X", help="0: off.")
-    top_p: float = _sampling(float, least=0, most=1, default=0.95, help="1: off.")
-    min_p: float = _sampling(float, least=0, most=1, default=0.05, help="0: off.")
-    repeat_penalty: float = _sampling(float, least=0, above=True, default=1.0, help="1: off.")
-
-    def settings(self) -> dict[str, Any]:
-        """By the names of `Llama`'s methods and of requests."""
-        return {
-            "temperature": self.temp,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repeat_penalty": self.repeat_penalty,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(SamplerOptions):
+class SamplingOptions(Samplers):
     """The samplers, the length of an answer, and the seed."""
 
     max_tokens: int = _sampling(
@@ -176,7 +156,6 @@ class SamplingOptions(SamplerOptions):
     )
 
 
-sampler_options = collected("sampling", SamplerOptions)
 sampling_options = collected("sampling", SamplingOptions)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -20,17 +20,15 @@ from .options import (
     LogOptions,
     ModelOptions,
     PoolOptions,
-    SamplerOptions,
     SpecOptions,
     device_options,
     log_options,
     model_options,
     pool_options,
-    sampler_options,
     spec_options,
 )
 from .sections import MODEL_FILE, SectionCommand, collected
-from .terminal import note
+from .terminal import note, size_text
 
 _net = in_section("Network")
 _limits = in_section("Limits")
@@ -41,7 +39,7 @@ Any number of conversations share the pool: one is computed at a time, the other
 aside and go on bit for bit. A prompt is read from where it leaves what is known.
 
 \b
-Endpoints: /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions, /v1/models,
+Endpoints: /v1/chat/completions, /v1/embeddings, /api/chat, /v1/messages, /v1/responses, /v1/completions, /v1/models,
 /health, /metrics, /props, /slots, /tokenize, /detokenize, /apply-template, /completion, /kvflash/state and more:
 docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does not.
 
@@ -74,13 +72,34 @@ class ServerOptions:
         int, "-np",
         help="For llama-server's command lines: any number of conversations share the pool, and answers take turns.",
     )  # fmt: skip
+    embeddings: bool = _server(
+        bool, "--embeddings", "--embedding", default=False,
+        help="Serve /v1/embeddings too, from a further context on the same weights.",
+    )  # fmt: skip
+    reranking: bool = _server(
+        bool, "--reranking", "--rerank", default=False, help="Serve /v1/rerank too, with a model that ranks texts."
+    )
+    pooling: Literal["mean", "cls", "last"] | None = _server(
+        ("mean", "cls", "last"),
+        help="How tokens become an embedding.  [default: the model's own, or mean]",
+    )
+    embedding_tokens: int = _server(
+        int, least=64, default=2048, metavar="N", help="Tokens of a text that is embedded or ranked, at most."
+    )
     fields: dict[str, Any]
 
-    def settings(self, model: str | HubModel, sampling: SamplerOptions) -> ServerSettings:
+    def embedding(self) -> int:
+        """Tokens of a text to leave memory for; 0 without embeddings. UsageError for a contradiction."""
+        if self.embeddings and self.reranking:
+            raise click.UsageError("--embeddings and --reranking need different models: start a server for each")
+        if self.pooling is not None and not self.embeddings:
+            raise click.UsageError(f"--pooling {self.pooling} says how embeddings are made: add --embeddings")
+        return self.embedding_tokens if self.embeddings or self.reranking else 0
+
+    def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
         """The server's settings, for the model. UsageError for a file without a key."""
         alias = self.alias or (Path(model).stem if isinstance(model, str) else str(model))
-        samplers = Sampling(**sampling.settings())
-        return ServerSettings(alias=alias, keys=self._keys(), sampling=samplers, **self.fields)
+        return ServerSettings(alias=alias, keys=self._keys(), sampling=sampling, **self.fields)
 
     def _keys(self) -> tuple[str, ...]:
         file, keys = self.api_key_file, list(self.api_key)
@@ -117,7 +136,7 @@ _COMMON = (
 @click.argument("path", type=MODEL_FILE, metavar="MODEL", required=False)
 @collected("server", ServerOptions, also=ServerSettings)
 @model_options
-@sampler_options
+@collected("sampling", Sampling)
 @device_options
 @pool_options
 @spec_options
@@ -129,7 +148,7 @@ def serve(
     path: str | None,
     server: ServerOptions,
     loading: ModelOptions,
-    sampling: SamplerOptions,
+    sampling: Sampling,
     devices: DeviceOptions,
     pool: PoolOptions,
     drafts: SpecOptions,
@@ -146,7 +165,7 @@ def serve(
         raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
     if pool.report is not None:
         raise click.UsageError("--kvflash-report is of one run: the page at / shows the same while it happens")
-    settings = server.settings(model, sampling)
+    settings, embedding = server.settings(model, sampling), server.embedding()
     if not (settings.loopback or settings.keys or server.insecure):
         raise click.UsageError(f"--host {settings.host} lets others in: give an --api-key, or say --insecure")
     if settings.isolate_keys and not settings.keys:
@@ -182,17 +201,27 @@ def serve(
                 pool=pool,
                 drafts=drafts,
                 verbose=log.verbose,
+                embedding=embedding,
             ) as llm,
         ):
             if not log.quiet and not log.verbose:
                 note(llm.kvflash.banner())
             if (cache := pool.prefix_cache()) is not None:
                 llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
+            embedder = None
+            if embedding:
+                from ..llama.embedding import Embedder
+
+                embedder = Embedder(llm, pooling="rank" if server.reranking else server.pooling)
+                if not log.quiet:
+                    what = "reranking" if server.reranking else f"embeddings, pooling {embedder.pooling}"
+                    note(f"{what}: texts of up to {embedder.most:,} tokens, a context of {size_text(embedder.bytes)}")
             start(
                 llm,
                 settings,
                 sock,
                 template=template,
+                embedder=embedder,
                 found=found,
                 ready=lambda address: note(f"serving {settings.alias} at {address}"),
             )

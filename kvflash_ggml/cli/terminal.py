@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 import click
+
+from .. import system
 
 _REDRAW_S = 0.1
 _ERASE = "\r\x1b[K"
@@ -69,14 +70,8 @@ def typed_lines_kept() -> Iterator[None]:
     if not stdin_is_terminal():
         yield
         return
-    before = termios.tcgetattr(sys.stdin)
-    changed = [*before]
-    changed[3] |= termios.NOFLSH
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
-    try:
+    with system.typed_lines_kept(sys.stdin):
         yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextmanager

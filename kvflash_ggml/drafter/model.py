@@ -87,9 +87,9 @@ def check(path: Path) -> None:
         ) from error
 
 
-def reserve_bytes(path: Path) -> int:
-    """Device memory to leave free for a drafter that will be loaded later."""
-    return path.stat().st_size + COMPUTE_BYTES
+def reserve_bytes(path: Path | None) -> int:
+    """Return the bytes of device memory to leave free for a drafter that will be loaded later; 0 for None."""
+    return 0 if path is None else path.stat().st_size + COMPUTE_BYTES
 
 
 def make_scorer(llm: Any, path: Path, *, idle: int) -> DrafterScorer:

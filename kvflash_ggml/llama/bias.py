@@ -1,14 +1,19 @@
-"""Logit bias beside a logits processor: upstream loses both when given both."""
+"""Logits processors: a bias beside another one, which upstream loses, and one that keeps an answer from its end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     import llama_cpp
+
+
+_ENDS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+"""The tokens of a model that end an answer."""
 
 
 def with_bias(processor: llama_cpp.LogitsProcessorList | None, bias: dict[int, float]) -> llama_cpp.LogitsProcessorList:
@@ -27,3 +32,24 @@ def _bias_processor(bias: dict[int, float]) -> Any:
         return biased
 
     return add_bias
+
+
+def without_end(
+    processor: llama_cpp.LogitsProcessorList | None, model: Any, length: int
+) -> llama_cpp.LogitsProcessorList:
+    """The processors, and one that lets no answer end before the text has so many tokens. model: the `LlamaModel`."""
+    import llama_cpp
+
+    if model not in _ENDS:  # a call for each token of the vocabulary
+        is_end, vocab = llama_cpp.llama_vocab_is_eog, model.vocab
+        _ENDS[model] = [token for token in range(model.n_vocab()) if is_end(vocab, token)]
+    ends = _ENDS[model]
+
+    def go_on(input_ids: npt.NDArray[np.intc], scores: npt.NDArray[np.single]) -> npt.NDArray[np.single]:
+        if len(input_ids) >= length:
+            return scores
+        longer: npt.NDArray[np.single] = scores.copy()
+        longer[ends] = -np.inf
+        return longer
+
+    return llama_cpp.LogitsProcessorList([*(processor or ()), go_on])

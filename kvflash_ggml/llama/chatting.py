@@ -80,7 +80,7 @@ class Chatting:
             done: Any = self._llm.create_completion(**made)
         (choice,) = done["choices"]
         reader = rendered.reader()
-        reader.push(choice["text"], end=True)
+        reader.push(choice["text"], end=True, stopped=choice["finish_reason"] == "stop")
         said = reader.said
         calls = [call.as_openai() for call in said.calls]
         message = {
@@ -113,7 +113,7 @@ class Chatting:
                 reason = choice["finish_reason"] or reason
                 for delta in reader.push(choice["text"]):
                     yield chunk(delta.as_openai())
-        for delta in reader.push("", end=True):
+        for delta in reader.push("", end=True, stopped=reason == "stop"):
             yield chunk(delta.as_openai())
         yield chunk({}, _reason(reader, reason))
 
@@ -133,4 +133,4 @@ def _asked(given: Mapping[str, Any]) -> ChatInput:
 
 
 def _reason(reader: AnswerReader, reason: str) -> str:
-    return "tool_calls" if reason == "stop" and reader.said.calls and not reader.odd else reason
+    return "tool_calls" if reason == "stop" and reader.called else reason

@@ -16,7 +16,7 @@ from ..constants import CHUNK, KV_TYPES, POOL_STEP
 from ..drafter import model as drafter
 from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
 from ..gguf import purpose
-from ..native import library
+from ..native import library, measure
 from ..native import remote as servers
 from ..placement.devices import LAYER, NONE, holders, slices
 from ..placement.plan import itemised
@@ -27,7 +27,7 @@ from ..placement.table import summary
 from ..policy.base import Exact
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
-from . import parameters
+from . import embedding, parameters
 from .parameters import Request as Asked
 from .speculating import device_bytes, likely, loads_head, search
 
@@ -103,11 +103,15 @@ def beside(path: str, asked: Asked) -> Beside:
     small = reader(path, config)
     scorer = policy.resolve(config.policy) if small is None else None
     found, drafts = search(Path(path), config.spec), likely(config, asked.upstream.get("draft_model"))
+    embeds = 0
+    if config.embedding:
+        with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:
+            embeds = embedding.reserve_bytes(model, llama_cpp.llama_context_default_params(), config)
     rows = 0 if scorer is None else scorer.query_rows
     return Beside(
         query_rows=rows + (drafts.queries if rows else 0),
         exact=scorer if isinstance(scorer, Exact) else None,
-        reserved=(0 if small is None else drafter.reserve_bytes(small)) + device_bytes(found),
+        reserved=drafter.reserve_bytes(small) + embeds + device_bytes(found),
         planes=drafts.planes,
         head=loads_head(found),
     )

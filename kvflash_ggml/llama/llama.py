@@ -37,18 +37,19 @@ from ..placement import devices, memory, sizing
 from ..placement.predict import copied
 from ..placement.sizing import PoolSize
 from ..policy.base import Scorer
+from ..sampling import Samplers
 from ..spec.find import Found
 from ..state.session import SessionState
 from ..store.prefixes import PrefixCache
-from . import fitting, parameters
+from . import embedding, fitting, parameters
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
 from .context import Closed, check_adapter
 from .generation import Generation, limited
-from .grammar import put_into
 from .opening import exchange, exchange_in_two, open_pool
 from .reader import Reader, numbers
+from .samplers import chain_of
 from .saving import Saver
 from .speculating import Drafting, device_bytes, loads_head, make_speculator, room, search
 from .stats import PoolStats
@@ -117,6 +118,8 @@ class Llama(llama_cpp.Llama):
     """Tokens that the next call of `generate` is asked for at most, if that is known: no more of them are drafted."""
     kvflash_sampler: Any = None
     """Of an answer that the next call of `generate` goes on with: a single token that it is given has been drawn."""
+    kvflash_samplers: Samplers | None = None
+    """llama.cpp's samplers for every call from now on, in place of what the call says; None: upstream's chain."""
     kvflash_sampled_s: float = 0.0
     """Seconds that the newest token took to be chosen, without its evaluation."""
     kvflash_branch: int | None = None
@@ -263,13 +266,13 @@ class Llama(llama_cpp.Llama):
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
-        scores = drafter.reserve_bytes(self._drafter) if self._drafter is not None else 0  # these are loaded later
+        embeds = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
         size = sizing.fit(
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
             query_rows=self._query_rows(),
-            reserved=scores + device_bytes(self._found) + self._room.kept_bytes,
+            reserved=drafter.reserve_bytes(self._drafter) + embeds + device_bytes(self._found) + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
         )
@@ -301,14 +304,9 @@ class Llama(llama_cpp.Llama):
 
     embed = changing(llama_cpp.Llama.embed)
 
-    def _init_sampler(  # type: ignore[override]
-        self, *, grammar: LlamaGrammar | Grammar | None = None, **settings: Any
-    ) -> Any:
-        if not isinstance(grammar, Grammar):
-            return super()._init_sampler(grammar=grammar, **settings)
-        sampler = super()._init_sampler(**settings)
-        put_into(sampler, self._model.vocab, grammar)
-        return sampler
+    def _init_sampler(self, *, text: Any = None, **settings: Any) -> Any:  # type: ignore[override]
+        known = self._input_ids if text is None else text
+        return chain_of(self, super()._init_sampler, self.kvflash_samplers, known, settings)
 
     @writing
     def generate(
@@ -344,11 +342,13 @@ class Llama(llama_cpp.Llama):
             frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, tfs_z=tfs_z,
             mirostat_mode=mirostat_mode, mirostat_eta=mirostat_eta, mirostat_tau=mirostat_tau, penalize_nl=penalize_nl,
             logits_processor=logits_processor, grammar=grammar,
+            text=given if reset else np.concatenate((self._input_ids, given)),
         )  # fmt: skip
         inherited = "sample" not in vars(self) and type(self).sample is Llama.sample
-        neutral = (repeat_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0)
-        reader = self._reader
-        reader.greedy = temp == 0.0 and neutral and inherited and logits_processor is None and grammar is None
+        penalties = (repeat_penalty, frequency_penalty, presence_penalty)
+        asked, reader = self.kvflash_samplers, self._reader
+        likeliest = (temp, *penalties) == (0, 1, 0, 0) if asked is None else asked.keeps_likeliest
+        reader.greedy = likeliest and inherited and logits_processor is None and grammar is None
         if reader.sequence is not None:
             reader.sequence.check_open()
             reader.sequence.settle()

@@ -64,7 +64,7 @@ def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer |
             " streams the whole text. A smaller n_ubatch takes less memory."
         )
         n_batch = pool.n_ubatch
-    session = Sequence(pool, config, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    session = Sequence(pool, config, seq=0, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
         session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
     return session

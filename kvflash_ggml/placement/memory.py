@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .. import system
 from .sizes import HOST, Device, Fit
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 GIB = 1 << 30
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 _REMOTE = "RPC"
 
 
@@ -38,11 +35,8 @@ def of_model(address: int) -> tuple[Device, ...]:
 def host() -> Device:
     """The host's memory. total: all of it, or as much as a container may have. free: what can be had of it without
     swapping."""
-    total = _meminfo("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    left = _meminfo("MemAvailable") or total
-    if (container := _limit()) is not None:
-        total, left = min(total, container[0]), min(left, container[1])
-    return Device(name=HOST, kind="host", free=min(total, left), total=total)
+    total, free = system.host_memory()
+    return Device(name=HOST, kind="host", free=free, total=total)
 
 
 def _device(found: DeviceInfo) -> Device:
@@ -55,28 +49,6 @@ def _device(found: DeviceInfo) -> Device:
         description=found.description,
         overlaps=found.overlaps,
     )
-
-
-def _meminfo(field: str) -> int | None:
-    """Bytes, None where the system does not tell."""
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def _limit() -> tuple[int, int] | None:
-    """Return the bytes that a control group allows, and how many are left. The system gives back unused file pages."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-        stat = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        return None
-    files = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-    return (int(limit), max(0, int(limit) - used + files)) if limit.isdigit() else None
 
 
 # --- how much of it can be used

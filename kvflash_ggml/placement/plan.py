@@ -62,7 +62,7 @@ def itemised(need: Needs) -> dict[str, int]:
         "stages": need.stages,
         "exact scores": need.masses,
         "queries": need.queries,
-        "drafter": need.extra,
+        "drafter, embeddings": need.extra,
         "margin": need.margin,
     }
 

@@ -6,8 +6,6 @@ of the policy, and names a module that registers it when imported.
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from ..errors import ConfigError
 from . import drafter, qk  # noqa: F401 (registers)
 from .base import LRU, REGISTRY, Exact, Scorer
@@ -26,6 +24,8 @@ def names() -> list[str]:
 def check(policy: str) -> None:
     """Import the plugin of this name, if it is none of `names()`. ConfigError if there is none."""
     if policy not in names():
+        from importlib.metadata import entry_points  # here, since it brings the email package
+
         for point in entry_points(group=PLUGINS, name=policy):
             point.load()
     if policy not in names():

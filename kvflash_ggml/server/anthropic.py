@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Piece, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
-from . import bodies
 from .chat import prepared, tokens_of
 from .errors import ApiError
 from .exchange import Answer, dumps
@@ -21,7 +20,7 @@ from .fields import note
 from .front import Front
 from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
 from .took import report
-from .turns import Turns, as_json, kind_of, parts_of, read, text_of
+from .turns import Turns, as_json, as_object, kind_of, parts_of, read, text_of
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""
@@ -66,7 +65,7 @@ async def messages(front: Front, http: HttpRequest) -> Response:
 
 
 async def count_tokens(front: Front, http: HttpRequest) -> Response:
-    """As many as `messages` would read. It takes no seat, and asks nothing of the engine's thread."""
+    """As many as `messages` would read. It takes no slot, and asks nothing of the engine's thread."""
     asked: MessagesRequest = await front.asked(http, MessagesRequest)
     chat = await front.work(http, _translated, front, http, asked)
     return JSONResponse({"input_tokens": await front.work(http, tokens_of, front, chat)})
@@ -171,7 +170,7 @@ def _tools(turns: Turns, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
             continue
         known.add(str(tool.get("name")))
         function = {
-            "name": tool.get("name"),
+            "name": text_of(tool.get("name"), "tools.name"),
             "description": tool.get("description"),
             "parameters": tool["input_schema"],
         }
@@ -219,7 +218,7 @@ class MessageAnswer(Answer):
             self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True)
+        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
         said = self._reader.said
         blocks: list[dict[str, Any]] = []
         if said.reasoning:
@@ -227,7 +226,7 @@ class MessageAnswer(Answer):
         if said.content:
             blocks.append({"type": "text", "text": said.content})
         for call in said.calls:
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)})
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": as_object(call.arguments)})
         return {**self._message(finished.usage), "content": blocks, **self._end(finished)}
 
     def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
@@ -259,7 +258,8 @@ class MessageAnswer(Answer):
         return iter(())
 
     def failed(self, error: ApiError) -> bytes:
-        return _event("error", error=error.anthropics_body["error"])
+        held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
+        return held + b"".join(self._close()) + _event("error", error=error.anthropics_body["error"])
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
         if delta.index is not None:
@@ -306,7 +306,7 @@ class MessageAnswer(Answer):
 
     def _end(self, finished: Finished) -> dict[str, Any]:
         reason = _REASONS.get(finished.reason, finished.reason)
-        if finished.reason == "stop" and self._reader.said.calls:
+        if finished.reason == "stop" and self._reader.called:
             reason = "tool_use"
         elif finished.stop is not None:
             reason = "stop_sequence"
@@ -321,15 +321,6 @@ def _usage(took: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": took.cached,
         "output_tokens": took.generated,
     }
-
-
-def _object(arguments: str) -> Any:
-    """Arguments as an object, as clients want them. What is none stays as it was written, under a name."""
-    try:
-        value = bodies.loads(arguments.encode() or b"{}")
-    except ValueError:
-        value = arguments
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _event(kind: str, **more: Any) -> bytes:

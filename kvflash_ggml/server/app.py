@@ -12,7 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import about, anthropic, chat, completions, conversations, events, fields, llamacpp, responses
+from . import (
+    about,
+    anthropic,
+    chat,
+    completions,
+    conversations,
+    embeddings,
+    events,
+    fields,
+    llamacpp,
+    ollama,
+    responses,
+)
 from .errors import ApiError
 from .front import Front
 from .guard import Guard
@@ -22,15 +34,17 @@ logger = logging.getLogger("kvflash_ggml")
 
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
+FRONTS = ("/v1", "")
+"""Some programs write the version, others leave it out."""
+
 NOT_HERE = {
-    "/v1/embeddings": "a server of embeddings needs a context of its own: run one beside this",
-    "/v1/rerank": "this server makes text only",
-    "/rerank": "this server makes text only",
-    "/infill": "use /completion with the marks of the model",
+    "/api/pull": "fetch a model with kvflash-run pull, and start a server with it",
     "/v1/audio/transcriptions": "this server reads text only",
     "/v1/images/generations": "this server makes text only",
 }
 """What clients may look for, and what to do instead."""
+
+RERANK = ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking")
 
 
 def make_app(front: Front, metrics: Metrics) -> Starlette:
@@ -55,13 +69,23 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         return route(path, call, "POST")
 
     routes = [
-        route("/v1/chat/completions", chat.chat, "POST"),
-        route("/chat/completions", chat.chat, "POST"),
-        route("/v1/messages", anthropic.messages, "POST"),
-        route("/v1/messages/count_tokens", anthropic.count_tokens, "POST"),
-        route("/v1/responses", responses.responses, "POST"),
-        route("/v1/responses/input_tokens", responses.input_tokens, "POST"),
+        *(route(f"{front}/chat/completions", chat.chat, "POST") for front in FRONTS),
+        *(route(f"{front}/messages", anthropic.messages, "POST") for front in FRONTS),
+        *(route(f"{front}/messages/count_tokens", anthropic.count_tokens, "POST") for front in FRONTS),
+        *(route(f"{front}/responses", responses.responses, "POST") for front in FRONTS),
+        *(route(f"{front}/responses/input_tokens", responses.input_tokens, "POST") for front in FRONTS),
+        route("/api/version", ollama.version),
+        route("/api/tags", ollama.tags),
+        route("/api/ps", ollama.ps),
+        route("/api/show", ollama.show, "POST"),
+        route("/api/chat", ollama.chat, "POST"),
+        route("/api/generate", ollama.generate, "POST"),
         route("/v1/completions", completions.completions, "POST"),
+        route("/v1/embeddings", embeddings.embeddings, "POST"),
+        route("/embeddings", embeddings.embeddings, "POST"),
+        *(route(path, embeddings.rerank, "POST") for path in RERANK),
+        route("/api/embed", embeddings.ollama_embed, "POST"),
+        route("/api/embeddings", embeddings.ollama_prompt, "POST"),
         route("/v1/models", about.models),
         route("/v1/models/{model:path}", about.models),
         route("/models", about.models),
@@ -76,6 +100,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/apply-template", llamacpp.apply_template, "POST"),
         route("/completion", llamacpp.completion, "POST"),
         route("/completions", llamacpp.completion, "POST"),
+        route("/infill", llamacpp.infill, "POST"),
         route("/", events.page),
         route("/kvflash/state", conversations.state),
         route("/kvflash/events", events.events),

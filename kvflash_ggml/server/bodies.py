@@ -35,8 +35,10 @@ class Refused(ValueError):
 def loads(data: bytes | bytearray, *, most: int = MAX_VALUES) -> Any:
     """Parse UTF-8 JSON of at most `most` values.
 
-    ValueError for what is no JSON. Refused for what is too deep, has too many values, or half a surrogate pair.
+    Half of a surrogate pair becomes U+FFFD: programs cut texts in two. ValueError for what is no JSON. Refused for what
+    is too deep, or has too many values.
     """
+    data = _whole(data)
     _check(data, most)
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=finite, parse_float=finite)
@@ -44,14 +46,23 @@ def loads(data: bytes | bytearray, *, most: int = MAX_VALUES) -> Any:
         raise Refused(str(err)) from None
 
 
+def _whole(data: bytes | bytearray) -> bytes | bytearray:
+    """The same with U+FFFD for each half of a surrogate pair."""
+    if b"\\u" not in data:
+        return data
+    halves = [found.start(1) for found in _SURROGATES.finditer(data.replace(b"\\\\", b"__")) if found[1]]
+    if halves:
+        data = bytearray(data)
+        for place in halves:
+            data[place - 1 : place + 3] = b"fffd"
+    return data
+
+
 def _check(data: bytes | bytearray, most: int) -> None:
     """Refuse by a pass over the bytes that keeps no more than one part of them."""
     if b"\\" in data:
         # no quote that stays has a backslash before it
         data = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-        half = next((found[1] for found in _SURROGATES.finditer(data) if found[1]), None)
-        if half is not None:
-            raise Refused(f"it has \\ud{half.decode()}, half of a surrogate pair: send both halves, or U+FFFD")
     if len(data) <= MAX_DEPTH:
         return
     depth = values = parts = inside = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,12 @@ from ..chat.values import ChatInput
 from . import bodies, schemas
 from .chat_answer import ChatAnswer
 from .errors import ApiError
+from .fields import note
 from .front import Front, several
 from .schema import ChatRequest, Message, TemplateRequest, ToolChoice
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""Of a tool. Formats of calls have marks behind a name, so a tool with another name is left out."""
 
 
 async def chat(front: Front, http: HttpRequest) -> Response:
@@ -40,6 +45,7 @@ async def prepared(
     called = asked.tool_choice == "required" or isinstance(asked.tool_choice, ToolChoice)
     if called and formatted:
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
+    note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
     rendered, tokens, shared_until = await front.work(http, _prompt, front, asked)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = front.make(
@@ -103,7 +109,7 @@ def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> 
     continued = last["role"] == "assistant" and "tool_calls" not in last
     if continued and (len(messages) == 1 or messages[-2]["role"] == "assistant"):
         raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or () if _NAME.fullmatch(tool.function.name)]
     for i, tool in enumerate(tools):
         parameters = tool["function"].get("parameters", {})
         schemas.check(parameters, f"tools.{i}.function.parameters")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..batching.messages import Event, Finished, Logprob, Piece
 from ..chat.reader import Rendered
+from .errors import ApiError
 from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest, ToolChoice
 from .took import FINGERPRINT, report, timings, usage
@@ -35,7 +36,7 @@ class ChatAnswer(Answer):
             self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True)
+        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
         said = self._reader.said
         message: dict[str, Any] = {
             "role": "assistant",
@@ -76,8 +77,11 @@ class ChatAnswer(Answer):
         if isinstance(event, Piece):
             yield from self._piece(event.text, event.logprobs)
         elif isinstance(event, Finished):
-            yield from self._piece("", (), end=True)
+            yield from self._piece("", (), end=True, stopped=event.reason == "stop")
             yield self.chunk({}, reason=self._reason(event))
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"".join(self._piece("", (), end=True)) + super().failed(error)
 
     def ending(self, finished: Finished) -> Iterator[bytes]:
         last = {
@@ -97,8 +101,10 @@ class ChatAnswer(Answer):
             yield frame(last)
         yield DONE
 
-    def _piece(self, text: str, logprobs: Sequence[Logprob], *, end: bool = False) -> Iterator[bytes]:
-        deltas = [delta.as_openai() for delta in self._reader.push(text, end=end)]
+    def _piece(
+        self, text: str, logprobs: Sequence[Logprob], *, end: bool = False, stopped: bool = False
+    ) -> Iterator[bytes]:
+        deltas = [delta.as_openai() for delta in self._reader.push(text, end=end, stopped=stopped)]
         if logprobs and not deltas:
             deltas = [{"content": ""}]
         for i, delta in enumerate(deltas):
@@ -106,8 +112,8 @@ class ChatAnswer(Answer):
 
     def _reason(self, finished: Finished) -> str:
         """A function that the client has named is called anyway; so says OpenAI's API."""
-        called = self._reader.said.calls and not isinstance(self._asked.tool_choice, ToolChoice)
-        return "tool_calls" if finished.reason == "stop" and called and not self._reader.odd else finished.reason
+        called = self._reader.called and not isinstance(self._asked.tool_choice, ToolChoice)
+        return "tool_calls" if finished.reason == "stop" and called else finished.reason
 
 
 def _chat_logprobs(told: Sequence[Logprob]) -> dict[str, Any]:

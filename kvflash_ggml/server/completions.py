@@ -20,9 +20,8 @@ from .took import FINGERPRINT, report, timings, usage
 async def completions(front: Front, http: HttpRequest) -> Response:
     asked: CompletionRequest = await front.asked(http, CompletionRequest)
     front.admit()
-    if asked.suffix is not None or asked.best_of not in (None, 1):
-        name = "suffix" if asked.suffix is not None else "best_of"
-        raise ApiError(501, f"{name} is not supported: leave it out", param=name)
+    if asked.best_of not in (None, 1):
+        raise ApiError(501, "best_of is not supported: leave it out", param="best_of")
     if asked.echo and asked.logprobs is not None:
         raise ApiError(501, "logprobs of the prompt are not kept: leave out echo or logprobs", param="echo")
     prompts = asked.prompt if isinstance(asked.prompt, list) and not _is_tokens(asked.prompt) else [asked.prompt]
@@ -35,7 +34,7 @@ async def completions(front: Front, http: HttpRequest) -> Response:
     requests: list[Request] = []
     answers: list[TextAnswer] = []
     for prompt in prompts:
-        tokens = await front.work(http, prompt_tokens, front, prompt)
+        tokens = await front.work(http, prompt_tokens, front, prompt, asked.suffix)
         request = front.make(http, asked, tokens, kind="cmpl", most=most, logprobs=asked.logprobs, grammar=grammar)
         echoed = await front.work(http, _text, front, tokens) if asked.echo else ""
         for one in several(request, each):
@@ -52,11 +51,62 @@ def _text(front: Front, tokens: list[int]) -> str:
     return front.prompts.detokenize(tokens).decode("utf-8", "replace")
 
 
-def prompt_tokens(front: Front, prompt: str | list[int]) -> list[int]:
-    """The tokens of one prompt, as text or as tokens. On a thread of the front's."""
+def prompt_tokens(front: Front, prompt: str | list[int], suffix: str | None = None) -> list[int]:
+    """Return the tokens of one prompt, given as text or as tokens. On a thread of the front's.
+
+    suffix: the text behind a gap that the answer fills. ApiError, 501, if the model cannot fill gaps.
+    """
+    if suffix is not None:
+        check_gap(front, "suffix")
+        if not isinstance(prompt, str):
+            raise ApiError(400, "suffix needs a prompt that is a text", code="invalid_value", param="suffix")
+        return gap_tokens(front, prompt, suffix)
     if isinstance(prompt, str):
         return front.prompts.tokenize(prompt, add_special=True, parse_special=True)
     return known_tokens(front, prompt, "prompt")
+
+
+def check_gap(front: Front, what: str) -> None:
+    """ApiError, 501, if the model cannot fill gaps. what: the field or path that asks for it."""
+    if not front.prompts.gap:
+        raise ApiError(
+            501,
+            f"{what} is not served: {front.settings.alias!r} has no FIM tokens, so it cannot fill a gap: serve a model "
+            f"that was trained to, such as Qwen2.5-Coder",
+            code="not_served",
+            param=what,
+        )
+
+
+def gap_tokens(
+    front: Front,
+    prefix: str,
+    suffix: str,
+    *,
+    files: Sequence[tuple[str, str]] = (),
+    begun: str = "",
+    most: int = 0,
+) -> list[int]:
+    """Return the prompt that asks a model for the text between `prefix` and `suffix`, as llama-server makes it.
+
+    files: name and text of further files; their beginning is left out where the context has no room for all of them and
+    `most` tokens of an answer. begun: the beginning of what fills the gap.
+    """
+    gap, n_ctx = front.prompts.gap, front.scheduler.model.n_ctx
+
+    def plain(text: str) -> list[int]:
+        return front.prompts.tokenize(text, add_special=False, parse_special=False)
+
+    extra = [gap["rep"], *plain("myproject\n")] if "rep" in gap else []
+    for name, text in files:
+        extra += [gap["sep"], *plain(f"{name}\n")] if "sep" in gap else plain("\n\n--- snippet ---\n\n")
+        extra += plain(text)
+    if "sep" in gap:
+        extra += [gap["sep"], *plain("filename\n")]
+    bos = front.prompts.tokenize("", add_special=True, parse_special=False)
+    asked = [gap["pre"], *plain(prefix), *plain(begun), gap["suf"], *plain(suffix), gap["mid"]]
+    room = max(0, n_ctx - 1 - len(bos) - len(asked) - max(0, most))
+    return [*bos, *extra[max(0, len(extra) - room) :], *asked]
 
 
 def known_tokens(front: Front, tokens: list[int], where: str) -> list[int]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
-import sys
-import termios
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .. import system
 from .errors import ApiError
 
 
@@ -70,10 +67,8 @@ class Connection(H11Protocol):
 
     def _unread(self) -> int:
         """Bytes that the client has not taken: here, and in the kernel, which asks for more only after a megabyte."""
-        unread, sock = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # a system that does not tell
-            unread += int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return unread
+        sock = self.transport.get_extra_info("socket")
+        return self.transport.get_write_buffer_size() + system.unsent_bytes(sock)
 
     def _stop_unread(self) -> None:
         if self._unread_timer is not None:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Access
 from ..batching.model import Residency
 from ..errors import KVFlashError
-from ..store.shelf import Conversation
+from ..store.swapped import Conversation
 from .errors import ApiError
 from .front import Front
 
@@ -27,11 +27,11 @@ async def state(front: Front, request: HttpRequest) -> Response:
 def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
     """The server as it is, without any text, and what is resident of the text at hand, as far as `access` may see."""
     scheduler, model = front.scheduler, front.scheduler.model
-    running, counts, shelf = scheduler.running, scheduler.seat.counts, scheduler.shelf
+    running, counts, swapped = scheduler.running, scheduler.slot.counts, scheduler.swapped
     seen = scheduler.conversations.seen(
-        access, lambda: (model.counters(), model.residency(), scheduler.seat.conversation)
+        access, lambda: (model.counters(), model.residency(), scheduler.slot.conversation)
     )
-    pool, now, seated = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
+    pool, now, at_hand = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
     if access.owner:
         pool = {name: value for name, value in pool.items() if name not in _OF_NEWEST}
     told = {
@@ -45,12 +45,12 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
         },
         "conversations": {
             **scheduler.conversations.places(access),
-            "parked_bytes": None if access.owner else shelf.size,
+            "parked_bytes": None if access.owner else swapped.size,
         },
         "seat": {
-            "conversation": None if seated is None else seated.id,
-            "name_digest": _digest(seated),
-            "parks": counts.parks,
+            "conversation": None if at_hand is None else at_hand.id,
+            "name_digest": _digest(at_hand),
+            "parks": counts.swapped_out,
             "resumes": counts.resumes,
             "forks": counts.forks,
             "lost": counts.lost,
@@ -79,7 +79,7 @@ async def action(front: Front, http: HttpRequest) -> Response:
     scheduler, access = front.scheduler, front.access(http)
     try:
         if what == "park":
-            known = await front.engine(lambda: scheduler.conversations.park(id, access))
+            known = await front.engine(lambda: scheduler.conversations.swap_out(id, access))
         elif what == "save":
             if scheduler.folder is None:
                 raise ApiError(501, "conversations are saved in --session-dir: start the server with it")

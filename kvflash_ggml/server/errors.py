@@ -36,8 +36,11 @@ _ANTHROPICS_TYPES = {
     504: "timeout_error",
 }
 
-ANTHROPICS_PATH = "/v1/messages"
-"""What lies at or below it answers as Anthropic's interface does, errors too."""
+ANTHROPICS_PATHS = ("/v1/messages", "/messages")
+"""What lies at or below them answers as Anthropic's interface does, errors too."""
+
+OLLAMAS_PATH = "/api/"
+"""What lies below it answers as Ollama does."""
 
 _STATUS = {
     messages.CANCELLED: 499,
@@ -80,6 +83,10 @@ class ApiError(Exception):
         kind = _ANTHROPICS_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    @property
+    def ollamas_body(self) -> dict[str, Any]:
+        return {"error": self.message}
+
     def response(self, path: str) -> Response:
         """path: of the request, for the shape that its clients read."""
         headers = {}
@@ -90,7 +97,11 @@ class ApiError(Exception):
             headers["X-Should-Retry"] = "false"  # OpenAI's client asks again otherwise
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        body = self.anthropics_body if path.startswith(ANTHROPICS_PATH) else self.body
+        body = self.body
+        if path.startswith(ANTHROPICS_PATHS):
+            body = self.anthropics_body
+        elif path.startswith(OLLAMAS_PATH):
+            body = self.ollamas_body
         return Response(json.dumps(body), self.status, headers, media_type="application/json")
 
 

@@ -114,11 +114,11 @@ async def words(front: Front, request: HttpRequest) -> Response:
     name, chunk = request.query_params.get("conversation", ""), request.query_params.get("chunk", "")
     start = int(chunk) * CHUNK if chunk.isdecimal() and len(chunk) <= 9 else None
     scheduler = front.scheduler
-    seated = scheduler.conversations.seen(front.access(request), lambda: scheduler.seat.conversation)
-    if not name or start is None or seated is None or seated.name != name:
+    running = scheduler.conversations.seen(front.access(request), lambda: scheduler.slot.conversation)
+    if not name or start is None or running is None or running.name != name:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
     tokens = scheduler.model.tokens[start : start + CHUNK].tolist()
-    if scheduler.seat.conversation is not seated:
+    if scheduler.slot.conversation is not running:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
     text = front.prompts.detokenize(tokens).decode("utf-8", "replace")
     return JSONResponse({"chunk": int(chunk), "text": text})

@@ -28,6 +28,9 @@ PING = b": ping\n\n"
 class Answer(Protocol):
     """The events of a request in the words of an endpoint: as frames of a stream, or taken in and told as a whole."""
 
+    media_type: str = "text/event-stream"
+    """Of a stream."""
+
     def opening(self) -> bytes:
         """Of a stream, before any event."""
         ...
@@ -173,8 +176,6 @@ class EventStream(Response):
     the connection while a long prompt is read.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         exchanges: Sequence[Exchange],
@@ -185,6 +186,7 @@ class EventStream(Response):
         stall_s: float,
     ) -> None:
         self.status_code = 200
+        self.media_type = answers[0].media_type
         self.background = None
         self._exchanges = exchanges
         self._answers = answers

@@ -29,40 +29,27 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "continue_final_message": (False,),
     "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "length_penalty": (1,),
     "min_keep": (0,),
-    "min_tokens": (0,),
-    "mirostat": (0,),
     "modalities": (["text"],),
     "n_cmpl": (1,),
     "n_keep": (0,),
     "penalize_nl": (False,),
     "post_sampling_probs": (False,),
     "reasoning_format": ("auto", "none"),
-    "repeat_last_n": (64,),
     "return_progress": (False,),
     "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
     "t_max_predict_ms": (0, -1),
     "tfs_z": (1,),
     "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
     "use_beam_search": (False,),
-    "xtc_probability": (0,),
 }
 """Fields of other servers, with the values that ask for what is done here anyway. Another value changes the answer."""
 
-COMPANIONS = frozenset(
-    (
-        "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
-        "mirostat_eta", "mirostat_tau", "smoothing_curve", "xtc_threshold",
-    )
-)  # fmt: skip
+COMPANIONS = frozenset(("smoothing_curve",))
 """Fields that mean nothing without one of those."""
 
 

@@ -25,10 +25,10 @@ from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
 from ..errors import ConfigError, ContextFull
 from . import bodies, fields, schemas
-from .errors import ApiError
+from .errors import OLLAMAS_PATH, ApiError
 from .exchange import Answer, EventStream, collected, submitted, whole
-from .prompts import Prompts
-from .schema import ChatRequest, _Sampled, parse, text_of_content
+from .prompts import Embedder, Prompts
+from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
 from .speed import Speed
 
@@ -116,10 +116,13 @@ class KeptItems:
 class Front:
     """What the endpoints work with. `draining`: nothing new is taken; `ready`: the model is loaded."""
 
-    def __init__(self, settings: ServerSettings, scheduler: Scheduler, prompts: Prompts) -> None:
+    def __init__(
+        self, settings: ServerSettings, scheduler: Scheduler, prompts: Prompts, embedder: Embedder | None = None
+    ) -> None:
         self.settings = settings
         self.scheduler = scheduler
         self.prompts = prompts
+        self.embedder = embedder
         self.created = int(time.time())
         self.draining = False
         self.viewers: Counter[str] = Counter()  # by key
@@ -170,7 +173,8 @@ class Front:
 
     async def _received(self, request: HttpRequest) -> bytearray:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # curl sends another kind unless it is told, as in Ollama's own documentation; the guard keeps foreign pages out
+        if kind != "application/json" and not request.url.path.startswith(OLLAMAS_PATH):
             raise ApiError(415, "the body must be application/json", code="content_type")
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
@@ -281,8 +285,7 @@ class Front:
             if not token.isdecimal() or len(token) > 9 or int(token) >= self.prompts.n_vocab:
                 raise ApiError(400, f"logit_bias: {token[:20]!r} is no token", param="logit_bias")
             bias[int(token)] = value
-        names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
-        given = {name: getattr(asked, name) for name in names}
+        given = {name: getattr(asked, name) for name in SAMPLERS}
         values = {name: getattr(usual, name) if value is None else value for name, value in given.items()}
         values["top_k"] = max(0, values["top_k"])
         seed = secrets.randbits(32) if asked.seed is None or asked.seed < 0 else asked.seed & 0xFFFFFFFF

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 from ..batching.messages import Event, Finished, Logprob, Piece
 from ..errors import KVFlashError
 from .chat import render
-from .completions import known_tokens, prompt_tokens
+from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens
 from .errors import ApiError
 from .exchange import Answer, dumps, frame
 from .front import Front
-from .schema import DetokenizeRequest, RawRequest, TemplateRequest, TokenizeRequest
+from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
 from .took import report, timings
 
 MOST_TOKENS = 1 << 16
@@ -26,7 +26,7 @@ MOST_TOKENS = 1 << 16
 async def slots(front: Front, request: HttpRequest) -> Response:
     running, access = front.scheduler.running, front.access(request)
     if running is not None and request.query_params.get("fail_on_no_slot") == "1":
-        raise ApiError(503, "the only seat is taken", code="no_slot", retry_after_s=front.scheduler.retry_after_s)
+        raise ApiError(503, "the only slot is taken", code="no_slot", retry_after_s=front.scheduler.retry_after_s)
     model = front.scheduler.model
     entry = {
         "id": 0,
@@ -45,7 +45,7 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
     action, access, scheduler = request.query_params.get("action"), front.access(request), front.scheduler
     began = time.monotonic()
     if action == "erase":
-        erased = await front.engine(lambda: scheduler.conversations.erase_seated(access))
+        erased = await front.engine(lambda: scheduler.conversations.erase_running(access))
         return JSONResponse({"id_slot": 0, "n_erased": erased})
     if action not in ("save", "restore"):
         raise ApiError(400, "action must be save, restore or erase", param="action")
@@ -57,12 +57,12 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
         raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
     try:
         if action == "save":
-            saved = await front.engine(lambda: scheduler.conversations.save_seated(name, access))
+            saved = await front.engine(lambda: scheduler.conversations.save_running(name, access))
             if saved is None:
                 raise ApiError(404, "no text of this key is at hand: send its request again first", code="no_text")
             done = dict(zip(("n_saved", "n_written"), saved, strict=True))
         else:
-            restored = await front.engine(lambda: scheduler.conversations.load_seated(name, access))
+            restored = await front.engine(lambda: scheduler.conversations.load_running(name, access))
             if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
             done = {"n_restored": restored}
@@ -121,7 +121,29 @@ async def completion(front: Front, http: HttpRequest) -> Response:
     if asked.n not in (None, 1):
         message = f"n: {asked.n} answers in one request: use /v1/completions, or ask {asked.n} times"
         raise ApiError(501, message, code="not_served", param="n")
-    tokens = await front.work(http, prompt_tokens, front, asked.prompt)
+    return await _answered(front, http, asked, await front.work(http, prompt_tokens, front, asked.prompt))
+
+
+async def infill(front: Front, http: HttpRequest) -> Response:
+    """What stands between two texts, for models that were trained to fill gaps."""
+    asked: InfillRequest = await front.asked(http, InfillRequest)
+    front.admit()
+    check_gap(front, "/infill")
+    most = None if asked.n_predict < 0 else asked.n_predict
+    tokens = await front.work(
+        http,
+        gap_tokens,
+        front,
+        asked.input_prefix,
+        asked.input_suffix,
+        files=[(one.filename, one.text) for one in asked.input_extra],
+        begun=asked.prompt,
+        most=front.settings.default_tokens if most is None else most,
+    )
+    return await _answered(front, http, asked, tokens)
+
+
+async def _answered(front: Front, http: HttpRequest, asked: RawRequest | InfillRequest, tokens: list[int]) -> Response:
     grammar = await front.format_grammar(http, asked)
     most = None if asked.n_predict < 0 else asked.n_predict
     logprobs = asked.n_probs or None
@@ -132,7 +154,7 @@ async def completion(front: Front, http: HttpRequest) -> Response:
 class RawAnswer(Answer):
     """Events in llama-server's own shape."""
 
-    def __init__(self, alias: str, asked: RawRequest) -> None:
+    def __init__(self, alias: str, asked: RawRequest | InfillRequest) -> None:
         self._alias, self._asked = alias, asked
         self._text: list[str] = []
         self._logprobs: list[Logprob] = []

@@ -29,7 +29,7 @@ class Metrics:
         self._first = histogram("kvflash:time_to_first_token_seconds", "From submission to the first token.")
         self._between = histogram("kvflash:inter_token_latency_seconds", "Mean of an answer's tokens.", _STEP)
         self._whole = histogram("kvflash:e2e_request_latency_seconds", "From submission to the end.")
-        self._queued = histogram("kvflash:request_queue_time_seconds", "Until the seat was free.")
+        self._queued = histogram("kvflash:request_queue_time_seconds", "Until the slot was free.")
         self._restored = histogram("kvflash:restore_seconds", "To bring a conversation's text to hand.", _STEP)
         self._registry.register(self)
 
@@ -57,11 +57,11 @@ class Metrics:
         scheduler = self._scheduler
         if scheduler is None:
             return
-        model, totals, seat, shelf = (
+        model, totals, slot, swapped = (
             scheduler.model.counters(),
             scheduler.totals,
-            scheduler.seat.counts,
-            scheduler.shelf,
+            scheduler.slot.counts,
+            scheduler.swapped,
         )
         blocks = model["pool"] // 64
         gauges = {
@@ -76,7 +76,7 @@ class Metrics:
             "device_bytes": ("The pool on the device.", model["device_bytes"]),
             "host_bytes": ("Page images in host memory.", model["host_bytes"]),
             "spilled_bytes": ("Page images in the spill file.", model["spilled_bytes"]),
-            "parked_bytes": ("Conversations put aside in memory.", shelf.size),
+            "parked_bytes": ("Conversations swapped out to memory.", swapped.size),
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
@@ -93,13 +93,13 @@ class Metrics:
             "num_preemptions": ("Answers that were put aside for their readers.", scheduler.stalls),
             "page_ins": ("Chunks that came back from the host.", model["page_ins"]),
             "page_outs": ("Chunks that were copied to the host.", model["page_outs"]),
-            "conversation_parks": ("Texts that were put aside.", seat.parks),
-            "conversation_resumes": ("Texts that were brought back.", seat.resumes),
-            "conversation_forks": ("Texts that went on from a part of another.", seat.forks),
-            "conversations_lost": ("Texts that had to be read again.", seat.lost),
-            "conversations_stored": ("Texts that left memory for the folder.", shelf.counts.stored),
-            "conversations_dropped": ("Texts that were dropped for want of room.", shelf.counts.dropped),
-            "conversations_not_stored": ("Texts that the folder did not take.", shelf.counts.failed),
+            "conversation_parks": ("Texts that were swapped out.", slot.swapped_out),
+            "conversation_resumes": ("Texts that were swapped in.", slot.resumes),
+            "conversation_forks": ("Texts that continue a part of another.", slot.forks),
+            "conversations_lost": ("Texts that had to be read again.", slot.lost),
+            "conversations_stored": ("Texts that left memory for the folder.", swapped.counts.stored),
+            "conversations_dropped": ("Texts that were dropped for want of room.", swapped.counts.dropped),
+            "conversations_not_stored": ("Texts that the folder did not take.", swapped.counts.failed),
         }
         for name, (what, value) in counters.items():
             yield CounterMetricFamily(f"kvflash:{name}", what, value=value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..arrays import Floats, Int32s
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
@@ -34,6 +35,13 @@ number in time, 6 s for so many and a minute for three times as many. A chat has
 """
 
 
+GAP = ("pre", "suf", "mid", "rep", "sep")
+"""The marks before the text that precedes a gap, before the text behind it, and before what fills it.
+
+Some models have a mark before a repository's name and one before a file's name. llama.cpp calls them FIM tokens.
+"""
+
+
 class Prompts(Protocol):
     """What the front needs of a model. ConfigError says what is wrong with a request."""
 
@@ -56,6 +64,11 @@ class Prompts(Protocol):
     @property
     def n_vocab(self) -> int: ...
 
+    @property
+    def gap(self) -> Mapping[str, int]:
+        """Tokens that mark a gap to fill, by the names of `GAP`; none if the model has not all that it takes."""
+        ...
+
     def check_grammar(self, grammar: Grammar | str) -> None: ...
 
     def schema_grammar(self, schema: dict[str, Any] | None) -> str:
@@ -65,6 +78,32 @@ class Prompts(Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """What /props and /v1/models tell of the model."""
+        ...
+
+
+class Embedded(Protocol):
+    """values: an embedding [n_embd] of length 1, or the scores of a reranker. tokens: how many the text has."""
+
+    @property
+    def values(self) -> Floats: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+class Embedder(Protocol):
+    """What computes embeddings; on the engine's thread. most: tokens of a text. pooling: "rank" for a reranker.
+
+    template: of a query and a document, None for one with the tokens of `marks` (bos, eos, sep) between them.
+    """
+
+    most: int
+    pooling: str
+    template: str | None
+    marks: Mapping[str, list[int]]
+
+    def embed(self, tokens: Int32s, /) -> Embedded:
+        """Evaluate a text. ContextFull for a text that is too long."""
         ...
 
 
@@ -94,6 +133,10 @@ class LlamaPrompts:
                 raise ConfigError(
                     f"the chat template cannot be read: {err}: give another with --chat-template-file"
                 ) from err
+        found = {name: getattr(llama_cpp, f"llama_vocab_fim_{name}")(vocab) for name in GAP}
+        self.gap = {name: token for name, token in found.items() if token != -1}
+        if not {"pre", "suf", "mid"} <= set(self.gap):
+            self.gap = {}
         self._checked = lru_cache(CHECKED)(self._check_grammar)
 
     @property
@@ -169,7 +212,7 @@ class LlamaPrompts:
     def _check_grammar(self, grammar: Grammar | str) -> None:
         import llama_cpp
 
-        from ..llama.grammar import sampler_of
+        from ..llama.samplers import sampler_of
 
         grammar = Grammar(text=grammar) if isinstance(grammar, str) else grammar
         llama_cpp.llama_sampler_free(sampler_of(self._model.vocab, grammar))
@@ -183,6 +226,9 @@ class LlamaPrompts:
 
     @property
     def facts(self) -> dict[str, Any]:
+        import llama_cpp
+
         wanted = ("general.name", "general.architecture", "general.size_label")
         known = {name.partition(".")[2]: self._llm.metadata[name] for name in wanted if name in self._llm.metadata}
-        return {**known, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}
+        size = llama_cpp.llama_model_size(self._model.model)
+        return {**known, "size": size, "n_vocab": self.n_vocab, "bos_token": self._bos, "eos_token": self._eos}

@@ -98,7 +98,7 @@ async def responses(front: Front, http: HttpRequest) -> Response:
 
 
 async def input_tokens(front: Front, http: HttpRequest) -> Response:
-    """As many as `responses` would read. It takes no seat."""
+    """As many as `responses` would read. It takes no slot."""
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
@@ -341,7 +341,7 @@ class ResponseAnswer(Answer):
             self._text.append(event.text)
 
     def choice(self, finished: Finished) -> dict[str, Any]:
-        self._reader.push("".join(self._text), end=True)
+        self._reader.push("".join(self._text), end=True, stopped=finished.reason == "stop")
         said = self._reader.said
         items = []
         if said.reasoning:
@@ -381,9 +381,11 @@ class ResponseAnswer(Answer):
         return iter(())
 
     def failed(self, error: ApiError) -> bytes:
+        held = b"".join(frame for delta in self._reader.push("", end=True) for frame in self._delta(delta))
+        held += b"".join(self._close())
         told = {"code": error.code or "server_error", "message": error.message}
         response = {**self._response("failed"), "output": self._output, "error": told}
-        return self._event("response.failed", response=response)
+        return held + self._event("response.failed", response=response)
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
         if delta.index is not None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -15,15 +14,16 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 
+from .. import system
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
-from ..store.shelf import SessionFolder
+from ..store.swapped import ConversationFolder
 from .app import make_app
 from .connection import bounded
 from .front import Front
 from .metrics import Metrics
-from .prompts import Prompts
+from .prompts import Embedder, Prompts
 from .requestlog import RequestLog
 from .settings import ServerSettings
 
@@ -56,14 +56,16 @@ def serve(
     *,
     found: Callable[[int], None],
     ready: Callable[[str], None],
+    embedder: Embedder | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. The model is closed at the end.
 
     sock: of `listen`. found: called, on another thread, with the number of conversations that the session folder
-    had. ready: called with the address once requests are taken. ConfigError for a session folder that cannot be used.
+    had. ready: called with the address once requests are taken. embedder: answers requests for embeddings; None for
+    501. ConfigError for a session folder that cannot be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _allow_files()
+    system.allow_files()
     metrics, log = Metrics(), RequestLog()
 
     def ended(*args: object) -> None:
@@ -75,24 +77,15 @@ def serve(
         most_tokens=settings.max_queued_tokens or 4 * model.n_ctx,
         park_bytes=settings.park_bytes,
     )
-    folder = None if settings.session_dir is None else SessionFolder(settings.session_dir)
+    folder = None if settings.session_dir is None else ConversationFolder(settings.session_dir)
     scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
     metrics.attach(scheduler)
     scheduler.start()
-    scheduler.call(lambda: found(len(scheduler.shelf)))
+    scheduler.call(lambda: found(len(scheduler.swapped)))
     try:
-        asyncio.run(_serve(Front(settings, scheduler, prompts), metrics, sock, ready))
+        asyncio.run(_serve(Front(settings, scheduler, prompts, embedder), metrics, sock, ready))
     finally:
         scheduler.close()
-
-
-def _allow_files() -> None:
-    """As many open files as the system lets this process have: a text keeps that which it came from while some of it is
-    only there, and there are thousands of texts, beside the clients.
-    """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # a system that has no number for it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -130,8 +123,7 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
         front.draining = True
         stopping.append(asyncio.ensure_future(_drain(front, server)))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    system.on_signals(loop, (signal.SIGTERM, signal.SIGINT), stop)
     try:
         port = sock.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from ..sampling import KNOWN, MAX_BREAKERS, Samplers, check_breakers, read_order
+from ..settings import settings
 from . import fields, schemas
 from .errors import ApiError
 
@@ -30,6 +32,8 @@ MAX_STOPS = 16
 MAX_STOP = 256
 MAX_BIAS = 1024
 MAX_MESSAGES = 1 << 14
+
+SAMPLERS = settings(Samplers)
 
 
 LATE = "<system-reminder>\n{}\n</system-reminder>"
@@ -191,21 +195,61 @@ class ResponseFormat(_Known):
     json_object: dict[str, Any] | None = Field(None, alias="schema")
 
 
+def _breakers(value: Any) -> tuple[str, ...]:
+    """A text, a list as text, or a list; none of them asks for no breaker."""
+    texts = _few([value] if isinstance(value, str) else value, MAX_BREAKERS)
+    if not isinstance(texts, list):
+        raise ValueError("it must be a list of texts")
+    check_breakers(tuple(_all(texts, str, "a text")))
+    return tuple(texts) or ("none",)
+
+
+def _order(value: Any) -> tuple[str, ...]:
+    """Names in a list or between semicolons, or llama-server's letters."""
+    if isinstance(value, list):
+        value = ";".join(_all(_few(value, len(KNOWN)), str, "a text"))
+    if not isinstance(value, str) or len(value) > MAX_STOP:
+        raise ValueError("it must be a list of names of samplers")
+    return read_order(value)
+
+
+def _sampler(name: str, *other: str) -> Any:
+    """A field of `Samplers`, with its bounds. other: names that other servers give it."""
+    one = SAMPLERS[name]
+    above, least = (one.least, None) if one.above else (None, one.least)
+    return Field(None, gt=above, ge=least, le=one.most, validation_alias=AliasChoices(name, *other))
+
+
 class _Sampled(_Known):
     """What every request for an answer has. Unset values are the model's usual ones, llama.cpp's."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=10)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1 << 20)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(
-        None, gt=0, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
-    )
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    temperature: float | None = _sampler("temperature")
+    top_p: float | None = _sampler("top_p")
+    top_k: int | None = _sampler("top_k")
+    min_p: float | None = _sampler("min_p")
+    typical_p: float | None = _sampler("typical_p", "typ_p")
+    top_n_sigma: float | None = _sampler("top_n_sigma")
+    dynatemp_range: float | None = _sampler("dynatemp_range")
+    dynatemp_exponent: float | None = _sampler("dynatemp_exponent")
+    xtc_probability: float | None = _sampler("xtc_probability")
+    xtc_threshold: float | None = _sampler("xtc_threshold")
+    repeat_penalty: float | None = _sampler("repeat_penalty", "repetition_penalty")
+    frequency_penalty: float | None = _sampler("frequency_penalty")
+    presence_penalty: float | None = _sampler("presence_penalty")
+    repeat_last_n: int | None = _sampler("repeat_last_n")
+    dry_multiplier: float | None = _sampler("dry_multiplier")
+    dry_base: float | None = _sampler("dry_base")
+    dry_allowed_length: int | None = _sampler("dry_allowed_length")
+    dry_penalty_last_n: int | None = _sampler("dry_penalty_last_n")
+    dry_sequence_breakers: Annotated[tuple[str, ...] | None, PlainValidator(_breakers)] = None
+    mirostat: int | None = _sampler("mirostat", "mirostat_mode")
+    mirostat_tau: float | None = _sampler("mirostat_tau")
+    mirostat_eta: float | None = _sampler("mirostat_eta")
+    samplers: Annotated[tuple[str, ...] | None, PlainValidator(_order)] = None
+    min_tokens: int | None = _sampler("min_tokens")
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_bias)] = None
@@ -247,7 +291,7 @@ class ToolChoice(_Known):
 
 
 class Function(_Known):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: str = ""
     description: str | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(schemas.loosened)] | None = None
     strict: bool | None = None
@@ -299,6 +343,23 @@ class RawRequest(_Sampled):
     """llama-server's own `/completion`."""
 
     prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
+    n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
+    n_probs: int = Field(0, ge=0, le=20)
+    return_tokens: bool = False
+
+
+class ExtraFile(_Known):
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(_Sampled):
+    """llama-server's `/infill`: what stands between two texts."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=1024)] = Field(default_factory=list)
+    prompt: str = ""
     n_predict: int = Field(-1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"))
     n_probs: int = Field(0, ge=0, le=20)
     return_tokens: bool = False

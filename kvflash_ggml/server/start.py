@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..batching.llama import LlamaModel
-from .prompts import LlamaPrompts
+from .prompts import Embedder, LlamaPrompts
 from .run import listen, serve
 from .settings import ServerSettings
 
@@ -26,7 +26,8 @@ def start(
     template: str | None,
     found: Callable[[int], None],
     ready: Callable[[str], None],
+    embedder: Embedder | None = None,
 ) -> None:
     """Serve a model with a pool until a signal ends it; the model is closed then. See `serve`."""
     prompts = LlamaPrompts(llm, template)
-    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready)
+    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder)

@@ -8,6 +8,7 @@ from typing import Any
 from ..batching.messages import Event, Finished, Piece
 from ..chat.reader import AnswerReader
 from ..chat.values import Delta
+from . import bodies
 from .errors import ApiError
 from .schema import LATE
 
@@ -82,7 +83,7 @@ def read(reader: AnswerReader, event: Event) -> list[Delta]:
     """What an answer has more with this event of it."""
     if isinstance(event, Piece):
         return reader.push(event.text)
-    return reader.push("", end=True) if isinstance(event, Finished) else []
+    return reader.push("", end=True, stopped=event.reason == "stop") if isinstance(event, Finished) else []
 
 
 def text_of(value: Any, where: str) -> str:
@@ -106,6 +107,15 @@ def parts_of(value: Any, where: str) -> list[dict[str, Any]]:
 def kind_of(part: dict[str, Any]) -> str:
     """The type of a part, for comparisons and for the header."""
     return str(part.get("type"))[:40]
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Arguments as an object, as clients want them. What is none stays as it was written, under a name."""
+    try:
+        value = bodies.loads(arguments.encode() or b"{}")
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def as_json(value: Any) -> str:

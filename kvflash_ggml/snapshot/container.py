@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .. import system
 from ..arrays import Buffer, room_for
 from ..errors import SnapshotError
 from ..host.image import READERS
@@ -57,7 +58,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
+            self._handle = system.open_file(path)  # a pipe would wait for a writer
             weakref.finalize(self, os.close, self._handle)
             status = os.fstat(self._handle)
         except (OSError, ValueError) as err:
@@ -69,7 +70,7 @@ class FileSource:
     def read_into(self, offset: int, out: memoryview) -> None:
         while out:
             try:
-                read = os.preadv(self._handle, [out[:MAX_AT_ONCE]], offset)
+                read = system.read_at(self._handle, out[:MAX_AT_ONCE], offset)
             except OSError as err:
                 raise SnapshotError(f"cannot read {self.name}: {err.strerror or err}") from err
             if not read:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -125,7 +124,8 @@ def _hash_parts(parts: tuple[_Part, ...]) -> str:
             digest.update(file.read(HEAD))
             for i in range(1, SAMPLES + 1):
                 at = max(HEAD, (part.size - SAMPLE) * i // SAMPLES)
-                digest.update(os.pread(file.fileno(), SAMPLE, at))
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:32]
 
 

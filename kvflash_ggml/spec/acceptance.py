@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import pip_line
+from .. import pip_line, system
 from ..arrays import Floats
 from ..errors import ConversionError, LibraryError
 from ..gguf import reader, verify
@@ -137,7 +136,7 @@ class TargetModel:
         self.ctx = _context(self.model, self.n_ctx, stack)
         self.vocab = lc.llama_model_get_vocab(self.model)
         self.n_vocab = int(lc.llama_vocab_n_tokens(self.vocab))
-        threads = _threads()
+        threads = system.cores()
         self.facts = Target(
             path=path, model=self.model, context=self.ctx, n_embd=self.width, n_vocab=self.n_vocab, n_ctx=self.n_ctx,
             threads=threads, batch_threads=threads, offload=library.supports_gpu_offload(),
@@ -204,16 +203,12 @@ def _context(model: Any, n_ctx: int, stack: ExitStack) -> Any:
 
     params = lc.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _STEP, _STEP
-    params.n_threads = params.n_threads_batch = _threads()
+    params.n_threads = params.n_threads_batch = system.cores()
     context = lc.llama_init_from_model(model, params)
     if not context:
         raise MemoryError(f"no context of {n_ctx} tokens could be made")
     stack.callback(lc.llama_free, context)
     return context
-
-
-def _threads() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _exported(name: str, result: Any, *arguments: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
 
+from .. import system
 from ..errors import ConfigError
 from ..files import PART, being_written
 
@@ -96,12 +96,12 @@ class Folder:
         """
         path = self.path / ".lock"
         # others may be able to write to the folder: a link is not followed, a pipe not waited for
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = system.open_file(path, os.O_RDWR | os.O_CREAT, follow=False)
         try:
             if not S_ISREG(os.fstat(file).st_mode):
                 raise OSError(f"{path} is no file: delete it")
             deadline = time.monotonic() + PATIENCE
-            while not _try_lock(file):
+            while not system.try_lock(file):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self.path} has been locked by somebody else for {PATIENCE} s")
                 time.sleep(0.02)
@@ -131,10 +131,3 @@ def file_stat(path: Path) -> os.stat_result | None:
     with contextlib.suppress(OSError):
         return path.stat()
     return None
-
-
-def _try_lock(file: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False

@@ -59,6 +59,20 @@ def test_the_official_client(major: str, python: Path, served: Served) -> None:
     assert found["streams"] == 64
 
 
+def test_ollamas_client(served: Served) -> None:
+    found: dict[str, Any] = json.loads(program("ollama_client.py", f"http://127.0.0.1:{served.port}"))
+    assert found["models"] == ["recall-qwen3-q8_0", 16384, "qwen3"]
+    assert "completion" in found["capabilities"]
+    assert found["chat"][1:] == ["length", 5]
+    assert found["stream"] == found["chat"][:2]
+    assert found["durations"]
+    assert found["generate"] == [True, True]
+    assert found["raw"] == ["length", 5]
+    assert found["format"] in ('"yes"', '"no"')
+    assert found["wrong"].startswith("400 ")
+    assert "temperature" in found["wrong"]
+
+
 @pytest.mark.parametrize("name", ["chat_openai.py", "agent.py", "chat_langchain.py"])
 def test_the_examples(name: str, served: Served) -> None:
     assert program(f"../../../examples/{name}", f"http://127.0.0.1:{served.port}/v1").strip()

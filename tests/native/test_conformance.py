@@ -6,7 +6,8 @@ table below has its test here, or where the table says. What else can go wrong a
 | its file | here |
 | --- | --- |
 | test_basic | start, props, models, slots, no page: below. Split models and aliases: no |
-| test_completion | below; lists of prompts, `response_fields`, `post_sampling_probs`, infill: refused by name |
+| test_completion | below; lists of prompts, `response_fields`, `post_sampling_probs`: refused by name |
+| test_infill | tests/unit/test_server_infill.py, tests/native/test_prompts.py |
 | test_chat_completion | below |
 | test_stream, test_prefill | below; streams and errors in tests/unit/test_server.py |
 | test_tokenize, test_template | below |
@@ -16,8 +17,9 @@ table below has its test here, or where the table says. What else can go wrong a
 | test_tool_call | tests/native/test_server_process.py, tests/native/test_chat_families.py, tests/unit/test_server.py |
 | test_kv_keep_only_active and its unified cache | tests/native/test_parking.py, the other way round: nobody is ended |
 | test_ctx_shift | below: a prompt that does not fit is refused, and an answer ends at the limit |
-| test_embedding, test_compat_* | refused by name |
-| router, LoRA, vision, audio, rerank, sleep, built-in tools, speculative | no |
+| test_embedding, test_rerank | tests/native/test_embedding.py, tests/unit/test_server_embeddings.py |
+| test_compat_* | refused by name |
+| router, LoRA, vision, audio, sleep, built-in tools, speculative | no |
 """
 
 from __future__ import annotations

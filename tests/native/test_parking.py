@@ -16,11 +16,11 @@ from support.inside import inside
 from support.served import answer, ask
 
 from kvflash_bench.serving import expected_bytes
-from kvflash_ggml.batching.llama import LlamaModel, ParkedSession
+from kvflash_ggml.batching.llama import LlamaModel, SwappedSequence
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.sequence import copies
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 Turns = list[list[int]]
 POOL = {"n_ctx": 8192, "kvflash": 1024, "kvflash_policy": "qk", "kvflash_tau": 16, "kvflash_calibrate": False}
@@ -106,11 +106,11 @@ def test_each_answer_is_that_of_a_lone_run(
     wanted = [lone_answers(alone, turns, 12) for turns in said]
     # memory for one or two of them: the others go through the folder
     limits = Limits(park_bytes=1 << 20)
-    with served(llama(kind, **POOL), limits=limits, folder=SessionFolder(tmp_path)) as scheduler:
+    with served(llama(kind, **POOL), limits=limits, folder=ConversationFolder(tmp_path)) as scheduler:
         answers, later = play(scheduler, said, 12)
-        assert scheduler.seat.counts.parks > 4
-        assert scheduler.shelf.counts.stored > 0
-        assert scheduler.shelf.counts.dropped == scheduler.seat.counts.lost == 0
+        assert scheduler.slot.counts.swapped_out > 4
+        assert scheduler.swapped.counts.stored > 0
+        assert scheduler.swapped.counts.dropped == scheduler.slot.counts.lost == 0
     assert answers == wanted
     # what is new, and the drawn token that was not read yet
     assert all(end.usage.prompt - end.usage.cached <= 41 for end in later)
@@ -124,15 +124,15 @@ def test_what_conversations_take(kind: str, llama: Callable[..., Any], tokens: n
     alike = [[[*begun, *tokens[at : at + 100].tolist()]] for at in (2000, 3000)]
     with served(llama(kind, **POOL)) as scheduler:
         play(scheduler, [*apart, *alike], 4)
-        scheduler.call(scheduler.seat.park).result()
-        held = [one.parked.saved for one in scheduler.shelf if isinstance(one.parked, ParkedSession)]
+        scheduler.call(scheduler.slot.swap_out).result()
+        held = [one.swapped.saved for one in scheduler.swapped if isinstance(one.swapped, SwappedSequence)]
         page = held[0].heap.page_bytes
         expected, chunks = expected_bytes(scheduler), len({id(image) for saved in held for image in saved.pages})
         rows = {id(row): row.nbytes for saved in held for row in saved.rows}  # here of all heads
         assert len(held) >= 5
         assert chunks < sum(len(saved.pages) for saved in held), "beginnings are shared"
         assert scheduler.model.counters()["host_bytes"] == chunks * page, "nothing else is held"
-        size = scheduler.shelf.size - sum(rows.values())
+        size = scheduler.swapped.size - sum(rows.values())
         assert 0.95 * expected < size < 1.05 * expected + len(held) * page
 
 
@@ -201,10 +201,10 @@ def test_a_server_goes_on_where_the_last_one_ended(
     said = conversations(tokens, count=2, length=1100, turns=2)
     wanted = [lone_answers(llama("hybrid", **POOL), turns, 8)[1][0] for turns in said]
     texts = [list(turns[0]) for turns in said]
-    with served(llama("hybrid", **POOL), folder=SessionFolder(tmp_path)) as scheduler:
+    with served(llama("hybrid", **POOL), folder=ConversationFolder(tmp_path)) as scheduler:
         for text in texts:
             text += answer(scheduler, text).tokens
-    with served(llama("hybrid", **POOL), folder=SessionFolder(tmp_path)) as scheduler:
+    with served(llama("hybrid", **POOL), folder=ConversationFolder(tmp_path)) as scheduler:
         for text, turns, tokens_wanted in zip(texts, said, wanted, strict=True):
             end = answer(scheduler, [*text, *turns[1]])
             assert end.tokens == tokens_wanted
@@ -221,10 +221,10 @@ def test_parked_texts_give_way_where_memory_is_limited(
     limited = llama("dense", **POOL, kvflash_host_limit=page * 45)
     said = conversations(tokens, count=5, length=1000, turns=2)
     wanted = [[tokens for tokens, _ in lone_answers(llama("dense", **POOL), turns, 8)] for turns in said]
-    with served(limited, folder=SessionFolder(tmp_path)) as scheduler:
+    with served(limited, folder=ConversationFolder(tmp_path)) as scheduler:
         answers, _ = play(scheduler, said, 8)
-        assert scheduler.shelf.counts.stored > 0
-        assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
+        assert scheduler.swapped.counts.stored > 0
+        assert scheduler.slot.counts.lost == scheduler.swapped.counts.dropped == 0
     assert [[tokens for tokens, _ in turns] for turns in answers] == wanted
 
 
@@ -263,7 +263,7 @@ def test_what_was_read_otherwise_is_not_in_the_folder(
     stored: bool, llama: Callable[..., Any], tokens: npt.NDArray[Any], tmp_path: Path
 ) -> None:
     """Nor what goes on from it, in the usual way, where it was put aside meanwhile, in memory or in a file."""
-    settings = {"limits": Limits(park_bytes=1), "folder": SessionFolder(tmp_path / "parked")} if stored else {}
+    settings = {"limits": Limits(park_bytes=1), "folder": ConversationFolder(tmp_path / "parked")} if stored else {}
     first, longer, other = (tokens[at:end].tolist() for at, end in ((0, 1000), (0, 1200), (2000, 2600)))
     for cached in (0, 999):
         llm = llama("dense", **POOL, kvflash_reading="exact", kvflash_cache=tmp_path / "cache")
@@ -332,11 +332,11 @@ def test_an_answer_that_was_put_aside_goes_on_bit_for_bit(
         assert scheduler.stalls >= 4
 
 
-def spoil(parked: Any) -> None:
+def spoil(swapped: Any) -> None:
     """Nothing of its pages is a number any more."""
-    heap = parked.saved.heap
-    with heap.lease(parked.saved.pages):
-        for page in parked.saved.pages:
+    heap = swapped.saved.heap
+    with heap.lease(swapped.saved.pages):
+        for page in swapped.saved.pages:
             heap.view(page)[:] = b"\x7f" * heap.page_bytes
 
 
@@ -355,8 +355,8 @@ def test_a_spoiled_text_harms_nobody(
     with served(llama(kind, **settings)) as scheduler:
         answers, _ = play(scheduler, [spoiled[:1], other[:1]], 12)
         answer(scheduler, new[1] * 8)
-        (mine,) = (one for one in scheduler.shelf if one.tokens[:1300].tolist() == spoiled[0])
-        scheduler.call(lambda: spoil(mine.parked)).result()
+        (mine,) = (one for one in scheduler.swapped if one.tokens[:1300].tolist() == spoiled[0])
+        scheduler.call(lambda: spoil(mine.swapped)).result()
         asked = ask(scheduler, [*mine.tokens, *spoiled[1]], 12, sampling=Sampling(temperature=temperature))
         end = asked.wait()
         assert isinstance(end, Failed)
@@ -369,7 +369,7 @@ def test_a_spoiled_text_harms_nobody(
         assert [answers[1][0], (last.tokens, logits)] == wanted[1]
         again, _ = play(scheduler, [spoiled, new], 12)
         assert again == [wanted[0], wanted[2]]
-        assert scheduler.totals.finished["numerical"] == scheduler.seat.counts.lost == 1
+        assert scheduler.totals.finished["numerical"] == scheduler.slot.counts.lost == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), ValueError("what"), MemoryError("none")])

@@ -74,3 +74,14 @@ def test_control_tokens_have_a_bound_in_a_long_context_too(llm: Any, monkeypatch
     with pytest.raises(ContextFull, match=f"more than {MOST_MARKS} control tokens"):
         LlamaPrompts(llm).tokenize("<|im_start|>" * (MOST_MARKS + 1), add_special=False, parse_special=True)
     assert calls == []
+
+
+def test_tokens_around_a_gap(models: dict[str, Path], loaded: None) -> None:
+    from kvflash_ggml import Llama
+
+    ids = {"pre": 5, "suf": 6, "mid": 7}
+    given: dict[str, Any] = {f"tokenizer.ggml.fim_{name}_token_id": token for name, token in ids.items()}
+    for overrides, wanted in ((given, ids), ({"tokenizer.ggml.fim_pre_token_id": 5}, {})):
+        llm = Llama(str(models["dense"]), n_ctx=512, verbose=False, kv_overrides=overrides)
+        assert LlamaPrompts(llm).gap == wanted
+        llm.close()

@@ -54,15 +54,15 @@ def fail(run: Bare, tokens: Any, start: int) -> None:
 def rewound(run: Bare, tokens: Any, start: int) -> None:
     """Another plane is the current one."""
     step(run, tokens, start)
-    assert run.session.engine.truncate(start + 2) == (run.session.engine.info.rs_planes > 0)
+    assert run.session.engine.truncate(start + 2, seq=0) == (run.session.engine.info.rs_planes > 0)
 
 
 def emptied(run: Bare, _tokens: Any, _start: int) -> None:
-    run.session.engine.clear()
+    run.session.engine.clear(seq=0)
 
 
 def state(run: Bare) -> bytes:
-    return bytes(run.session.engine.get_state())
+    return bytes(run.session.engine.get_state(seq=0))
 
 
 @pytest.mark.parametrize("meanwhile", [sketch, step, fail, rewound, emptied])
@@ -77,19 +77,19 @@ def test_what_follows_is_what_follows_a_copy_on_the_host(
         length += 3
         for run in (ours, theirs):
             step(run, tokens[TEXT : TEXT + 6], TEXT)
-            assert run.session.engine.truncate(length)
-    copy = theirs.session.engine.get_state()
-    ours.session.engine.keep_state()
+            assert run.session.engine.truncate(length, seq=0)
+    copy = theirs.session.engine.get_state(seq=0)
+    ours.session.engine.keep_state(seq=0)
     for run in (ours, theirs):
         meanwhile(run, tokens[300:304], length)
-    ours.session.engine.put_state(length)
-    theirs.session.engine.set_state(copy, length)
+    ours.session.engine.put_state(length, seq=0)
+    theirs.session.engine.set_state(copy, length, seq=0)
     assert state(ours) == state(theirs) == bytes(copy)
     for run in (ours, theirs):
         engine = run.session.engine
         for pos in (length - 1, length + 1, 1):
-            assert engine.can_truncate(pos) == (pos > length)
-        assert engine.truncate(length)
+            assert engine.can_truncate(pos, seq=0) == (pos > length)
+        assert engine.truncate(length, seq=0)
     assert same_bits(ours.session.engine.cells(0, SLOTS), theirs.session.engine.cells(0, SLOTS))
     if meanwhile is emptied:
         return
@@ -98,23 +98,23 @@ def test_what_follows_is_what_follows_a_copy_on_the_host(
     assert same_bits(*after)
     assert state(ours) == state(theirs)
     for run in (ours, theirs):
-        assert run.session.engine.can_truncate(length + 1) == (planes > 0)
+        assert run.session.engine.can_truncate(length + 1, seq=0) == (planes > 0)
 
 
 def test_it_is_kept_until_the_next_one_is(make: Make, tokens: Any) -> None:
     run = make()
     engine, first = run.session.engine, state(run)
-    engine.keep_state()
+    engine.keep_state(seq=0)
     for _ in range(2):
         sketch(run, tokens[TEXT : TEXT + 3], TEXT)
-        engine.put_state(TEXT)
+        engine.put_state(TEXT, seq=0)
         assert state(run) == first
-        assert engine.truncate(TEXT)
+        assert engine.truncate(TEXT, seq=0)
     step(run, tokens[TEXT : TEXT + 1], TEXT)
     second = state(run)
-    engine.keep_state()
+    engine.keep_state(seq=0)
     step(run, tokens[:1], TEXT + 1)
-    engine.put_state(TEXT + 1)
+    engine.put_state(TEXT + 1, seq=0)
     assert state(run) == second != first
 
 
@@ -123,15 +123,15 @@ def test_windows_are_kept_as_well(kind: str, make: Make, tokens: Any) -> None:
     """And of a memory that is all in the pool nothing."""
     run = make(kind, length=20)
     engine = run.session.engine
-    engine.keep_state()
+    engine.keep_state(seq=0)
     step(run, tokens[20:90], 20)
-    engine.put_state(20)
-    assert engine.truncate(20)
-    engine.keep_state()  # less than this was kept before
+    engine.put_state(20, seq=0)
+    assert engine.truncate(20, seq=0)
+    engine.keep_state(seq=0)  # less than this was kept before
     before = state(run)
     step(run, tokens[20:90], 20)
-    engine.put_state(20)
-    assert engine.truncate(20)
+    engine.put_state(20, seq=0)
+    assert engine.truncate(20, seq=0)
     assert state(run) == before
     assert same_bits(step(run, tokens[200:203], 20), step(make(kind, length=20), tokens[200:203], 20))
 
@@ -139,16 +139,16 @@ def test_windows_are_kept_as_well(kind: str, make: Make, tokens: Any) -> None:
 def test_an_empty_text_has_a_state(make: Make, tokens: Any) -> None:
     run = make(length=0)
     engine = run.session.engine
-    engine.keep_state()
+    engine.keep_state(seq=0)
     step(run, tokens[:5], 0)
-    engine.put_state(0)
-    assert engine.truncate(0)
-    engine.keep_state()
+    engine.put_state(0, seq=0)
+    assert engine.truncate(0, seq=0)
+    engine.keep_state(seq=0)
     step(run, tokens[:5], 0)
-    engine.keep_state()  # more than before
+    engine.keep_state(seq=0)  # more than before
     saved = state(run)
     step(run, tokens[5:6], 5)
-    engine.put_state(5)
+    engine.put_state(5, seq=0)
     assert state(run) == saved
 
 
@@ -157,18 +157,18 @@ def test_what_does_not_fit_is_refused(make: Make, tokens: Any) -> None:
     run = make()
     engine, saved = run.session.engine, state(run)
     with pytest.raises(SnapshotError, match="no state is kept"):
-        engine.put_state(TEXT)
+        engine.put_state(TEXT, seq=0)
     assert state(run) == saved
-    engine.keep_state()
+    engine.keep_state(seq=0)
     with pytest.raises(EngineError, match="a state for -1 tokens"):
-        engine.put_state(-1)
+        engine.put_state(-1, seq=0)
     with pytest.raises(EngineError, match="sequence 1"):
         engine.keep_state(seq=1)
     with pytest.raises(EngineError, match="sequence 1"):
         engine.put_state(TEXT, seq=1)
     assert state(run) == saved
     with pytest.raises(SnapshotError, match=f"{TEXT + 1} tokens: a recurrent state that does not end"):
-        engine.put_state(TEXT + 1)
+        engine.put_state(TEXT + 1, seq=0)
     assert state(run) != saved
-    engine.put_state(TEXT)
+    engine.put_state(TEXT, seq=0)
     assert state(run) == saved

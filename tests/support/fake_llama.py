@@ -49,6 +49,7 @@ class FakeLlama:
         self.kvflash = stats() if self.settings["kvflash"] is not None else None
         self.placement = None
         self.kvflash_progress: Callable[[int, int], None] | None = None
+        self.kvflash_samplers: Any = None
         self.input_ids: list[int] = []
         self.n_tokens = 0
         self.requests: list[Any] = []
@@ -69,18 +70,18 @@ class FakeLlama:
             yield ord(char)
 
     def create_completion(self, text: str, **settings: Any) -> Iterator[dict[str, Any]]:
-        self.requests.append((text, settings))
+        self.requests.append((text, settings | {"samplers": self.kvflash_samplers}))
         yield from self._chunks(text, settings)
 
     def _chunks(self, text: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self.error is not None:
             raise self.error
-        for token in self.generate(list(text.encode()), temp=settings["temperature"]):
+        for token in self.generate(list(text.encode()), temp=self.kvflash_samplers.temperature):
             yield {"choices": [{"text": chr(token), "finish_reason": None}]}
         yield {"choices": [{"text": "", "finish_reason": "stop"}]}
 
     def create_chat_completion(self, messages: Any, **settings: Any) -> Iterator[dict[str, Any]]:
-        self.requests.append(([dict(m) for m in messages], settings))
+        self.requests.append(([dict(m) for m in messages], settings | {"samplers": self.kvflash_samplers}))
         text = "".join(m["content"] for m in messages)
         yield {"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}
         for chunk in self._chunks(text, settings):

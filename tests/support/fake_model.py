@@ -19,7 +19,7 @@ from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
-from kvflash_ggml.store.shelf import Parked, usable
+from kvflash_ggml.store.swapped import SwappedText, usable
 
 END = 256
 STEP = 64
@@ -27,7 +27,7 @@ EMPTY = np.empty(0, np.int32)
 
 
 @dataclass(eq=False)
-class FakeParked:
+class FakeSwapped:
     tokens: Int32s
     places: Sequence[int] | None
     model: FakeModel
@@ -119,14 +119,14 @@ class FakeModel:
     def checkpoint(self) -> None:
         self.places.add(len(self.tokens))
 
-    def park(self) -> FakeParked:
+    def swap_out(self) -> FakeSwapped:
         self.held += 1
-        return FakeParked(self.tokens.copy(), sorted(self.places) if self.stateful else None, self)
+        return FakeSwapped(self.tokens.copy(), sorted(self.places) if self.stateful else None, self)
 
-    def resume(self, parked: Parked) -> None:
-        assert isinstance(parked, FakeParked)
-        assert not parked.released
-        self.tokens, self.places = parked.tokens.copy(), set(parked.places or ())
+    def swap_in(self, swapped: SwappedText) -> None:
+        assert isinstance(swapped, FakeSwapped)
+        assert not swapped.released
+        self.tokens, self.places = swapped.tokens.copy(), set(swapped.places or ())
 
     def reset(self) -> None:
         self.tokens, self.places = EMPTY, set()
@@ -137,17 +137,17 @@ class FakeModel:
     def pin(self, lo: int, hi: int) -> None:
         self.pins.append((lo, hi))
 
-    def write(self, parked: Parked, path: Path, *, sync: bool) -> None:
-        path.write_bytes(parked.tokens.tobytes())
+    def write(self, swapped: SwappedText, path: Path, *, sync: bool) -> None:
+        path.write_bytes(swapped.tokens.tobytes())
         self.synced += sync
-        self.files[path] = parked.tokens
+        self.files[path] = swapped.tokens
 
-    def read(self, path: Path) -> FakeParked:
+    def read(self, path: Path) -> FakeSwapped:
         data = path.read_bytes()
         if len(data) % 4:
             raise SnapshotError(f"{path} is damaged")
         self.held += 1
-        return FakeParked(np.frombuffer(data, np.int32), [] if self.stateful else None, self)
+        return FakeSwapped(np.frombuffer(data, np.int32), [] if self.stateful else None, self)
 
     def when_full(self, give_way: Callable[[], bool]) -> None:
         self.give_way = give_way
@@ -210,6 +210,7 @@ class FakePrompts:
 
     template: str | None = TEMPLATE
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
+    gap: dict[str, int] = field(default_factory=dict)
 
     @property
     def n_vocab(self) -> int:

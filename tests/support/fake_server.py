@@ -13,7 +13,7 @@ from kvflash_ggml.server.app import make_app
 from kvflash_ggml.server.front import Front
 from kvflash_ggml.server.metrics import Metrics
 from kvflash_ggml.server.settings import ServerSettings
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 from .asgi import Client, Reply
 from .fake_model import FakeModel, FakePrompts
@@ -29,16 +29,17 @@ class Server:
         *,
         limits: Limits | None = None,
         folder: Path | None = None,
+        embedder: Any = None,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         **settings: Any,
     ) -> None:
         self.model, self.prompts = model or FakeModel(), prompts or FakePrompts()
         self.settings = ServerSettings(alias="fake", **settings)
         metrics = Metrics()
-        kept = None if folder is None else SessionFolder(folder)
+        kept = None if folder is None else ConversationFolder(folder)
         self.scheduler = Scheduler(self.model, limits=limits, folder=kept, on_end=on_end or metrics.ended)
         metrics.attach(self.scheduler)
-        self.front = Front(self.settings, self.scheduler, self.prompts)
+        self.front = Front(self.settings, self.scheduler, self.prompts, embedder)
         self.app = make_app(self.front, metrics)
         self.client = Client(self.app)
 

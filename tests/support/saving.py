@@ -148,7 +148,7 @@ def seen(session: Sequence) -> tuple[Any, ...]:
         sorted(session.store),
         engine.cell_pos.tolist(),
         engine.settled()[0].tobytes(),
-        engine.get_state(),
+        engine.get_state(seq=0),
         engine.queries.tobytes(),
         session.queries.valid_from,
         sorted(session.checkpoints.state()),

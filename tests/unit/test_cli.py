@@ -16,9 +16,12 @@ from support.fake_llama import BANNER, REPLY, FakeLlama, Stage, interrupt_at, st
 
 from kvflash_ggml import logs
 from kvflash_ggml.cli import chat, model, prompt, report, run
+from kvflash_ggml.cli.options import SamplingOptions
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, ContextFull, LibraryError
 from kvflash_ggml.placement.sizes import Fit
+from kvflash_ggml.sampling import Samplers
+from kvflash_ggml.settings import settings
 from kvflash_ggml.store.prefixes import PrefixCache
 
 
@@ -349,17 +352,50 @@ def test_wrong_usage_exits_2(cli: Stage, line: str, message: str) -> None:
 
 def test_sampling_options(cli: Stage) -> None:
     line = "-n 5 --temp 0 --top-k 1 --top-p 0.5 --min-p 0 --repeat-penalty 1.1 --seed 3"
-    cli("m.gguf", "hi", *line.split())
-    assert cli.sampling == {
-        "stream": True,
-        "max_tokens": 5,
-        "temperature": 0,
-        "top_k": 1,
-        "top_p": 0.5,
-        "min_p": 0,
-        "repeat_penalty": 1.1,
-        "seed": 3,
-    }
+    assert cli("m.gguf", "hi", *line.split()).exit_code == 0
+    samplers = cli.sampling.pop("samplers")
+    assert cli.sampling == {"stream": True, "max_tokens": 5, "seed": 3}
+    usual = SamplingOptions(temperature=0, top_k=1, top_p=0.5, min_p=0, repeat_penalty=1.1, max_tokens=5, seed=3)
+    assert samplers == usual
+
+
+def test_samplers_of_llama_cpp_by_its_flags(cli: Stage) -> None:
+    line = """--typical 0.9 --top-nsigma 2 --mirostat 2 --mirostat-ent 4 --mirostat-lr 0.2 --dry-multiplier 0.8
+        --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n -1 --dry-sequence-breaker \\n --dry-sequence-breaker ;
+        --min-tokens 5 --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.3 --dynatemp-exp 1.5
+        --repeat-last-n 9
+        --presence-penalty 0.1 --frequency-penalty 0.2 --samplers dry;top-k;temp"""
+    result = cli("m.gguf", "hi", *line.split())
+    assert result.exit_code == 0, result.output
+    found = {name: getattr(cli.sampling["samplers"], name) for name in settings(Samplers)}
+    assert found == {
+        "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9, "top_n_sigma": 2,
+        "mirostat": 2, "mirostat_tau": 4, "mirostat_eta": 0.2, "dry_multiplier": 0.8, "dry_base": 2,
+        "dry_allowed_length": 3, "dry_penalty_last_n": -1, "dry_sequence_breakers": ("\n", ";"), "min_tokens": 5,
+        "xtc_probability": 0.5, "xtc_threshold": 0.2, "dynatemp_range": 0.3, "dynatemp_exponent": 1.5,
+        "repeat_penalty": 1, "repeat_last_n": 9, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+        "samplers": ("dry", "top_k", "temperature"),
+    }  # fmt: skip
+    cli("m.gguf", "hi", "--sampling-seq", "kt", "--dry-sequence-breaker", "none")
+    assert cli.sampling["samplers"].samplers == ("top_k", "temperature")
+    assert cli.sampling["samplers"].breakers == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--samplers top_k;tfs_z", "'tfs_z' is no sampler: there are penalties;dry;"),
+        ("--samplers top_k;top_k", "each can be there once"),
+        (f"--dry-sequence-breaker {'x' * 41}", "has 41 bytes: give 1 to 40 bytes"),
+        ("--mirostat 3", "3 is not in the range 0<=x<=2"),
+        ("--repeat-last-n -2", "-2 is not in the range"),
+        ("--xtc-probability 1.1", "1.1 is not in the range 0<=x<=1"),
+    ],
+)
+def test_samplers_that_cannot_work(cli: Stage, line: str, message: str) -> None:
+    result = cli("m.gguf", "hi", *line.split())
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+    assert not cli.made
 
 
 def test_seeds_are_random_unless_given(cli: Stage) -> None:

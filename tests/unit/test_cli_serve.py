@@ -21,7 +21,18 @@ from kvflash_ggml.errors import ConfigError, HostMemoryError
 from kvflash_ggml.server import start
 from kvflash_ggml.server.settings import ServerSettings
 
-SERVED = ("-np", "--parallel", "--host", "--port", "--api-key")
+SERVED = (
+    "--embedding",
+    "--embeddings",
+    "--pooling",
+    "--rerank",
+    "--reranking",
+    "-np",
+    "--parallel",
+    "--host",
+    "--port",
+    "--api-key",
+)
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -215,12 +226,12 @@ def test_the_start_says_what_the_session_folder_has(serve: Serving, tmp_path: Pa
         ("--session-dir", "", "an empty text is no path"),
         ("--kvflash-cache", "", "an empty text is no path"),
         ("--kvflash-spill", "", "an empty text is no path"),
-        ("--repeat-penalty", "0", "x>0"),
+        ("--repeat-penalty", "0", "0<x<=10"),
         ("--threads", "513", "1<=x<=512"),
         ("--threads-batch", "99999999999", "1<=x<=512"),
         ("--batch-size", "99999999999", "1<=x<=2147483392"),
         ("--ubatch-size", "99999999999", "1<=x<=2147483392"),
-        ("--top-k", "99999999999", "0<=x<=2147483392"),
+        ("--top-k", "99999999999", "-1<=x<=1048576"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_before_loading(
@@ -257,3 +268,16 @@ def test_a_wrong_value_of_a_variable_names_the_variable(serve: Serving, monkeypa
     told = " ".join(serve("m.gguf").stderr.split())
     assert "Invalid value for '--port' (from KVFLASH_PORT): 'soon'" in told
     assert "KVFLASH_PORT" not in serve("m.gguf", "--port", "now").stderr
+
+
+def test_embeddings_leave_memory(serve: Serving) -> None:
+    for line, words in (
+        (["--embeddings", "--reranking"], "need different models"),
+        (["--pooling", "mean"], "add --embeddings"),
+        (["--embeddings", "--pooling", "rank"], "'rank' is not one of"),
+        (["--embeddings", "--embedding-tokens", "8"], "64"),
+    ):
+        result = serve("m.gguf", *line)
+        assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
+    serve("m.gguf", "--embeddings", "--embedding-tokens", "512")
+    assert serve.cli.settings["kvflash"] == KVFlashConfig(pool="auto", embedding=512)

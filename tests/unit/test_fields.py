@@ -11,11 +11,13 @@ from support.asgi import Client, Reply
 from support.fake_model import FakeModel
 from support.fake_server import Server
 
-from kvflash_ggml.batching.messages import Request
+from kvflash_ggml.batching.messages import Request, Sampling
 from kvflash_ggml.chat.reader import Rendered
 from kvflash_ggml.chat.values import ChatInput
+from kvflash_ggml.sampling import Samplers
 from kvflash_ggml.server.fields import HEADER
 from kvflash_ggml.server.requestlog import NAME
+from kvflash_ggml.settings import settings
 
 CHAT, TEXT, RAW = "/v1/chat/completions", "/v1/completions", "/completion"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -27,16 +29,16 @@ OPENAI = {
     "prompt_cache_retention": "24h", "web_search_options": {},
 }  # fmt: skip
 LLAMA_SERVER = {
-    "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n"], "dynatemp_range": 0, "lora": [],
-    "min_keep": 0, "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5, "n_keep": 0, "n_indent": 0,
-    "post_sampling_probs": False, "reasoning_format": "auto", "repeat_last_n": 64, "response_fields": ["content"],
-    "return_progress": False, "samplers": ["top_k", "temperature"], "speculative.n_max": 3, "t_max_predict_ms": 0,
-    "thinking_forced_open": False, "top_n_sigma": -1, "typical_p": 1.0, "xtc_probability": 0, "xtc_threshold": 0.1,
+    "lora": [], "min_keep": 0, "n_keep": 0, "n_indent": 0, "post_sampling_probs": False, "reasoning_format": "auto",
+    "response_fields": ["content"], "return_progress": False, "speculative.n_max": 3, "t_max_predict_ms": 0,
+    "tfs_z": 1.0, "thinking_forced_open": False, "top_a": 0, "typ": 1, "adaptive_target": 0.5, "adaptive_decay": 0.9,
+    "backend_sampling": True, "n_discard": 1, "n_prompt": 2, "image_data": [], "multimodal_data": [],
+    "t_max_prompt_ms": 0,
 }  # fmt: skip
 VLLM = {
     "add_special_tokens": True, "allowed_token_ids": None, "bad_words": [], "guided_regex": None,
     "include_reasoning": True,
-    "length_penalty": 1.0, "min_tokens": 0, "prompt_logprobs": None, "repetition_penalty": 1.0, "request_id": "x",
+    "length_penalty": 1.0, "prompt_logprobs": None, "repetition_penalty": 1.0, "request_id": "x",
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "stop_token_ids": [], "use_beam_search": False,
     "vllm_xargs": {},
 }  # fmt: skip
@@ -56,9 +58,9 @@ def ask(path: str, *, server: Server | None = None, **more: Any) -> Reply:
     return (server or Server()).post(path, {**BODIES[path], **more})
 
 
-def sent(monkeypatch: pytest.MonkeyPatch, path: str, **more: Any) -> Request:
+def sent(monkeypatch: pytest.MonkeyPatch, path: str, *, server: Server | None = None, **more: Any) -> Request:
     """The request that the scheduler has of it."""
-    server, requests = Server(), []
+    server, requests = server or Server(), []
     submit = server.scheduler.submit_together
     monkeypatch.setattr(
         server.scheduler, "submit_together", lambda all: (requests.extend(one[0] for one in all), submit(all))[1]
@@ -78,7 +80,7 @@ def test_what_other_servers_know_is_ignored_and_told(path: str, stream: bool) ->
     told = named(reply)
     assert told[:2] == ["audio", "functions"]
     assert told[-1].endswith(" more")
-    assert not {"mirostat", "typical_p", "modalities"} & set(told)
+    assert not {"tfs_z", "top_a", "modalities"} & set(told)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -94,10 +96,10 @@ def test_strict_refuses_them_by_name(path: str) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"mirostat": 2, "mirostat_tau": 5.0}, ["mirostat=2"]),
-        ({"typical_p": 0.5}, ["typical_p=0.5"]),
+        ({"smoothing_factor": 2, "smoothing_curve": 5.0}, ["smoothing_factor=2"]),
+        ({"tfs_z": 0.5}, ["tfs_z=0.5"]),
         ({"modalities": ["text", "audio"]}, ["modalities=..."]),
-        ({"samplers": ["top_k"]}, ["samplers"]),
+        ({"n_discard": 3}, ["n_discard"]),
         ({"kvflash": {"polcy": 1}, "stream_options": {"x": 1}}, ["stream_options.x", "kvflash.polcy"]),
         ({"response_format": {"type": "text", "x": 1}}, ["response_format.x"]),
         (
@@ -122,12 +124,12 @@ def test_how_they_are_told(more: dict[str, Any], told: list[str]) -> None:
 
 def test_the_log_names_them_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, NAME):
-        ask(CHAT, samplers=[], nobody="secret")
-        ask(CHAT, mirostat=2)
+        ask(CHAT, somebody=[], nobody="secret")
+        ask(CHAT, top_a=2)
     said = [(r.levelname, json.loads(r.getMessage())) for r in caplog.records if "ignored" in r.getMessage()]
     assert said == [
-        ("INFO", {"path": CHAT, "ignored": ["samplers", "nobody"], "count": 2}),
-        ("WARNING", {"path": CHAT, "ignored": ["mirostat=2"], "count": 1}),
+        ("INFO", {"path": CHAT, "ignored": ["somebody", "nobody"], "count": 2}),
+        ("WARNING", {"path": CHAT, "ignored": ["top_a=2"], "count": 1}),
     ]
 
 
@@ -162,6 +164,35 @@ def test_names_of_other_servers(path: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert ask(path, **{name: -2}).status == 400
     assert sent(monkeypatch, path, max_tokens=None).max_tokens == 4096
     assert sent(monkeypatch, path, max_tokens=3, n_predict=None, max_completion_tokens=None).max_tokens == 3
+
+
+SAMPLERS = {
+    "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "top_n_sigma": 2.0,
+    "dynatemp_range": 0.3, "dynatemp_exponent": 1.5, "xtc_probability": 0.5, "xtc_threshold": 0.2,
+    "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repeat_last_n": 9,
+    "dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ";"], "mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2,
+    "samplers": ["dry", "top_k", "temperature"], "min_tokens": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_sampler_reaches_the_engine(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(SAMPLERS) == set(settings(Samplers))
+    found = sent(monkeypatch, path, **SAMPLERS).sampling
+    lists = ("dry_sequence_breakers", "samplers")
+    assert {name: getattr(found, name) for name in SAMPLERS} == SAMPLERS | {n: tuple(SAMPLERS[n]) for n in lists}
+    assert sent(monkeypatch, path, samplers="kt", dry_sequence_breakers=[]).sampling.samplers == (
+        "top_k",
+        "temperature",
+    )
+
+
+def test_the_server_has_defaults_of_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Sampling(dry_multiplier=0.8, repeat_last_n=128, samplers=("top_k", "temperature"))
+    assert Server(sampling=usual).settings.sampling == usual
+    found = sent(monkeypatch, CHAT, server=Server(sampling=usual), repeat_last_n=7).sampling
+    assert (found.dry_multiplier, found.repeat_last_n, found.samplers) == (0.8, 7, ("top_k", "temperature"))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -203,6 +234,11 @@ def test_thinking_is_a_name_of_the_template(path: str) -> None:
         {"stream_options": []}, {"stream_options": {"include_usage": "x"}}, {"kvflash": 1},
         {"kvflash": {"priority": 11}}, {"response_format": "json"}, {"response_format": {"type": "yaml"}},
         {"repetition_penalty": -1}, {"max_tokens": "many"}, {"n": 1.5}, {"seed": "x"}, {"json_schema": [1]},
+        {"mirostat": 3}, {"typical_p": 2}, {"samplers": ["tfs_z"]}, {"samplers": 5}, {"samplers": ["top_k", "top_k"]},
+        {"samplers": [1]}, {"samplers": "x" * 300}, {"dry_sequence_breakers": [""]},
+        {"dry_sequence_breakers": ["x"] * 33},
+        {"dry_sequence_breakers": ["x" * 41]}, {"dry_sequence_breakers": [1]}, {"dry_sequence_breakers": 1},
+        {"repeat_last_n": -2}, {"xtc_probability": -1}, {"min_tokens": -1}, {"dry_base": 0},
         {"ignore_eos": 7}, {"grammar": 1}, {"min_p": -0.1}, {"presence_penalty": 3}, {"frequency_penalty": -3},
     ],
 )  # fmt: skip

@@ -42,7 +42,9 @@ FLOORS = [
         "notation",
         "pip_line",
         "remote",
+        "sampling",
         "settings",
+        "system",
     },
 ]
 """From the top down. A room imports itself and the floors below; on the ground the files are in no order."""

@@ -78,13 +78,13 @@ def test_who_leaves_makes_room() -> None:
 
 
 class Crowd:
-    """Requests to a queue of 16 whose seat takes one in `pace` seconds, on a clock of numbers."""
+    """Requests to a queue of 16 whose slot takes one in `pace` seconds, on a clock of numbers."""
 
     def __init__(self, pace: float = 0.5) -> None:
         self.waiting, self.pace, self._dice = RequestQueue(most=16, most_tokens=10**6), pace, random.Random(1)
         self.refused, self.told, self._waits = Counter[int](), dict[int, list[float]](), set[int]()
         self.sizes = Counter[int]()  # of who asks for several at once
-        self._events: list[tuple[float, int, str, bool]] = [(0.0, -1, "", False)]  # -1: the seat is free
+        self._events: list[tuple[float, int, str, bool]] = [(0.0, -1, "", False)]  # -1: the slot is free
 
     def arrive(self, times: float, seconds: float, *, first: int = 0, key: str = "", returns: bool = True) -> range:
         """So many times what can be answered, for a while. Their numbers."""

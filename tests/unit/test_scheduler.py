@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_model import STEP, FakeModel, FakeParked
+from support.fake_model import STEP, FakeModel, FakeSwapped
 from support.served import Asked, answer, ask, request
 
 from kvflash_ggml.batching.messages import Access, Failed, Finished, Started
@@ -21,7 +21,7 @@ from kvflash_ggml.batching.queue import QueueFull
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import DecodeError, HostMemoryError, KVFlashError, SnapshotError
 from kvflash_ggml.store import folder
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 Make = Callable[..., Scheduler]
 
@@ -291,15 +291,15 @@ def test_a_request_that_is_not_kept(make: Make) -> None:
 
 
 def test_what_finds_no_room_goes_to_the_folder(make: Make, tmp_path: Path) -> None:
-    scheduler = make(limits=Limits(park_bytes=5000), folder=SessionFolder(tmp_path))
+    scheduler = make(limits=Limits(park_bytes=5000), folder=ConversationFolder(tmp_path))
     texts = [text(300, i) for i in range(4)]
     for one in texts:
         answer(scheduler, one)
     assert scheduler.conversations.places(Access()) == {"device": 1, "memory": 1, "folder": 2}
     # of a fake's text as much as its tokens take, and the tokens of all
-    assert scheduler.shelf.size == sum(one.tokens.nbytes * (1 + (one.where == "memory")) for one in scheduler.shelf)
+    assert scheduler.swapped.size == sum(one.tokens.nbytes * (1 + (one.where == "memory")) for one in scheduler.swapped)
     assert all(answer(scheduler, one).usage.cached == 299 for one in texts)
-    assert scheduler.shelf.counts.dropped == 0
+    assert scheduler.swapped.counts.dropped == 0
 
 
 def test_two_that_change_places_need_room_for_one(make: Make) -> None:
@@ -309,8 +309,8 @@ def test_two_that_change_places_need_room_for_one(make: Make) -> None:
     for one in texts:
         answer(scheduler, one)
     assert [answer(scheduler, one).usage.cached for one in texts * 2] == [299] * 4
-    assert scheduler.shelf.counts.dropped == scheduler.seat.counts.lost == 0
-    assert 0 < scheduler.shelf.size <= 3000
+    assert scheduler.swapped.counts.dropped == scheduler.slot.counts.lost == 0
+    assert 0 < scheduler.swapped.size <= 3000
 
 
 def test_what_another_goes_on_from_stays(make: Make) -> None:
@@ -319,47 +319,47 @@ def test_what_another_goes_on_from_stays(make: Make) -> None:
     for one in (text(300), text(300, 1)):
         answer(scheduler, one)
     assert answer(scheduler, [*text(300)[:280], *text(50, 2)]).usage.cached == 280
-    assert [list(one.tokens[:300]) for one in scheduler.shelf] == [text(300)]
-    assert scheduler.shelf.size <= 3000
+    assert [list(one.tokens[:300]) for one in scheduler.swapped] == [text(300)]
+    assert scheduler.swapped.size <= 3000
 
 
 def test_where_memory_is_full_what_is_asked_for_comes_from_the_folder(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FakeModel()
-    park = model.park
+    swap_out = model.swap_out
 
-    def one_at_a_time() -> FakeParked:
+    def one_at_a_time() -> FakeSwapped:
         if model.held:
             raise HostMemoryError("no memory")
-        return park()
+        return swap_out()
 
-    monkeypatch.setattr(model, "park", one_at_a_time)
-    scheduler = make(model, folder=SessionFolder(tmp_path))
+    monkeypatch.setattr(model, "swap_out", one_at_a_time)
+    scheduler = make(model, folder=ConversationFolder(tmp_path))
     texts = [text(300, i) for i in range(2)]
     for one in texts:
         answer(scheduler, one)
     assert [answer(scheduler, one).usage.cached for one in texts] == [299, 299]
-    assert scheduler.seat.counts.lost == scheduler.shelf.counts.dropped == 0
+    assert scheduler.slot.counts.lost == scheduler.swapped.counts.dropped == 0
 
 
 def test_where_memory_is_full_others_go_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long what is asked for has been waiting."""
     model = FakeModel()
-    park = model.park
+    swap_out = model.swap_out
 
-    def two_at_a_time() -> FakeParked:
+    def two_at_a_time() -> FakeSwapped:
         if model.held == 2:
             raise HostMemoryError("no memory")
-        return park()
+        return swap_out()
 
-    monkeypatch.setattr(model, "park", two_at_a_time)
+    monkeypatch.setattr(model, "swap_out", two_at_a_time)
     scheduler = make(model)
     texts = [text(300, i) for i in range(3)]
     for one in texts:
         answer(scheduler, one)
     assert answer(scheduler, texts[0]).usage.cached == 299
-    assert (scheduler.seat.counts.lost, scheduler.shelf.counts.dropped) == (0, 1)
+    assert (scheduler.slot.counts.lost, scheduler.swapped.counts.dropped) == (0, 1)
 
 
 def test_what_cannot_be_brought_back_is_let_go_of_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,32 +368,32 @@ def test_what_cannot_be_brought_back_is_let_go_of_once(make: Make, monkeypatch: 
     for one in (text(300), text(300, 1)):
         answer(scheduler, one)
 
-    def damaged(parked: object) -> None:
+    def damaged(swapped: object) -> None:
         raise SnapshotError("damaged")
 
-    monkeypatch.setattr(model, "resume", damaged)
+    monkeypatch.setattr(model, "swap_in", damaged)
     assert answer(scheduler, text(300)).usage.cached == 0
-    assert (scheduler.seat.counts.lost, model.held) == (1, 1)
+    assert (scheduler.slot.counts.lost, model.held) == (1, 1)
 
 
 def test_without_a_folder_it_is_read_again(make: Make) -> None:
     scheduler = make(limits=Limits(park_bytes=3000))
     for i in range(4):
         answer(scheduler, text(300, i))
-    assert scheduler.shelf.counts.dropped == 2
+    assert scheduler.swapped.counts.dropped == 2
     assert answer(scheduler, text(300)).usage.cached == 0
 
 
 def test_a_folder_that_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(parked: object, path: Path, *, sync: bool) -> None:
+    def full(swapped: object, path: Path, *, sync: bool) -> None:
         raise OSError(28, "No space left on device")
 
     model = FakeModel()
     monkeypatch.setattr(model, "write", full)
-    scheduler = make(model, limits=Limits(park_bytes=3000), folder=SessionFolder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=3000), folder=ConversationFolder(tmp_path))
     for i in range(4):
         answer(scheduler, text(300, i))
-    assert scheduler.shelf.counts.failed == 2
+    assert scheduler.swapped.counts.failed == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
@@ -404,19 +404,19 @@ def test_a_disk_that_is_full_keeps_the_newest(
     model = FakeModel()
     write = model.write
 
-    def for_two(parked: FakeParked, path: Path, *, sync: bool) -> None:
+    def for_two(swapped: FakeSwapped, path: Path, *, sync: bool) -> None:
         if len(list(path.parent.iterdir())) == 2:
             raise SnapshotError("cannot write") from OSError(code, "why")
-        write(parked, path, sync=sync)
+        write(swapped, path, sync=sync)
 
     monkeypatch.setattr(model, "write", for_two)
-    scheduler = make(model, limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=ConversationFolder(tmp_path))
     for i in range(5):
         answer(scheduler, text(300, i))
     full = code == errno.ENOSPC
-    assert [one.tokens[0] for one in scheduler.shelf] == [text(1, i)[0] for i in ((2, 3) if full else (0, 1))]
-    assert scheduler.shelf.counts.dropped == 2
-    assert scheduler.shelf.counts.failed == (0 if full else 2)
+    assert [one.tokens[0] for one in scheduler.swapped] == [text(1, i)[0] for i in ((2, 3) if full else (0, 1))]
+    assert scheduler.swapped.counts.dropped == 2
+    assert scheduler.swapped.counts.failed == (0 if full else 2)
     assert caplog.text.count("cannot be stored") == 1
     assert answer(scheduler, text(300, 3 if full else 1)).usage.cached == 299
 
@@ -427,54 +427,54 @@ def test_what_is_larger_than_a_disk_costs_no_others(
     model = FakeModel()
     write = model.write
 
-    def but_long_ones(parked: FakeParked, path: Path, *, sync: bool) -> None:
-        if len(parked.tokens) > 1000:
+    def but_long_ones(swapped: FakeSwapped, path: Path, *, sync: bool) -> None:
+        if len(swapped.tokens) > 1000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(parked, path, sync=sync)
+        write(swapped, path, sync=sync)
 
     monkeypatch.setattr(model, "write", but_long_ones)
     monkeypatch.setattr(folder.Folder, "free", 0)
-    scheduler = make(model, limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
+    scheduler = make(model, limits=Limits(park_bytes=0), folder=ConversationFolder(tmp_path))
     for length in (300, 301, 2000, 302):
         answer(scheduler, text(length, length))
-    assert len(scheduler.shelf) == 2
-    assert (scheduler.shelf.counts.dropped, scheduler.shelf.counts.failed) == (1, 1)
+    assert len(scheduler.swapped) == 2
+    assert (scheduler.swapped.counts.dropped, scheduler.swapped.counts.failed) == (1, 1)
     assert [answer(scheduler, text(length, length)).usage.cached for length in (300, 301)] == [299, 300]
 
 
 def test_a_damaged_file_is_read_again(make: Make, tmp_path: Path) -> None:
-    scheduler = make(limits=Limits(park_bytes=0), folder=SessionFolder(tmp_path))
+    scheduler = make(limits=Limits(park_bytes=0), folder=ConversationFolder(tmp_path))
     answer(scheduler, text(300))
     answer(scheduler, text(300, 1))
     (path,) = (tmp_path / "parked").iterdir()
     path.write_bytes(b"xyz")
     assert answer(scheduler, text(300)).usage.cached == 0
     assert not path.exists()
-    assert scheduler.seat.counts.lost == 1
+    assert scheduler.slot.counts.lost == 1
 
 
 def test_only_at_the_end_is_the_disk_waited_for(tmp_path: Path) -> None:
     """While a request waits for room, the system brings files to the disk when it likes."""
     model = FakeModel()
-    scheduler = Scheduler(model, folder=SessionFolder(tmp_path))
+    scheduler = Scheduler(model, folder=ConversationFolder(tmp_path))
     scheduler.start()
     for i in range(4):
         answer(scheduler, text(300, i))
-    scheduler.call(scheduler.shelf.evict).result(10)
+    scheduler.call(scheduler.swapped.evict).result(10)
     assert (len(model.files), model.synced) == (1, 0)
     scheduler.close()
     assert (len(model.files), model.synced) == (4, 3)
 
 
 def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
-    first = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
+    first = Scheduler(FakeModel(), folder=ConversationFolder(tmp_path))
     first.start()
     for i in range(3):
         answer(first, text(300, i), salt="ab" * (i == 2))
     first.close()
     with pytest.raises(KVFlashError, match="shutting down"):
         ask(first, text(5))
-    second = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
+    second = Scheduler(FakeModel(), folder=ConversationFolder(tmp_path))
     second.start()
     assert [answer(second, text(300, i)).usage.cached for i in range(3)] == [299, 299, 0]
     assert answer(second, text(300, 2), salt="ab").usage.cached == 299
@@ -483,7 +483,7 @@ def test_the_end_puts_everything_aside(tmp_path: Path) -> None:
 
 def test_of_two_files_of_one_conversation_the_newer_counts(tmp_path: Path) -> None:
     """A server that is killed between writing one and deleting the other leaves both."""
-    first = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
+    first = Scheduler(FakeModel(), folder=ConversationFolder(tmp_path))
     first.start()
     answer(first, text(300))
     first.close()
@@ -491,7 +491,7 @@ def test_of_two_files_of_one_conversation_the_newer_counts(tmp_path: Path) -> No
     older = newer.with_name(newer.name.replace("~300", "~299"))
     older.write_bytes(newer.read_bytes())
     os.utime(older, (1, 1))
-    second = Scheduler(FakeModel(), folder=SessionFolder(tmp_path))
+    second = Scheduler(FakeModel(), folder=ConversationFolder(tmp_path))
     second.start()
     (known,) = second.call(lambda: second.conversations.describe(Access())).result(10)
     assert known["prompt"] == 300
@@ -530,7 +530,7 @@ def test_calls_come_between_requests(make: Make) -> None:
 
 
 def test_conversations_can_be_kept_by_hand(make: Make, tmp_path: Path) -> None:
-    scheduler = make(folder=SessionFolder(tmp_path))
+    scheduler = make(folder=ConversationFolder(tmp_path))
     answer(scheduler, text(300), conversation="mine")
     answer(scheduler, text(300, 1))
     known = scheduler.call(lambda: scheduler.conversations.describe(Access())).result()
@@ -590,7 +590,7 @@ class Shut:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_reader_that_has_enough_gives_up_the_seat(make: Make, stateful: bool) -> None:
+def test_a_reader_that_has_enough_gives_up_the_slot(make: Make, stateful: bool) -> None:
     model = FakeModel(reply=lambda prompt: bytes(range(97, 117)), stateful=stateful)
     scheduler, shut = make(model), Shut(5)
     slow = ask(scheduler, text(300), 40, full=shut, stop=("pq",))
@@ -605,7 +605,7 @@ def test_a_reader_that_has_enough_gives_up_the_seat(make: Make, stateful: bool) 
     assert model.read_tokens == 601, "and one drawn token"
     later = answer(scheduler, [*text(300), *end.tokens, *text(9, 3)])
     assert later.usage.cached == 316, "the same conversation"
-    assert len(scheduler.shelf) == 1
+    assert len(scheduler.swapped) == 1
 
 
 def test_how_an_answer_ends_that_was_put_aside(make: Make) -> None:
@@ -638,9 +638,9 @@ def test_while_an_answer_is_put_aside_somebody_waits(make: Make) -> None:
     idle = []
 
     class Watched(FakeModel):
-        def park(self) -> Any:
+        def swap_out(self) -> Any:
             idle.append(scheduler.idle)
-            return super().park()
+            return super().swap_out()
 
     scheduler, shut = make(Watched(reply=lambda prompt: b"x" * 9)), Shut(3)
     slow = ask(scheduler, text(300), 40, full=shut)
@@ -660,7 +660,7 @@ def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
     assert isinstance(slow.wait(), Finished)
     assert slow.text == bytes(range(97, 117)).decode()
     assert model.read_tokens == 302, "a token of the prompt for the other answer, and a drawn one"
-    assert len(scheduler.shelf) == 1
+    assert len(scheduler.swapped) == 1
 
 
 def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:

@@ -355,13 +355,10 @@ def test_other_kinds_of_bodies() -> None:
 def test_where_nothing_is() -> None:
     assert Server().get("/nowhere").status == 404
     assert Server().get("/v1/chat/completions").status == 405
-    refused = Server().post("/infill", {"input": "x"})
+    refused = Server().post("/v1/images/generations", {"input": "x"})
     assert (refused.status, refused.json["error"]["code"]) == (501, "not_served")
     assert refused.headers["x-should-retry"] == "false"
-    assert "/infill is not served: use /completion" in refused.message
-    reply = Server().post("/v1/embeddings", {})
-    assert reply.status == 501
-    assert "run one beside this" in reply.message
+    assert "/v1/images/generations is not served: this server makes text only" in refused.message
 
 
 def test_an_error_of_the_model() -> None:
@@ -522,7 +519,7 @@ def test_a_client_that_does_not_read() -> None:
 
 
 def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not hold the seat, what is held for it is bounded, and it gets its whole answer in the end."""
+    """It does not hold the slot, what is held for it is bounded, and it gets its whole answer in the end."""
 
     async def work(client: Client) -> Reply:
         late = client.call("POST", "/v1/completions", {"prompt": "late", "stream": True, "max_tokens": 400})
@@ -773,7 +770,6 @@ def test_a_model_that_knows_no_tools_is_told_in_words() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         {"tools": [{"type": "retrieval"}]},
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
         {"tools": TOOLS * 65},

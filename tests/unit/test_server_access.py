@@ -18,6 +18,7 @@ from support.fake_server import Server
 
 from kvflash_ggml.errors import HostMemoryError
 from kvflash_ggml.server import requestlog
+from kvflash_ggml.server.app import RERANK
 
 KEYS = ("one", "two")
 
@@ -40,13 +41,19 @@ COMPLETING: dict[str, list[Asked]] = {
     "/chat/completions": [("/chat/completions", MESSAGES)],
     "/v1/completions": [("/v1/completions", PROMPT)],
     "/v1/messages": [("/v1/messages?beta=true", MESSAGES)],
+    "/messages": [("/messages", MESSAGES)],
     "/v1/responses": [("/v1/responses", {"input": TEXT}), ("/v1/responses", GOES_ON)],
+    "/api/chat": [("/api/chat", MESSAGES)],
+    "/api/generate": [("/api/generate", PROMPT)],
+    "/infill": [("/infill", {"input_prefix": TEXT, "input_suffix": ""})],
+    "/responses": [("/responses", {"input": TEXT}), ("/responses", GOES_ON)],
     "/completion": [("/completion", PROMPT)],
     "/completions": [("/completions", PROMPT)],
 }
 
 NOTHING = [
-    "/v1/embeddings", "/v1/rerank", "/rerank", "/infill",
+
+    "/api/version", "/api/tags", "/api/ps", "/api/pull",
     "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
     "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
 ]  # fmt: skip
@@ -57,6 +64,12 @@ def asked(id: str) -> dict[str, list[Asked]]:
     return {
         **{path: [(path, None)] for path in NOTHING},
         "/v1/models/{model:path}": [("/v1/models/fake", None)],
+        "/v1/embeddings": [("/v1/embeddings", {"input": TEXT})],
+        "/embeddings": [("/embeddings", {"input": TEXT})],
+        **{path: [(path, {"query": TEXT, "documents": [TEXT]})] for path in RERANK},
+        "/api/embed": [("/api/embed", {"input": TEXT})],
+        "/api/embeddings": [("/api/embeddings", PROMPT)],
+        "/api/show": [("/api/show", {"model": "fake"})],
         "/slots": [("/slots", None), ("/slots?fail_on_no_slot=1", None)],
         "/slots/{id}": [
             ("/slots/0?action=save", {"filename": "theirs"}),
@@ -64,11 +77,11 @@ def asked(id: str) -> dict[str, list[Asked]]:
             ("/slots/0?action=restore", {"filename": "theirs.kvs"}),
             ("/slots/0?action=erase", None),
         ],
-        "/v1/messages/count_tokens": [("/v1/messages/count_tokens", MESSAGES)],
-        "/v1/responses/input_tokens": [
-            ("/v1/responses/input_tokens", {"input": TEXT}),
-            ("/v1/responses/input_tokens", GOES_ON),
-        ],
+        **{path: [(path, MESSAGES)] for path in ("/v1/messages/count_tokens", "/messages/count_tokens")},
+        **{
+            path: [(path, {"input": TEXT}), (path, GOES_ON)]
+            for path in ("/v1/responses/input_tokens", "/responses/input_tokens")
+        },
         "/tokenize": [("/tokenize", {"content": "x"})],
         "/detokenize": [("/detokenize", {"tokens": [120]})],
         "/apply-template": [("/apply-template", {"messages": [{"role": "user", "content": "x"}]})],
@@ -117,7 +130,7 @@ def plain(path: str, body: str) -> str:
     """Without times, random names and totals of the server, which is all of the metrics but for one."""
     if path == "/metrics":
         return "\n".join(line for line in body.splitlines() if "kv_cache_usage" in line)
-    varying = r'"(?:id|created|created_at|[a-z_]*_ms|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
+    varying = r'"(?:id|created|[a-z]*_at|[a-z_]*_ms|[a-z_]*_duration|[a-z_]*per_second|parks|resumes|forks|lost)": ?'
     return re.sub(rf'({varying})("[^"]*"|[-+0-9.e]+)', r"\1_", body)
 
 
@@ -346,7 +359,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
         ("DELETE", "/v1/completions", None, {}, 405),
         ("POST", "/v1/completions", {"prompt": "x" * 3000}, {}, 413),
         ("POST", "/v1/completions", {"prompt": "x"}, {"content_type": "text/plain"}, 415),
-        ("POST", "/v1/embeddings", {}, {}, 501),
+        ("POST", "/v1/embeddings", {"input": "x"}, {}, 501),
     ],
 )
 def test_a_refused_request_leaves_one_line(

@@ -90,3 +90,113 @@ def test_no_hostile_body_makes_the_server_fail(path: Path) -> None:
             assert reply.status == 200 or reply.message
 
     Server(FakeModel(n_ctx=1 << 17)).run(work)
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>'
+
+
+def ask(path: str, server: Server, *names: str, stop: str = "", stream: bool = False) -> Reply:
+    """The same question through one of the interfaces. names: of tools. stop: a stop string."""
+    hello = [{"role": "user", "content": "hello"}]
+    data: dict[str, Any] = {"stream": stream, "max_tokens": 500}
+    if path.endswith("/messages"):
+        data |= {"messages": hello, "tools": [{"name": name, "input_schema": SCHEMA} for name in names]}
+        data |= {"stop_sequences": [stop]} if stop else {}
+    elif path.endswith("/responses"):
+        tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in names]
+        data = {"input": hello, "tools": tools, "stream": stream}
+    else:
+        tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in names]
+        data |= {"messages": hello, "tools": tools, **({"stop": [stop]} if stop else {})}
+    return server.post(path, data)
+
+
+def saying(text: str, **more: Any) -> Server:
+    return Server(FakeModel(reply=lambda prompt: text.encode(), **more))
+
+
+INTERFACES = ["chat/completions", "messages", "responses"]
+
+
+def told(reply: Reply) -> tuple[str, list[str], str]:
+    """The text of an answer, its calls by name, and why it ended."""
+    if "choices" in reply.json:
+        (choice,) = reply.json["choices"]
+        message = choice["message"]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        return message["content"] or "", calls, choice["finish_reason"]
+    if "output" in reply.json:
+        items = reply.json["output"]
+        texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+        return "".join(texts), [item["name"] for item in items if "call_id" in item], reply.json["status"]
+    blocks = reply.json["content"]
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    return "".join(texts), [block["name"] for block in blocks if "name" in block], reply.json["stop_reason"]
+
+
+@pytest.mark.parametrize("front", ["/v1", ""])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_the_version_may_be_left_out_of_a_path(interface: str, front: str) -> None:
+    assert ask(f"{front}/{interface}", Server()).status == 200
+    wrong = Server().post(f"{front}/{interface}", {"messages": 5, "input": 5})
+    assert (wrong.status, "type" in wrong.json) == (400, interface == "messages")
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("name", ["a b", "", "é", "x" * 129, "a/b"])
+def test_a_tool_whose_name_no_format_has_is_left_out(interface: str, name: str) -> None:
+    reply = ask(f"/v1/{interface}", saying(CALL), name, "clock")
+    assert (reply.status, told(reply)[1]) == (200, ["clock"])
+    assert reply.headers["x-kvflash-ignored"].startswith("tools.")
+    assert told(ask(f"/v1/{interface}", saying(CALL), name))[:2] == (CALL, []), "no tool is offered"
+
+
+def test_a_custom_tool_without_a_name_is_left_out() -> None:
+    data = {"input": "hello", "tools": [{"type": "custom"}, {"type": "namespace", "tools": [{"type": "function"}]}]}
+    reply = Server().post("/v1/responses", data)
+    assert (reply.status, reply.headers["x-kvflash-ignored"]) == (200, "tools.")
+
+
+@pytest.mark.parametrize(
+    ("interface", "ends"), [("chat/completions", ("stop", "tool_calls")), ("messages", ("stop_sequence", "tool_use"))]
+)
+def test_a_stop_string_within_a_call_ends_a_text(interface: str, ends: tuple[str, str]) -> None:
+    """A call with half of its arguments would be executed."""
+    reply = ask(f"/v1/{interface}", saying(f"Yes. {CALL}"), "clock", stop='"CE')
+    assert told(reply) == ("Yes. " + CALL[: CALL.index('"CE')], [], ends[0])
+    whole = ask(f"/v1/{interface}", saying(f"Yes. {CALL}"), "clock", stop="</tool_call>")
+    assert told(whole)[2] in ends
+
+
+@pytest.mark.parametrize(
+    ("interface", "end"), [("chat/completions", "stop"), ("messages", "end_turn"), ("responses", "completed")]
+)
+def test_interfaces_agree_on_why_an_odd_answer_ended(interface: str, end: str) -> None:
+    text, calls, why = told(ask(f"/v1/{interface}", saying(f"{CALL}<tool_call>no"), "clock"))
+    assert (text, calls, why) == ("<tool_call>no", ["clock"], end)
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_what_was_said_before_a_failure_is_told(interface: str) -> None:
+    """The parser holds it back, since a call could begin so."""
+    said = "Yes. <tool_call>\n{"
+    steps = iter(range(1000))
+
+    def fail() -> None:
+        if next(steps) > len(said):
+            raise RuntimeError("no device")
+
+    reply = ask(f"/v1/{interface}", saying(said + "x" * 50, on_step=fail), "clock", stream=True)
+    assert reply.status == 200
+    assert b"error" in reply.body
+    deltas = [frame.get("delta", frame) for frame in reply.frames if isinstance(frame, dict)]
+    if interface == "chat/completions":
+        deltas = [frame["choices"][0]["delta"] for frame in reply.frames[:-1] if frame.get("choices")]
+        texts = [delta.get("content") or "" for delta in deltas]
+    elif interface == "messages":
+        texts = [delta.get("text") or "" for delta in deltas]
+    else:
+        texts = [delta for delta in deltas if isinstance(delta, str)]
+    assert "".join(texts).startswith(said[:-1])

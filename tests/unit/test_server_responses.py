@@ -324,7 +324,6 @@ def test_what_is_not_known_is_left_out_and_told_once(caplog: pytest.LogCaptureFi
         {"input": [{"type": "reasoning", "summary": 5}]},
         {"input": [{"type": "additional_tools", "tools": 5}]},
         {"tools": 5},
-        {"tools": [{"type": "function", "name": "a b"}]},
         {"tools": [{"type": "function", "name": 5}]},
         {"tools": [{"type": "namespace", "name": "a", "tools": [5]}]},
         {"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}},

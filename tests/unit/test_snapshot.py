@@ -89,7 +89,7 @@ def test_round_trip_of_every_memory(scorer: Any, info: dict[str, Any], length: i
     dumped = dump(session)
     extend(again, text(77))
     load(again, dumped)
-    assert again.engine.get_state() == session.engine.get_state()
+    assert again.engine.get_state(seq=0) == session.engine.get_state(seq=0)
     assert again.tokens.tolist() == session.tokens.tolist()
     one, other = plain_reader.read(dumped), plain_reader.read(dump(again))
     if scorer is None:  # no queries are kept
@@ -133,7 +133,7 @@ def test_to_change_texts_moves_a_state_once(window: int, world: Any) -> None:
         session.reset()
         extend(session, text(length, seed))
         session.checkpoints.before_step(length, wanted=True)
-        aside.append((restore.state(session), session.engine.get_state(), session.engine.truth[:]))
+        aside.append((restore.state(session), session.engine.get_state(seq=0), session.engine.truth[:]))
     engine = session.engine
     with (
         mock.patch.object(engine, "get_state", wraps=engine.get_state) as reads,
@@ -146,7 +146,7 @@ def test_to_change_texts_moves_a_state_once(window: int, world: Any) -> None:
         assert reads.call_count == (8 if window else 0)
         assert writes.call_count == 4
         extend(session, text(50, 3))
-        assert state_aside() == engine.get_state() != aside[1][1], "it has gone on"
+        assert state_aside() == engine.get_state(seq=0) != aside[1][1], "it has gone on"
     for saved, *_ in aside:
         saved.release()
 
@@ -402,7 +402,7 @@ def test_a_recurrent_layout(world: Any) -> None:
     saved = restore.state(session)
     saved.logits = np.arange(N_VOCAB, dtype=np.float32)
     parts = plain_reader.read(snapshot_store(session).dump(saved))
-    assert parts.sections["state"] == session.engine.get_state()
+    assert parts.sections["state"] == session.engine.get_state(seq=0)
     assert parts.facts["checkpoints"] == sorted(session.checkpoints.state()) != []
     for pos, blob in session.checkpoints.state().items():
         assert parts.sections[f"checkpoint {pos}"] == blob.read()

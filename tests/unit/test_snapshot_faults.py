@@ -181,7 +181,7 @@ class Victim:
         self.parts = plain_reader.read(self.data)
         self.truth = [b"".join(source.engine.truth[c * CHUNK : (c + 1) * CHUNK]) for c in range(len(self.parts.pages))]
         self.tokens = source.tokens.tolist()
-        self.state = source.engine.get_state()
+        self.state = source.engine.get_state(seq=0)
         source.close()
         self.plain = not info
         self.session = make(384, 2048, **info)
@@ -211,7 +211,7 @@ class Victim:
     def compare(self) -> None:
         session = self.session
         assert session.tokens.tolist() == self.tokens
-        assert session.engine.get_state() == self.state
+        assert session.engine.get_state(seq=0) == self.state
         pool, _ = session.engine.settled()
         for c, chunk in enumerate(session.table.chunks):
             rows = self.truth[c]

@@ -17,19 +17,19 @@ from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.server.run import serve
 from kvflash_ggml.server.settings import ServerSettings
 from kvflash_ggml.snapshot.container import MAGIC
-from kvflash_ggml.store.shelf import SessionFolder
+from kvflash_ggml.store.swapped import ConversationFolder
 
 
 def test_what_a_killed_server_left_unfinished_goes(tmp_path: Path) -> None:
-    parked = tmp_path / "parked"
-    parked.mkdir()
-    old, new, other = (parked / name for name in (".c-1.kvs.ab.part", ".c-2.kvs.ab.part", "notes.txt"))
+    swapped = tmp_path / "parked"
+    swapped.mkdir()
+    old, new, other = (swapped / name for name in (".c-1.kvs.ab.part", ".c-2.kvs.ab.part", "notes.txt"))
     for path in (old, new, other):
         path.write_bytes(bytes(MAGIC) + b"the rest")
     for path in (old, other):
         os.utime(path, (time.time() - 3600,) * 2)
-    SessionFolder(tmp_path)
-    assert sorted(parked.iterdir()) == [new, other]
+    ConversationFolder(tmp_path)
+    assert sorted(swapped.iterdir()) == [new, other]
 
 
 def test_two_servers_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_two_servers_may_begin_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         path.unlink()
 
     monkeypatch.setattr(Path, "touch", beside_another)
-    SessionFolder(tmp_path)
+    ConversationFolder(tmp_path)
     assert not list((tmp_path / "parked").iterdir())
 
 

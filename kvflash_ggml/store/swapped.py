@@ -20,7 +20,7 @@ SUFFIX = ".kvs"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """What a file may be called: never a path, and never hidden."""
 
-_PARKED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0-9]{1,12})\.kvs")
+_SWAPPED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0-9]{1,12})\.kvs")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,21 +47,21 @@ class Stored:
         return 0.0 if stat is None else stat.st_mtime
 
 
-class SessionFolder:
-    """`parked/` in it has what the server puts aside. Files of names that users give lie beside that.
+class ConversationFolder:
+    """`swapped/` in it has what the server puts aside. Files of names that users give lie beside that.
 
     ConfigError if it cannot be made or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.parked = Folder(self.path / "parked", _PARKED, what="conversations")
-        probe = self.parked.path / ".writable"
+        self.swapped = Folder(self.path / "parked", _SWAPPED, what="conversations")
+        probe = self.swapped.path / ".writable"
         try:
             probe.touch()
             probe.unlink(missing_ok=True)  # another server may begin here
         except OSError as err:
-            raise self.parked.error(err) from err
+            raise self.swapped.error(err) from err
 
     def named(self, name: str, salt: str) -> Path:
         """The file of a name that a user gives, for a text of this salt. ConfigError if it is none."""
@@ -88,14 +88,14 @@ class SessionFolder:
     def place(self, id: str, salt: str, prompt: int, *, places: Sequence[int] | None) -> Stored:
         """Where a conversation goes."""
         return Stored(
-            path=self.parked.path / f"{id}~{salt}~{prompt}{SUFFIX}", id=id, salt=salt, prompt=prompt, places=places
+            path=self.swapped.path / f"{id}~{salt}~{prompt}{SUFFIX}", id=id, salt=salt, prompt=prompt, places=places
         )
 
     def stored(self) -> list[Stored]:
         """What is there, the one written longest ago first."""
         found = [
             Stored(path=path, id=name["id"], salt=name["salt"], prompt=int(name["prompt"]), places=None)
-            for path, name in self.parked.files(self.parked.path)
+            for path, name in self.swapped.files(self.swapped.path)
         ]
         return sorted(found, key=lambda one: one.written)
 
@@ -104,7 +104,7 @@ MAX_CONVERSATIONS = 4096
 """Each is looked at when a request comes that begins as it does."""
 
 
-class Parked(Protocol):
+class SwappedText(Protocol):
     """A text that was put aside. It goes on bit for bit, and is released when nobody wants it any more."""
 
     @property
@@ -144,22 +144,22 @@ class Conversation:
     salt: str = ""
     tokens: Int32s
     prompt: int = 0
-    parked: Parked | None = None
+    swapped: SwappedText | None = None
     stored: Stored | None = None
     used: float = 0.0
 
     @property
     def where(self) -> str:
-        return "memory" if self.parked is not None else "folder" if self.stored is not None else "device"
+        return "memory" if self.swapped is not None else "folder" if self.stored is not None else "device"
 
     def usable(self, tokens: Int32s) -> int:
         """How much of a prompt need not be read if it goes on from here."""
-        source = self.parked if self.parked is not None else self.stored
+        source = self.swapped if self.swapped is not None else self.stored
         return 0 if source is None else usable(self.tokens, source.places, tokens)
 
 
 @dataclass(slots=True)
-class ShelfCounts:
+class SwapCounts:
     """Conversations that left memory for the folder, that were let go of, and that the folder did not take."""
 
     stored: int = 0
@@ -167,7 +167,7 @@ class ShelfCounts:
     failed: int = 0
 
 
-class Shelf:
+class SwapStore:
     """capacity: bytes in memory. folder: where those go that find no room, None to let go of them. read: opens a stored
     one, write: stores one, and waits until it is on the disk if its last argument says so. One thread uses it.
     """
@@ -176,9 +176,9 @@ class Shelf:
         self,
         *,
         capacity: int,
-        folder: SessionFolder | None = None,
-        write: Callable[[Parked, Stored, bool], None],
-        read: Callable[[Stored], Parked],
+        folder: ConversationFolder | None = None,
+        write: Callable[[SwappedText, Stored, bool], None],
+        read: Callable[[Stored], SwappedText],
         most: int = MAX_CONVERSATIONS,
     ) -> None:
         self._capacity = capacity
@@ -187,7 +187,7 @@ class Shelf:
         self._read = read
         self._most = most
         self._texts = Texts[Conversation]()
-        self.counts = ShelfCounts()
+        self.counts = SwapCounts()
         self._held: Conversation | None = None
 
     def __len__(self) -> int:
@@ -223,13 +223,13 @@ class Shelf:
         """How long a beginning of a prompt is known, whether or not it can be gone on from there."""
         return self._texts.known(tokens, salt=salt)
 
-    def put(self, conversation: Conversation, parked: Parked, now: float) -> None:
-        """Put a conversation aside. It holds `parked` from here on. Others go if there is no room."""
+    def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
+        """Put a conversation aside. It holds `swapped` from here on. Others go if there is no room."""
         if conversation in self._texts:
             self.take(conversation)
-        conversation.tokens, conversation.parked, conversation.used = parked.tokens, parked, now
+        conversation.tokens, conversation.swapped, conversation.used = swapped.tokens, swapped, now
         self.add(conversation)
-        self._texts.add_parts(conversation, parked.parts())
+        self._texts.add_parts(conversation, swapped.parts())
         self.make_room()
 
     def add(self, conversation: Conversation) -> None:
@@ -263,7 +263,7 @@ class Shelf:
 
     def evict(self, *, held: bool = False) -> bool:
         """Take the one used longest ago out of memory; False if there is none. held: if need be one on its way back."""
-        able = [conversation for conversation in self._texts if conversation.parked is not None]
+        able = [conversation for conversation in self._texts if conversation.swapped is not None]
         oldest = next((one for one in able if one is not self._held), able[0] if able and held else None)
         if oldest is None:
             return False
@@ -282,46 +282,46 @@ class Shelf:
         """
         if self._folder is None:
             return False
-        if conversation.parked is None or (conversation.stored is not None and conversation.stored.current):
+        if conversation.swapped is None or (conversation.stored is not None and conversation.stored.current):
             return conversation.stored is not None
         place = self._folder.place(
-            conversation.id, conversation.salt, conversation.prompt, places=conversation.parked.places
+            conversation.id, conversation.salt, conversation.prompt, places=conversation.swapped.places
         )
-        parked = self._folder.parked
-        what, full = f"conversations cannot be stored in {parked.path}", False
+        swapped = self._folder.swapped
+        what, full = f"conversations cannot be stored in {swapped.path}", False
         while True:
             try:
-                self._write(conversation.parked, place, sync)
+                self._write(conversation.swapped, place, sync)
                 break
             except (KVFlashError, OSError) as err:
-                parked.failed(what, err)
+                swapped.failed(what, err)
                 full = True
-                if not (disk_is_full(err) and self._forget_file(conversation.parked)):
+                if not (disk_is_full(err) and self._forget_file(conversation.swapped)):
                     self.counts.failed += 1
                     return False
         if not full:
-            parked.wrote(what)
+            swapped.wrote(what)
         if conversation.stored is not None and conversation.stored.path != place.path:
             self.delete_file(conversation)
         conversation.stored = place
         return True
 
-    def _forget_file(self, parked: Parked) -> bool:
+    def _forget_file(self, swapped: SwappedText) -> bool:
         """Let go of the one used longest ago of those in the folder; False if none is there, or all make no room."""
         assert self._folder is not None
-        able = [one for one in self._texts if one.parked is None and one is not self._held]
-        needed = parked.tokens.nbytes + sum(dict(parked.parts()).values())
+        able = [one for one in self._texts if one.swapped is None and one is not self._held]
+        needed = swapped.tokens.nbytes + sum(dict(swapped.parts()).values())
         stored = sum(one.stored.bytes for one in able if one.stored is not None)
-        if not able or needed > self._folder.parked.free + stored:
+        if not able or needed > self._folder.swapped.free + stored:
             return False
         self.counts.dropped += 1
         self.erase(able[0])
         return True
 
-    def open(self, conversation: Conversation) -> Parked:
-        """What is to be resumed, and released by the caller if it comes from the folder: see `Conversation.parked`."""
-        if conversation.parked is not None:
-            return conversation.parked
+    def open(self, conversation: Conversation) -> SwappedText:
+        """What is to be resumed, and released by the caller if it comes from the folder: see `Conversation.swapped`."""
+        if conversation.swapped is not None:
+            return conversation.swapped
         assert conversation.stored is not None
         return self._read(conversation.stored)
 
@@ -342,13 +342,13 @@ class Shelf:
         """Forget the file of a conversation, if it has one."""
         stored, conversation.stored = conversation.stored, None
         if stored is not None and self._folder is not None:
-            self._folder.parked.delete(stored.path)
+            self._folder.swapped.delete(stored.path)
 
     def _release(self, conversation: Conversation) -> None:
-        parked, conversation.parked = conversation.parked, None
-        if parked is not None:
+        swapped, conversation.swapped = conversation.swapped, None
+        if swapped is not None:
             self._texts.drop_parts(conversation)
-            parked.release()
+            swapped.release()
 
     def close(self) -> None:
         """Store what the folder lacks, and let go of everything."""

@@ -12,7 +12,7 @@ from ..arrays import common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
 from ..sequence.prefill import QUESTION_TOKENS
-from ..store.shelf import Conversation, Parked, Shelf
+from ..store.swapped import Conversation, SwappedText, SwapStore
 from .messages import Request
 from .model import Model
 
@@ -38,25 +38,25 @@ def branch_of(model: Model, request: Request, known: Callable[[], int] = lambda:
 
 
 @dataclass(slots=True)
-class SeatCounts:
+class SlotCounts:
     """How often a text was put aside, brought back, gone on from by another, and could not be brought back."""
 
-    parks: int = 0
+    swapped_out: int = 0
     resumes: int = 0
     forks: int = 0
     lost: int = 0
 
 
-class Seat:
+class Slot:
     """clock: seconds, for what was used when. Used on one thread."""
 
-    def __init__(self, model: Model, shelf: Shelf, clock: Callable[[], float]) -> None:
+    def __init__(self, model: Model, store: SwapStore, clock: Callable[[], float]) -> None:
         self._model = model
-        self._shelf = shelf
+        self._store = store
         self._clock = clock
         self._private = False  # the text at hand is not to be gone on from
         self.conversation: Conversation | None = None
-        self.counts = SeatCounts()
+        self.counts = SlotCounts()
 
     def take(self, request: Request, *, drawn: Sequence[int] = ()) -> Conversation:
         """Bring the text to hand that a request goes on from; whoever had the seat is put aside, if it differs.
@@ -71,7 +71,7 @@ class Seat:
         live = shared = 0
         if mine is not None and mine.salt == request.salt and not self._private:
             live, shared = self._model.usable(tokens), common_prefix(self._model.tokens, tokens)
-        found, length = self._shelf.find(tokens, salt=request.salt, name=request.conversation)
+        found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
         goes_on = mine is not None and _goes_on(shared, mine.prompt, len(self._model.tokens))
         if (
             found is not None
@@ -85,7 +85,7 @@ class Seat:
         if mine is None or live == 0 or (live < MIN_BEGINNING and not goes_on):
             return self._begin(request)
         if not goes_on:
-            self._park()
+            self._swap_out()
             self._model.unpin()
             self.counts.forks += 1
             mine = self.conversation = _named(request)
@@ -96,7 +96,7 @@ class Seat:
     def _take_again(self, request: Request, drawn: Sequence[int]) -> Conversation:
         """Bring the text back whose answer was interrupted after the tokens `drawn`. One that was lost is prefilled."""
         whole = replace(request, tokens=np.concatenate([request.tokens, np.asarray(drawn, np.int32)]))
-        own, length = self._shelf.find(whole.tokens, salt=request.salt, name=request.conversation)
+        own, length = self._store.find(whole.tokens, salt=request.salt, name=request.conversation)
         again = None
         if own is not None and length == len(whole.tokens) - 1:  # not the text at hand, however like it is
             again = self._resume(own, length, whole)
@@ -113,12 +113,12 @@ class Seat:
         known = [(0, 0)]
         if mine is not None and mine.salt == request.salt and not self._private:
             known.append((common_prefix(self._model.tokens, tokens), len(self._model.tokens)))
-        shared, length = max(*known, self._shelf.nearest(tokens, salt=request.salt))
+        shared, length = max(*known, self._store.nearest(tokens, salt=request.salt))
         return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
-        return branch_of(self._model, request, lambda: self._shelf.known(request.tokens, salt=request.salt))
+        return branch_of(self._model, request, lambda: self._store.known(request.tokens, salt=request.salt))
 
     def settle(self) -> None:
         """After an answer: a private text is forgotten."""
@@ -134,68 +134,68 @@ class Seat:
         """The text of a request is spoiled: it is forgotten, and so is what it may have gone on from."""
         self.counts.lost += 1
         self.clear()
-        found, _ = self._shelf.find(request.tokens, salt=request.salt, name=request.conversation)
+        found, _ = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         if found is not None:
-            self._shelf.erase(found)
+            self._store.erase(found)
 
-    def park(self, *, unfinished: bool = False) -> None:
+    def swap_out(self, *, unfinished: bool = False) -> None:
         """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
         if unfinished and self.conversation is not None:
             self.conversation.prompt = len(self._model.tokens)
-        self._park()
+        self._swap_out()
         self.clear()
 
-    def load(self, parked: Parked, salt: str) -> None:
+    def load(self, swapped: SwappedText, salt: str) -> None:
         """Go on from a text of this salt that was read from a file; whoever had the seat is put aside.
 
         KVFlashError, and nobody has it.
         """
-        self._park()
+        self._swap_out()
         try:
-            self._model.resume(parked)
+            self._model.swap_in(swapped)
         except BaseException:
             self.clear()
             raise
-        self.conversation = Conversation(salt=salt, tokens=parked.tokens.copy(), prompt=len(parked.tokens))
+        self.conversation = Conversation(salt=salt, tokens=swapped.tokens.copy(), prompt=len(swapped.tokens))
         self._private = False
 
     def _begin(self, request: Request, *, private: bool = False) -> Conversation:
-        self._park()
+        self._swap_out()
         self._model.reset()
         self.conversation, self._private = _named(request), private
         return self.conversation
 
-    def _park(self) -> None:
+    def _swap_out(self) -> None:
         """Put the text at hand on the shelf. Where there is no room at all it is let go of, and read again later."""
         mine, self.conversation = self.conversation, None  # first: other threads go by it whose the text is
         if mine is None or self._private or not len(self._model.tokens):
             return
         while True:
             try:
-                parked = self._model.park()
+                swapped = self._model.swap_out()
                 break
             except HostMemoryError as err:
-                if not self._shelf.evict(held=True):
+                if not self._store.evict(held=True):
                     self.counts.lost += 1
                     logger.warning("a conversation of %d tokens is let go of: %s", len(self._model.tokens), err)
                     return
-        self._shelf.put(mine, parked, self._clock())
-        self.counts.parks += 1
+        self._store.put(mine, swapped, self._clock())
+        self.counts.swapped_out += 1
 
     def _resume(self, found: Conversation, length: int, request: Request) -> Conversation | None:
         """None if it is lost, and off the shelf then."""
-        with self._shelf.holding(found):
-            self._park()
+        with self._store.holding(found):
+            self._swap_out()
             goes_on = _goes_on(common_prefix(found.tokens, request.tokens), found.prompt, len(found.tokens))
-            if found not in self._shelf or not self._bring(found):  # it had to go, or cannot come back
+            if found not in self._store or not self._bring(found):  # it had to go, or cannot come back
                 return None
             self.counts.resumes += 1
             if goes_on:
-                self._shelf.take(found)
+                self._store.take(found)
             else:
                 self.counts.forks += 1
                 self._model.unpin()
-                self._shelf.touch(found, self._clock())
+                self._store.touch(found, self._clock())
                 found = _named(request)
         found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
         self.conversation, self._private = found, False
@@ -203,19 +203,19 @@ class Seat:
 
     def _bring(self, found: Conversation) -> bool:
         """Put a conversation in place of the text at hand; False if it is lost."""
-        kept, parked = found.parked, None
+        kept, swapped = found.swapped, None
         try:
-            parked = self._shelf.open(found)
-            self._model.resume(parked)
+            swapped = self._store.open(found)
+            self._model.swap_in(swapped)
         except KVFlashError as err:
             self.counts.lost += 1
             logger.warning("a conversation of %d tokens is read again: %s", len(found.tokens), err)
-            self._shelf.erase(found)
+            self._store.erase(found)
             self.clear()
             return False
         finally:
-            if parked is not None and parked is not kept:
-                parked.release()
+            if swapped is not None and swapped is not kept:
+                swapped.release()
         return True
 
 

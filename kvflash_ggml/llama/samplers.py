@@ -1,0 +1,126 @@
+"""Chains of samplers: upstream's with a chat's grammar, and llama.cpp's own of all its samplers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+
+from ..chat.values import Grammar
+from ..errors import ConfigError
+from ..native import chat
+from ..sampling import Samplers
+from .bias import without_end
+
+_MIROSTAT_M = 100
+"""llama.cpp's number of tokens that Mirostat 1 estimates with."""
+
+
+def sampler_of(vocab: int, grammar: Grammar) -> Any:
+    """A llama_sampler that holds an answer to a grammar. vocab: address of the llama_vocab. ConfigError."""
+    try:
+        grammar.text.encode()
+    except UnicodeEncodeError as err:
+        raise ConfigError(f"the grammar is no text that can be written as UTF-8: {err.reason}") from None
+    made = chat.sampler(vocab, grammar.as_asked())
+    if not made:
+        raise ConfigError(
+            "the grammar cannot be parsed, or costs too much: it needs to be GBNF with a rule 'root', without left "
+            "recursion, and with fewer repetitions, groups within groups, and ways to read the same text"
+        )
+    return ctypes.cast(made, llama_cpp.llama_sampler_p_ctypes)
+
+
+def chain_of(llm: Any, stock: Callable[..., Any], asked: Samplers | None, text: Any, keywords: dict[str, Any]) -> Any:
+    """The chain for one answer, as upstream's `LlamaSampler`.
+
+    stock: upstream's `_init_sampler`. asked: llama.cpp's chain with these settings, None for upstream's chain with the
+    `keywords`. text: the prompt's tokens. Only llama.cpp's penalties look at them. ConfigError for a grammar.
+    """
+    grammar = keywords.pop("grammar", None)
+    ours = isinstance(grammar, Grammar)
+    if asked is None and not ours:
+        return stock(grammar=grammar, **keywords)
+    held = sampler_of(llm._model.vocab, grammar) if ours else None
+    if asked is None:
+        made = stock(**keywords)
+        behind = _cut(made, len(made.custom_samplers) + 1)  # where upstream puts one: behind the penalties
+        for one in (held, *behind):
+            llama_cpp.llama_sampler_chain_add(made.sampler, one)
+        return made
+    processor = keywords.get("logits_processor")
+    if asked.min_tokens:
+        processor = without_end(processor, llm._model, len(text) + asked.min_tokens)
+    made = stock(logits_processor=processor, grammar=None if ours else grammar)
+    kept = len(made.custom_samplers) + (grammar is not None and not ours) + 1
+    for one in _cut(made, kept):
+        llama_cpp.llama_sampler_free(one)
+    for one in ((held,) if ours else ()) + _settled(llm, asked, text):
+        llama_cpp.llama_sampler_chain_add(made.sampler, one)
+    return made
+
+
+def _cut(made: Any, place: int) -> list[Any]:
+    """Take the samplers out of a chain that are at this place and behind it."""
+    count = llama_cpp.llama_sampler_chain_n(made.sampler)
+    return [llama_cpp.llama_sampler_chain_remove(made.sampler, place) for _ in range(place, count)]
+
+
+def _settled(llm: Any, asked: Samplers, text: Any) -> tuple[Any, ...]:
+    """llama.cpp's samplers in their order, the last of which draws. Those that look back know the text."""
+    if asked.mirostat:
+        warm = llama_cpp.llama_sampler_init_temp(asked.temperature)
+        tau, eta = asked.mirostat_tau, asked.mirostat_eta
+        if asked.mirostat == 1:
+            last = llama_cpp.llama_sampler_init_mirostat(llm._n_vocab, llm._seed, tau, eta, _MIROSTAT_M)
+        else:
+            last = llama_cpp.llama_sampler_init_mirostat_v2(llm._seed, tau, eta)
+        return warm, last
+    if asked.keeps_likeliest:
+        return (llama_cpp.llama_sampler_init_greedy(),)
+    made = {
+        "penalties": lambda: _penalties(llm, asked, text),
+        "dry": lambda: _dry(llm, asked, text),
+        "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(asked.top_n_sigma),
+        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(asked.top_k),
+        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(asked.typical_p, 1),
+        "top_p": lambda: llama_cpp.llama_sampler_init_top_p(asked.top_p, 1),
+        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(asked.min_p, 1),
+        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(asked.xtc_probability, asked.xtc_threshold, 1, llm._seed),
+        "infill": lambda: llama_cpp.llama_sampler_init_infill(llm._model.vocab),
+        "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
+            asked.temperature, asked.dynatemp_range, asked.dynatemp_exponent
+        ),
+    }
+    return (*(made[name]() for name in asked.samplers), llama_cpp.llama_sampler_init_dist(llm._seed))
+
+
+def _penalties(llm: Any, asked: Samplers, text: Any) -> Any:
+    back = _back(llm, asked.repeat_last_n)
+    penalties = asked.repeat_penalty, asked.frequency_penalty, asked.presence_penalty
+    made = llama_cpp.llama_sampler_init_penalties(llm._n_vocab, back, *penalties)
+    return _told(made, text, back if penalties != (1, 0, 0) else 0)
+
+
+def _dry(llm: Any, asked: Samplers, text: Any) -> Any:
+    back = _back(llm, asked.dry_penalty_last_n)
+    breakers = [word.encode("utf-8", "surrogatepass") for word in asked.breakers] if asked.dry_multiplier else []
+    made = llama_cpp.llama_sampler_init_dry(
+        llm._model.vocab, asked.dry_multiplier, asked.dry_base, asked.dry_allowed_length, back,
+        (ctypes.c_char_p * len(breakers))(*breakers), len(breakers),
+    )  # fmt: skip
+    return _told(made, text, back if asked.dry_multiplier else 0)
+
+
+def _back(llm: Any, tokens: int) -> int:
+    """How many tokens to look back at; -1 asks for the whole context."""
+    return int(llm._n_ctx) if tokens < 0 else min(tokens, int(llm._n_ctx))
+
+
+def _told(made: Any, text: Any, last: int) -> Any:
+    """The sampler, after it has been told the last tokens of a text."""
+    for token in text[max(0, len(text) - last) :] if last else ():
+        llama_cpp.llama_sampler_accept(made, int(token))
+    return made

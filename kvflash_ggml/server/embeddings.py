@@ -1,0 +1,201 @@
+"""`/v1/embeddings`, `/v1/rerank` and Ollama's `/api/embed`: texts in, vectors or scores out."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, PlainValidator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..arrays import Floats
+from ..errors import ContextFull
+from .completions import prompt_tokens
+from .errors import ApiError
+from .front import Front
+from .prompts import Embedded, Embedder
+from .schema import _all, _few, _Known, _named, _tokens
+
+MAX_TEXTS = 2048
+"""In one request, as OpenAI has it."""
+
+
+def _input(value: Any) -> list[str | list[int]]:
+    """One text, one list of tokens, or a list of either: the first element decides."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"it is {_named(value)}, and must be a text or a list that is not empty")
+    first = type(value[0])
+    if first is str:
+        return _all(_few(value, MAX_TEXTS), str, "a text like the first")
+    if first is list:
+        return [_tokens(one) for one in _all(_few(value, MAX_TEXTS), list, "a list like the first")]
+    return [_tokens(value)]
+
+
+def _texts(value: list[str]) -> list[str]:
+    return _all(_few(value, MAX_TEXTS), str, "a text")
+
+
+Input = Annotated[list[str | list[int]], PlainValidator(_input)]
+
+
+class EmbeddingsRequest(_Known):
+    model: str | None = None
+    input: Input
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None
+
+
+class RerankRequest(_Known):
+    model: str | None = None
+    query: str
+    documents: Annotated[list[Any], AfterValidator(_texts), Field(min_length=1)]
+    top_n: int | None = Field(None, ge=1)
+
+
+class OllamaEmbedRequest(_Known):
+    """truncate: cut what is too long, which is an error otherwise. keep_alive: without effect."""
+
+    model: str | None = None
+    input: Input
+    truncate: bool = True
+    dimensions: int | None = Field(None, ge=1)
+    keep_alive: str | float | None = None
+
+
+class OllamaPromptRequest(_Known):
+    model: str | None = None
+    prompt: str
+    keep_alive: str | float | None = None
+
+
+async def embeddings(front: Front, http: HttpRequest) -> Response:
+    asked: EmbeddingsRequest = await front.asked(http, EmbeddingsRequest)
+    found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions)
+    told: Any = _base64 if asked.encoding_format == "base64" else np.ndarray.tolist
+    data = [{"object": "embedding", "index": i, "embedding": told(one)} for i, one in enumerate(found)]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return await front.work(
+        http, JSONResponse, {"object": "list", "data": data, "model": front.settings.alias, "usage": usage}
+    )
+
+
+async def rerank(front: Front, http: HttpRequest) -> Response:
+    asked: RerankRequest = await front.asked(http, RerankRequest)
+    embedder = _embedder(front, ranks=True)
+    pairs = await front.work(http, _pairs, front, embedder, asked.query, asked.documents)
+    scores, count = [], 0
+    for pair in pairs:
+        found = await _one(front, http, embedder, pair)
+        scores.append(float(found.values[0]))
+        count += found.tokens
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n]
+    return JSONResponse(
+        {
+            "model": front.settings.alias,
+            "object": "list",
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+            "results": [{"index": i, "relevance_score": scores[i]} for i in best],
+        }
+    )
+
+
+async def ollama_embed(front: Front, http: HttpRequest) -> Response:
+    asked: OllamaEmbedRequest = await front.asked(http, OllamaEmbedRequest)
+    began = time.monotonic()
+    found, count = await _embedded(front, http, asked.input, dimensions=asked.dimensions, cut=asked.truncate)
+    said = {
+        "model": front.settings.alias,
+        "embeddings": [one.tolist() for one in found],
+        "total_duration": round((time.monotonic() - began) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": count,
+    }
+    return await front.work(http, JSONResponse, said)
+
+
+async def ollama_prompt(front: Front, http: HttpRequest) -> Response:
+    asked: OllamaPromptRequest = await front.asked(http, OllamaPromptRequest)
+    (found,), _ = await _embedded(front, http, [asked.prompt], cut=True)
+    return JSONResponse({"embedding": found.tolist()})
+
+
+def _embedder(front: Front, *, ranks: bool) -> Embedder:
+    """ApiError, 501, if the server was not started for this."""
+    front.admit()
+    embedder = front.embedder
+    if embedder is None or (embedder.pooling == "rank") is not ranks:
+        what, flag = ("reranking", "--reranking and a reranker") if ranks else ("embeddings", "--embeddings")
+        raise ApiError(501, f"{what} need a context of their own: start a server with {flag}", code="not_served")
+    return embedder
+
+
+async def _embedded(
+    front: Front,
+    http: HttpRequest,
+    texts: Sequence[str | list[int]],
+    *,
+    dimensions: int | None = None,
+    cut: bool = False,
+) -> tuple[list[Floats], int]:
+    """Return the embeddings of texts, and how many tokens they have. Others are answered between two of them."""
+    embedder = _embedder(front, ranks=False)
+    found, count = [], 0
+    for text in texts:
+        tokens = await front.work(http, prompt_tokens, front, text)
+        one = await _one(front, http, embedder, tokens[: embedder.most] if cut else tokens)
+        if dimensions is not None and dimensions > len(one.values):
+            message = f"dimensions: {dimensions}, and this model has {len(one.values)}: ask for no more"
+            raise ApiError(400, message, code="invalid_value", param="dimensions")
+        values = one.values[:dimensions]
+        found.append(values if dimensions is None else values / max(float(np.linalg.norm(values)), 1e-12))
+        count += one.tokens
+    return found, count
+
+
+async def _one(front: Front, http: HttpRequest, embedder: Embedder, tokens: list[int]) -> Embedded:
+    """Evaluate a text between two answers, unless the client has left."""
+    if not tokens:
+        raise ApiError(400, "input: a text is empty", code="invalid_value", param="input")
+    if await http.is_disconnected():
+        raise ApiError(499, "the client has left", code="cancelled")
+    try:
+        found: Embedded = await front.engine(lambda: embedder.embed(np.array(tokens, np.int32)))
+    except ContextFull as err:
+        raise ApiError(400, str(err), code="context_length_exceeded", param="input") from None
+    return found
+
+
+def _pairs(front: Front, embedder: Embedder, query: str, documents: Sequence[str]) -> list[list[int]]:
+    """The prompt of each document, as llama-server makes it: by the model's template, or with marks between them."""
+    tokenize, template = front.prompts.tokenize, embedder.template
+    if template is not None:
+        begin, between, end = _split(template)
+        texts = [f"{begin}{query}{between}{document}{end}" for document in documents]
+        return [tokenize(text, add_special=False, parse_special=True) for text in texts]
+    marks, asked = embedder.marks, tokenize(query, add_special=False, parse_special=False)
+    return [
+        [
+            *marks["bos"], *asked, *marks["eos"], *marks["sep"],
+            *tokenize(document, add_special=False, parse_special=False), *marks["eos"],
+        ]
+        for document in documents
+    ]  # fmt: skip
+
+
+def _split(template: str) -> tuple[str, str, str]:
+    """Around the query and the document, which may contain each other's marks themselves."""
+    begin, _, rest = template.partition("{query}")
+    between, _, end = rest.partition("{document}")
+    return begin, between, end
+
+
+def _base64(values: Floats) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()

@@ -1,0 +1,332 @@
+"""`/api/...`: Ollama's interface, translated to a chat or a completion and back. Open WebUI and editors look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from ..batching.messages import Event, Finished, Piece
+from ..chat.reader import AnswerReader
+from .chat import prepared
+from .completions import prompt_tokens
+from .errors import ApiError
+from .exchange import Answer, dumps
+from .fields import note
+from .front import Front
+from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Known, _Sampled, parse
+from .took import report
+from .turns import Turns, as_json, as_object, read, text_of
+
+VERSION = "0.12.6"
+"""The version of Ollama whose interface this is. Editors refuse an older one: Copilot wants 0.6.4."""
+
+NEVER = "2100-01-01T00:00:00Z"
+"""When the model is unloaded."""
+
+_OWN = ("kvflash", "logit_bias", "model", "n", "response_format", "stream", "stream_options")
+"""Fields of a request that `options` cannot set."""
+
+_OPTIONS = frozenset(_Sampled.model_fields) - frozenset(_OWN)
+
+
+class _OllamaRequest(_Known):
+    """keep_alive: without effect, since the model stays loaded."""
+
+    model: str | None = None
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: str | float | None = None
+    kvflash: PoolFields = PoolFields.model_construct()
+
+
+class OllamaChatRequest(_OllamaRequest):
+    messages: Objects = Field(default_factory=list)
+    tools: Objects | None = None
+
+
+class GenerateRequest(_OllamaRequest):
+    prompt: str = ""
+    system: str | None = None
+    suffix: str | None = None
+    raw: bool = False
+    images: list[str] | None = None
+
+
+class ShowRequest(_Known):
+    model: str | None = None
+    name: str | None = None
+    verbose: bool = False
+
+
+# --- what there is
+
+
+async def version(front: Front, request: HttpRequest) -> Response:
+    return JSONResponse({"version": VERSION})
+
+
+async def tags(front: Front, request: HttpRequest) -> Response:
+    return JSONResponse({"models": [_entry(front)]})
+
+
+async def ps(front: Front, request: HttpRequest) -> Response:
+    entry = {**_entry(front), "expires_at": NEVER, "context_length": front.scheduler.model.n_ctx}
+    return JSONResponse({"models": [entry]})
+
+
+async def show(front: Front, http: HttpRequest) -> Response:
+    asked: ShowRequest = await front.asked(http, ShowRequest)
+    wanted, alias, facts = asked.model or asked.name, front.settings.alias, front.prompts.facts
+    if wanted is not None and wanted not in (alias, f"{alias}:latest"):
+        raise ApiError(404, f"model {wanted[:80]!r} not found: {alias!r} is served", code="model_not_found")
+    architecture, template = facts.get("architecture", ""), front.prompts.template or ""
+    able = {"thinking": "think" in template, "insert": bool(front.prompts.gap), "embedding": front.embedder is not None}
+    info = {"general.architecture": architecture, f"{architecture}.context_length": front.scheduler.model.n_ctx}
+    return JSONResponse(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": template,
+            "details": _entry(front)["details"],
+            "model_info": info,
+            "capabilities": ["completion", "tools", *(name for name, can in able.items() if can)],
+            "modified_at": _time(front.created),
+        }
+    )
+
+
+def _entry(front: Front) -> dict[str, Any]:
+    alias, facts = front.settings.alias, front.prompts.facts
+    family = facts.get("architecture", "")
+    return {
+        "name": alias,
+        "model": alias,
+        "modified_at": _time(front.created),
+        "size": facts.get("size", 0),
+        "digest": "",
+        "details": {
+            "parent_model": "", "format": "gguf", "family": family, "families": [family],
+            "parameter_size": facts.get("size_label", ""), "quantization_level": "unknown",
+        },
+    }  # fmt: skip
+
+
+# --- answers
+
+
+async def chat(front: Front, http: HttpRequest) -> Response:
+    asked: OllamaChatRequest = await front.asked(http, OllamaChatRequest)
+    front.admit()
+    if not asked.messages:
+        return _loaded(front, {"message": {"role": "assistant", "content": ""}})
+    data = {"messages": _messages(front, asked.messages), "tools": asked.tools}
+    return await _chat(front, http, asked, data, generate=False)
+
+
+async def generate(front: Front, http: HttpRequest) -> Response:
+    asked: GenerateRequest = await front.asked(http, GenerateRequest)
+    front.admit()
+    if asked.images:
+        raise Turns(front.settings.alias).blind("images")
+    if not (asked.prompt or asked.suffix):
+        return _loaded(front, {"response": ""})
+    if asked.suffix is None and not asked.raw and front.prompts.template is not None:
+        said = {"system": asked.system, "user": asked.prompt}
+        messages = [{"role": role, "content": text} for role, text in said.items() if text]
+        return await _chat(front, http, asked, {"messages": messages}, generate=True)
+    raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
+    tokens = await front.work(http, prompt_tokens, front, raw.prompt, asked.suffix)
+    most = None if raw.n_predict < 0 else raw.n_predict
+    request = front.make(http, raw, tokens, kind="gen", most=most, grammar=await front.format_grammar(http, raw))
+    answer = OllamaAnswer(front.settings.alias, raw, AnswerReader(), generate=True)
+    return await front.respond(http, [request], [answer], each=1, stream=asked.stream)
+
+
+async def _chat(
+    front: Front, http: HttpRequest, asked: _OllamaRequest, data: dict[str, Any], *, generate: bool
+) -> Response:
+    if asked.think is not None:
+        data["enable_thinking"] = asked.think is not False
+        data["reasoning_effort"] = asked.think if isinstance(asked.think, str) else None
+    chat = await front.work(http, _translated, front, http, ChatRequest, asked, data)
+    requests, rendered = await prepared(front, http, chat, kind="gen" if generate else "chat")
+    answer = OllamaAnswer(front.settings.alias, chat, rendered.reader(), generate=generate)
+    return await front.respond(http, requests, [answer], each=1, stream=asked.stream)
+
+
+def _translated(
+    front: Front, http: HttpRequest, kind: type[Any], asked: _OllamaRequest, data: Mapping[str, Any]
+) -> Any:
+    """The same as a request of another kind. ApiError names what is no such request."""
+    form: dict[str, Any] | None = None
+    if isinstance(asked.format, dict):
+        form = {"type": "json_schema", "json_schema": {"schema": asked.format}}
+    elif asked.format:
+        form = {"type": "json_object"}
+    options = {name: value for name, value in (asked.options or {}).items() if value is not None}
+    most = options.pop("num_predict", -1)
+    if type(most) is int and most < 0:  # -2 is "until the context is full"
+        most = -1
+    length = options.get("num_ctx")
+    if type(length) is int and length <= front.scheduler.model.n_ctx:
+        options.pop("num_ctx")
+    foreign = [name for name in options if name in kind.model_fields and name not in _OPTIONS]
+    note(http, [f"options.{name}"[:48] for name in foreign])
+    options = {name: value for name, value in options.items() if name not in foreign}
+    strict = front.settings.strict
+    made, ignored = parse(kind, {**options, **data, "n_predict": most, "response_format": form}, strict=strict)
+    made.kvflash = asked.kvflash
+    note(http, [f"options.{name}" if name.partition("=")[0] in options else name for name in ignored])
+    return made
+
+
+def _messages(front: Front, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as OpenAI has them: arguments of calls are text, and a result names its call."""
+    made: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # identifier and name of calls without a result
+    count = 0
+    for i, message in enumerate(given):
+        where = f"messages.{i}"
+        if message.get("images"):
+            raise Turns(front.settings.alias).blind(f"{where}.images")
+        one: dict[str, Any] = {"role": message.get("role"), "content": text_of(message.get("content"), where)}
+        if message.get("thinking"):
+            one["reasoning_content"] = text_of(message["thinking"], f"{where}.thinking")
+        calls = []
+        for call in _calls(message.get("tool_calls"), where):
+            count += 1
+            id, arguments = str(call.get("id") or f"call_{count}"), call["function"].get("arguments") or {}
+            function = {
+                "name": text_of(call["function"].get("name"), f"{where}.tool_calls"),
+                "arguments": arguments if isinstance(arguments, str) else as_json(arguments),
+            }
+            calls.append({"id": id, "type": "function", "function": function})
+            open_calls.append((id, function["name"]))
+        if calls:
+            one["tool_calls"] = calls
+        if one["role"] == "tool":
+            name = message.get("tool_name") or message.get("name")
+            of = next((call for call in open_calls if name in (None, call[1])), None)
+            if of is not None:
+                open_calls.remove(of)
+            id, called = of or ("", name or "")
+            one |= {"tool_call_id": text_of(message.get("tool_call_id"), where) or id, "name": text_of(called, where)}
+        made.append(one)
+    return made
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    known = isinstance(value or [], list) and all(
+        isinstance(one, dict) and isinstance(one.get("function"), dict) for one in value or ()
+    )
+    if not known:
+        message = f"{where}.tool_calls: each has a function with a name and arguments"
+        raise ApiError(400, message, code="invalid_value", param=where)
+    return value or []
+
+
+def _loaded(front: Front, empty: dict[str, Any]) -> Response:
+    """The answer to a request for nothing, by which clients load a model."""
+    head = {"model": front.settings.alias, "created_at": _now()}
+    return JSONResponse({**head, **empty, "done": True, "done_reason": "load"})
+
+
+class OllamaAnswer(Answer):
+    """Events as Ollama's objects, each of a stream on a line of its own. generate: in the words of `/api/generate`."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, alias: str, asked: _Sampled, reader: AnswerReader, *, generate: bool) -> None:
+        self._alias, self._asked, self._reader, self._generate = alias, asked, reader, generate
+        self._text: list[str] = []
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._text.append(event.text)
+
+    def choice(self, finished: Finished) -> dict[str, Any]:
+        self._reader.push("".join(self._text), end=True)
+        said = self._reader.said
+        return self._object(said.content, said.reasoning, self._called(), finished)
+
+    def whole(self, choices: Sequence[dict[str, Any]], finished: Finished) -> dict[str, Any]:
+        return choices[0]
+
+    def opening(self) -> bytes:
+        return b""
+
+    def ping(self) -> bytes:
+        """Every line must be an object: clients parse each."""
+        return self._line()
+
+    def frames(self, event: Event) -> Iterator[bytes]:
+        for delta in read(self._reader, event):
+            if delta.index is None:  # calls are told when they are complete
+                yield self._line(delta.content or "", delta.reasoning or "")
+        if isinstance(event, Finished):
+            if calls := self._called():
+                yield self._line(calls=calls)
+            yield self._line(finished=event)
+
+    def ending(self, finished: Finished) -> Iterable[bytes]:
+        return ()
+
+    def failed(self, error: ApiError) -> bytes:
+        return f"{dumps(error.ollamas_body)}\n".encode()
+
+    def _called(self) -> list[dict[str, Any]]:
+        return [
+            {"id": call.id, "function": {"name": call.name, "arguments": as_object(call.arguments)}}
+            for call in self._reader.said.calls
+        ]
+
+    def _line(
+        self, text: str = "", thinking: str = "", calls: Sequence[Any] = (), finished: Finished | None = None
+    ) -> bytes:
+        return f"{dumps(self._object(text, thinking, calls, finished))}\n".encode()
+
+    def _object(self, text: str, thinking: str, calls: Sequence[Any], finished: Finished | None) -> dict[str, Any]:
+        head, thought = {"model": self._alias, "created_at": _now()}, {"thinking": thinking} if thinking else {}
+        if self._generate:
+            said: dict[str, Any] = {"response": text, **thought}
+        else:
+            called = {"tool_calls": list(calls)} if calls else {}
+            said = {"message": {"role": "assistant", "content": text, **thought, **called}}
+        if finished is None:
+            return {**head, **said, "done": False}
+        return {**head, **said, **_took(finished), **report(self._asked.kvflash.report, finished)}
+
+
+def _took(finished: Finished) -> dict[str, Any]:
+    """Times in nanoseconds. load_duration: until the text was in the pool."""
+    took = finished.usage
+    seconds = {
+        "load": took.queue_s + took.restore_s, "prompt_eval": took.prompt_s, "eval": took.generation_s,
+    }  # fmt: skip
+    return {
+        "done": True,
+        "done_reason": "length" if finished.reason == "length" else "stop",
+        "total_duration": _ns(sum(seconds.values())),
+        **{f"{name}_duration": _ns(value) for name, value in seconds.items()},
+        "prompt_eval_count": took.prompt,
+        "eval_count": took.generated,
+    }
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _now() -> str:
+    return _time(datetime.now(timezone.utc).timestamp())
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,136 @@
+"""Embeddings beside a pool are upstream's, and the pool's text stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.harness import TEXT, write_reranker
+from support.serving import serve
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import ConfigError, ContextFull
+
+POOL = KVFlashConfig(pool=512, embedding=512)
+
+WORDS = TEXT.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def reranker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "reranker.gguf"
+    write_reranker(models["dense"], path)
+    return path
+
+
+@pytest.fixture
+def llama(models: dict[str, Path], loaded: None) -> Iterator[Callable[..., Any]]:
+    from kvflash_ggml import Llama
+
+    opened: list[Any] = []
+
+    def open_(path: Path, **keywords: Any) -> Any:
+        opened.append(Llama(str(path), verbose=False, **keywords))
+        return opened[-1]
+
+    yield open_
+    for llm in opened:
+        llm.close()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_as_upstream(kind: str, pooling: Any, models: dict[str, Path], llama: Callable[..., Any]) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.llama.embedding import Embedder
+
+    llm = llama(models[kind], n_ctx=2048, kvflash=replace(POOL, deterministic=True))
+
+    def answer() -> str:
+        llm.reset()
+        return str(llm.create_completion(WORDS[:3000], max_tokens=8, temperature=0)["choices"][0]["text"])
+
+    before = answer()
+    embedder = Embedder(llm, pooling=pooling)
+    kinds = {"mean": llama_cpp.LLAMA_POOLING_TYPE_MEAN, "last": llama_cpp.LLAMA_POOLING_TYPE_LAST}
+    stock = llama(
+        models[kind], n_ctx=512, n_batch=512, n_ubatch=512, embedding=True, pooling_type=kinds[pooling], flash_attn=True
+    )
+    for text in ("Hello", WORDS[:800]):
+        found = embedder.embed(llm.tokenize(text.encode()))
+        wanted = np.array(stock.embed(text, normalize=True))
+        assert found.values @ wanted == pytest.approx(1, abs=1e-3)
+        assert np.linalg.norm(found.values) == pytest.approx(1, abs=1e-5)
+    assert answer() == before
+
+
+def test_a_model_without_a_kind_of_pooling_takes_the_mean(models: dict[str, Path], llama: Callable[..., Any]) -> None:
+    from kvflash_ggml.llama.embedding import Embedder
+
+    llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
+    embedder = Embedder(llm)
+    assert (embedder.pooling, embedder.most) == ("mean", 512)
+    with pytest.raises(ContextFull, match="513 tokens, and 512 is the most"):
+        embedder.embed(np.zeros(513, np.int32))
+    assert embedder.embed(np.zeros(512, np.int32)).tokens == 512
+
+
+def test_memory_is_left_for_it(models: dict[str, Path], llama: Callable[..., Any]) -> None:
+    import llama_cpp
+
+    from kvflash_ggml.llama.embedding import Embedder, reserve_bytes
+    from kvflash_ggml.llama.fitting import beside
+    from kvflash_ggml.llama.parameters import defaults, read
+    from kvflash_ggml.placement.sizing import address
+
+    llm = llama(models["dense"], n_ctx=1024, kvflash=POOL)
+    said = reserve_bytes(address(llm._model), llm.context_params, POOL)
+    assert said == pytest.approx(Embedder(llm).bytes, rel=0.2)
+    assert reserve_bytes(address(llm._model), llama_cpp.llama_context_default_params(), KVFlashConfig()) == 0
+
+    def reserved(config: KVFlashConfig) -> int:
+        return beside(str(models["dense"]), read({"kvflash": config}, defaults)).reserved
+
+    assert reserved(POOL) - reserved(KVFlashConfig(pool=512)) == pytest.approx(said, rel=0.2)
+
+
+def test_what_cannot_be(models: dict[str, Path], llama: Callable[..., Any]) -> None:
+    from kvflash_ggml.llama.embedding import Embedder
+
+    without = llama(models["dense"], n_ctx=512, kvflash=KVFlashConfig(pool=512))
+    with pytest.raises(ConfigError, match="embedding=N"):
+        Embedder(without)
+    plain = llama(models["dense"], n_ctx=512, kvflash=POOL)
+    with pytest.raises(ConfigError, match="no head that ranks"):
+        Embedder(plain, pooling="rank")
+
+
+def test_a_server_of_both(models: dict[str, Path]) -> None:
+    with serve(
+        models["dense"], "--kvflash", "512", "-c", "2048", "--embeddings", "--embedding-tokens", "256"
+    ) as server:
+        status, reply = server.post("/v1/embeddings", {"input": ["Hello", "Hello", "Good night"]})
+        assert status == 200
+        one, same, other = (np.array(entry["embedding"]) for entry in reply["data"])
+        assert one @ same == pytest.approx(1, abs=1e-4)
+        assert one @ other < 0.9999
+        assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})[0] == 200
+        assert server.post("/v1/embeddings", {"input": WORDS[:4000]})[0] == 400
+        assert server.post("/v1/rerank", {"query": "q", "documents": ["d"]})[0] == 501
+        assert server.stop() == 0
+
+
+def test_a_server_that_ranks(reranker: Path) -> None:
+    asked = {"query": "What is a panda?", "documents": ["A bear.", "Hi there.", "A bear."]}
+    with serve(reranker, "--kvflash", "512", "-c", "2048", "--reranking") as server:
+        status, reply = server.post("/v1/rerank", asked)
+        assert status == 200
+        scores = {one["index"]: one["relevance_score"] for one in reply["results"]}
+        assert scores[0] == pytest.approx(scores[2], abs=1e-5) != pytest.approx(scores[1], abs=1e-5)
+        assert list(scores.values()) == sorted(scores.values(), reverse=True)
+        assert all(0 <= score <= 1 for score in scores.values())
