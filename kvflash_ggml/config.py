@@ -155,6 +155,7 @@ class KVFlashConfig:
     sinks: leading chunks that are never evicted.
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
+    parallel: sequences that are computed together. Each has an equal share of the pool.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -232,13 +233,14 @@ class KVFlashConfig:
     )  # fmt: skip
     checkpoints: int = 8
     embedding: int = 0
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         check(self)
         if not isinstance(self.calibrate, (bool, Path)):
             raise ConfigError(f"calibrate is True, False or a path, not {self.calibrate!r}")
         self._check_pool()
-        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0), ("embedding", 0)):
+        for name, least in (("sinks", 0), ("tail", 1), ("checkpoints", 0), ("embedding", 0), ("parallel", 1)):
             value = getattr(self, name)
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is a whole number of at least {least}, not {value!r}")
@@ -268,16 +270,29 @@ class KVFlashConfig:
                 raise ConfigError(f"{name} sees the whole text, which reading='pool' does not: leave out one of them")
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
+        self._check_parallel()
         timed = self.spec is not None or self.answer == "lossless"
         if self.deterministic and timed and (self.spec is None or self.spec.width is None):
             raise ConfigError(
                 "deterministic: how much of a draft is verified depends on the clock; give a width of spec"
             )
 
+    def _check_parallel(self) -> None:
+        alone = {
+            "repair": self.repair is not None,
+            "spec": self.spec is not None,
+            "answer='lossless'": self.answer == "lossless",
+            "policy='drafter'": self.policy == "drafter",
+            "a policy that is an object": not isinstance(self.policy, str),
+        }
+        for name, asked in alone.items():
+            if asked and self.parallel > 1:
+                raise ConfigError(f"{name} serves one sequence, and parallel is {self.parallel}: leave out one of them")
+
     @property
     def minimum_pool(self) -> int:
-        """Slots below which no chunk could ever be evicted, rounded up to the pool step."""
-        return round_up((self.sinks + self.tail + 2) * CHUNK, POOL_STEP)
+        """Slots below which no chunk of a sequence could ever be evicted, rounded up to the pool step."""
+        return round_up((self.sinks + self.tail + 2) * CHUNK * self.parallel, POOL_STEP)
 
     @property
     def sees_all(self) -> bool:

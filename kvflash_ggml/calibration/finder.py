@@ -52,6 +52,8 @@ class HeadFinder:
         self._pace = Pace(STEP)
         self._expected: float | None = None  # seconds
         self._found: Calibration | None = None
+        self._used: dict[int, Calibration] = {}  # by sequence
+        self._requests = 0
         self.calibration: Calibration | None = None
         if given is not None:
             self._take(self._load(given))
@@ -71,11 +73,14 @@ class HeadFinder:
     @contextmanager
     def behind(self) -> Iterator[None]:
         """Let a request run: the calibration waits for its end, but for a step every BUSY seconds."""
+        self._requests += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._idle.set()
+            self._requests -= 1
+            if not self._requests:
+                self._idle.set()
 
     def start(self, *, again: bool = False) -> None:
         """Begin to find the heads on a thread of its own, unless they are known. again: also after it has failed."""
@@ -93,11 +98,12 @@ class HeadFinder:
             atexit.unregister(self.close)
             logger.warning("all heads count for the policy: no thread to find them on: %s", err)
 
-    def settle(self) -> None:
-        """Use what has been found meanwhile. To be called between two requests."""
+    def settle(self, session: Sequence) -> None:
+        """Let a text of the model use what has been found meanwhile. To be called between two of its requests."""
         found, self._found = self._found, None
         if found is not None:
-            self._take(found)
+            self.calibration = found
+        self._use(session)
 
     def wait(self, progress: Progress | None, *, most: float | None = None) -> None:
         """Wait until the calibration that is under way has ended. progress: tokens done, and in all.
@@ -148,10 +154,16 @@ class HeadFinder:
         return found
 
     def _take(self, calibration: Calibration) -> None:
-        heads = calibration.among(self._layers)
         self.calibration = calibration
-        if heads is not None and self._session.scoring is not None:
-            self._session.scoring.use(heads)
+        self._use(self._session)
+
+    def _use(self, session: Sequence) -> None:
+        if self.calibration is None or self._used.get(session.seq) is self.calibration:
+            return
+        self._used[session.seq] = self.calibration
+        heads = self.heads
+        if heads is not None and session.scoring is not None:
+            session.scoring.use(heads)
 
     def _run(self) -> None:
         try:

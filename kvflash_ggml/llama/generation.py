@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import llama_cpp
 
 from ..errors import KVFlashError, SnapshotError
+from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
 from ..spec.draft import ROOT, Draft
 from ..spec.loop import Speculator
@@ -36,6 +38,31 @@ class Verified:
     def end(self) -> None:
         """Tell the speculator what came of the draft."""
         self.speculator.verified(self.path, len(self.rows), stopped=self.child is not None)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A step of an answer that may be computed with steps of other texts before the answer goes on.
+
+    computed: it was, and `error` is what went wrong. Otherwise the answer computes it when it goes on.
+    """
+
+    sequence: Sequence
+    step: Step
+    computed: bool = False
+    error: Exception | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Can it not be computed with others? Such steps stream, or verify a draft."""
+        return self.step.view is not None or self.step.ahead > 0
+
+    def finish(self) -> None:
+        """Compute the step, or tell what went wrong with it."""
+        if not self.computed:
+            self.sequence.finish(self.step)
+        elif self.error is not None:
+            raise self.error
 
 
 class Generation:
@@ -98,7 +125,7 @@ class Generation:
 
     # --- what is computed
 
-    def advance(self, sent: Sequence[int] | None = None) -> Step | None:
+    def advance(self, sent: abc.Sequence[int] | None = None) -> Step | None:
         """Go on with the token that was drawn, and those that were sent after it.
 
         Returns a step to be computed; None where the next token can be drawn already.
@@ -122,12 +149,23 @@ class Generation:
         self._pos = reader.llm.n_tokens
         return self._prepare(token)
 
-    def compute(self, step: Step) -> None:
-        """Compute a step of `advance`. Where a draft cannot be verified, its root is evaluated alone."""
+    def pending(self, step: Step) -> Pending:
+        """A step of `advance`, for whoever computes steps of several answers together."""
+        assert self._reader.sequence is not None
+        return Pending(self._reader.sequence, step)
+
+    def compute(self, step: Step, pending: Pending | None = None) -> None:
+        """Compute a step of `advance`, or go on with one that was `pending` and computed with others.
+
+        Where a draft cannot be verified, its root is evaluated alone.
+        """
         reader, sequence, verified = self._reader, self._reader.sequence, self._verified
         assert sequence is not None
         try:
-            sequence.finish(step)
+            if pending is None:
+                sequence.finish(step)
+            else:
+                pending.finish()
             if verified is None and sequence.repair is not None:
                 sequence.repair_due(reader.after_step)
         except KVFlashError as err:
@@ -185,7 +223,7 @@ class Generation:
         self._reader.evaluate(verified.rows.tokens[:1].tolist())
         self._pos = self._reader.llm.n_tokens - 1
 
-    def _goes_on(self, verified: Verified, sent: Sequence[int] | None) -> bool:
+    def _goes_on(self, verified: Verified, sent: abc.Sequence[int] | None) -> bool:
         """Is the token that was drawn the next row of the draft? Otherwise the draft ends here."""
         reader, sequence = self._reader, self._reader.sequence
         assert sequence is not None

@@ -122,6 +122,8 @@ class Llama(llama_cpp.Llama):
     """llama.cpp's samplers for every call from now on, in place of what the call says; None: upstream's chain."""
     kvflash_sampled_s: float = 0.0
     """Seconds that the newest token took to be chosen, without its evaluation."""
+    kvflash_together: bool = False
+    """`generate` yields a `Pending` too, for each step, which may be computed with steps of other texts meanwhile."""
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
@@ -251,16 +253,18 @@ class Llama(llama_cpp.Llama):
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
+            if self._config.parallel > 1:
+                self.context_params.n_seq_max, self.context_params.kv_unified = self._config.parallel, True
             self._size = self._size_pool(self._config)
             self._pool_requests.enter_context(self._pool_request(self._size))
 
     def _query_rows(self) -> int:
-        """Queries that are captured, if the pool is smaller than the context."""
+        """Queries of all sequences that are captured, if a text can be longer than its share of the pool."""
         rows = self._scorer.query_rows if self._scorer is not None else 0
-        return rows + (self._room.queries if rows else 0)
+        return (rows + (self._room.queries if rows else 0)) * int(self.context_params.n_seq_max)
 
     def _pool_request(self, size: PoolSize) -> contextlib.AbstractContextManager[None]:
-        return native.pool_request(size.slots, self._query_rows() if size.slots < size.n_ctx else 0)
+        return native.pool_request(size.slots, self._query_rows() if size.bounded else 0)
 
     def _size_pool(self, config: KVFlashConfig) -> PoolSize:
         # as upstream will set them when it knows how long the context is
@@ -353,7 +357,7 @@ class Llama(llama_cpp.Llama):
             reader.sequence.check_open()
             reader.sequence.settle()
         if self._finder is not None and reader.sequence is not None and not reader.sequence.config.deterministic:
-            self._finder.settle()
+            self._finder.settle(reader.sequence)
         if reader.speculator is not None:
             most, self.kvflash_most = self.kvflash_most, None
             reader.speculator.begin(len(tokens) if reset else self.n_tokens + len(tokens), most)
@@ -381,8 +385,13 @@ class Llama(llama_cpp.Llama):
                         answer.leave()
                         raise
                     step = answer.advance(sent)
-                    if step is not None:
-                        answer.compute(step)
+                    if step is None:
+                        continue
+                    pending = None
+                    if self.kvflash_together:
+                        pending = answer.pending(step)
+                        yield pending  # type: ignore[misc]  # see there
+                    answer.compute(step, pending)
             except NotFinite:
                 self.reset()  # it is not kept for later
                 raise
@@ -391,7 +400,7 @@ class Llama(llama_cpp.Llama):
                 sequence = reader.sequence
                 if sequence is not None and not sequence.engine.closed:
                     sequence.settle()
-                    if self._finder is not None and sequence.length > sequence.pool.n_slots:
+                    if self._finder is not None and sequence.length > sequence.pool.share:
                         self._finder.start()
 
     # --- states
@@ -516,6 +525,8 @@ class Llama(llama_cpp.Llama):
         if config is None or old is None:
             raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
         old.check_open()
+        if config.parallel > 1:
+            raise ConfigError(f"a pool that {config.parallel} sequences share keeps its size: make a new Llama")
         if not isinstance(config.policy, str):
             raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")
         config = replace(config, pool=tokens, pool_bytes=None)

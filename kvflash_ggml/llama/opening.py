@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import llama_cpp
+import numpy as np
 from llama_cpp import _internals as internals
 
 from .. import policy
@@ -24,7 +25,9 @@ from ..native import engine as native
 from ..placement import sizing
 from ..placement.sizing import PoolSize
 from ..sequence.pool import Pool
+from ..sequence.sequence import Sequence
 from ..state.session import SessionState
+from .call_lock import CallLock
 from .context import PagedContext, take_closing
 from .reader import Reader
 from .reading import open_session
@@ -49,21 +52,48 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
     mapped = llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
     limit = sizing.image_limit(config, sizing.address(llm._model), size, engine.info.page_bytes, mapped=mapped)
     pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
-    reader, sequence = llm._reader, open_session(llm, config, pool, llm._scorer)
-    reader.sequence = sequence
-    # with the context's own, which a garbage collector may close before it closes this
-    llm._ctx._exit_stack.callback(sequence.close, partial(take_closing, llm._ctx))
-    reader.speculator = sequence.follower = make_speculator(llm, reader, config, llm._drafting)
-    llm._saver.open(llm, engine)
+    sequence = open_session(llm, config, pool, llm._scorer)
+    context = llm._ctx
+    _open_text(llm, sequence)
+    llm._reader.speculator = sequence.follower = make_speculator(llm, llm._reader, config, llm._drafting)
     llm._finder = open_finder(llm, sequence, llm._scorer)
     if llm._finder is not None:
-        llm._ctx._exit_stack.callback(llm._finder.close)
-    llm._ctx = PagedContext(llm._ctx, sequence)
+        context._exit_stack.callback(llm._finder.close)
     assert llm.kvflash is not None
     if llm.verbose:
         logger.warning(llm.kvflash.banner())
     else:
         logger.info(llm.kvflash.banner())
+
+
+def _open_text(llm: Any, sequence: Sequence) -> None:
+    """Let a Llama hold the text of a sequence."""
+    llm._reader.sequence = sequence
+    # with the context's own, which a garbage collector may close before it closes this
+    llm._ctx._exit_stack.callback(sequence.close, partial(take_closing, llm._ctx))
+    llm._saver.open(llm, sequence.engine)
+    llm._ctx = PagedContext(llm._ctx, sequence)
+
+
+def open_beside(llm: Any, seq: int) -> Any:
+    """A Llama on the same model, context and pool, which holds the text of another sequence.
+
+    It is closed with the first one, and has its settings. Nothing drafts for it.
+    """
+    first, config = llm._reader.sequence, llm._config
+    made = object.__new__(type(llm))
+    vars(made).update(vars(llm))
+    made._stack, made._call_lock = contextlib.ExitStack(), CallLock()
+    made.input_ids, made.n_tokens = np.zeros_like(llm.input_ids), 0
+    made._reader = Reader(made)
+    made._saver = Saver(made._reader)
+    made._scorer = policy.resolve(config.policy)
+    _open_text(made, open_session(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
+    if made._finder is not None:
+        made._finder.settle(made._reader.sequence)
+    if llm._reader.prefixes is not None:
+        made._saver.use(llm._reader.prefixes.cache)
+    return made
 
 
 def make_context(llm: Any, size: PoolSize) -> internals.LlamaContext:

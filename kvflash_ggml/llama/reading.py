@@ -50,13 +50,25 @@ class Room:
         return max(0, self.free) // SHARE // self.slot_bytes // POOL_STEP * POOL_STEP
 
 
-def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer | None) -> Sequence:
-    """A session on a pool that reads and answers as it is asked to. See `open_reading`."""
+def open_session(
+    llm: Llama,
+    config: KVFlashConfig,
+    pool: Pool,
+    scorer: Scorer | None,
+    *,
+    seq: int = 0,
+    reading: Reading | None = None,
+) -> Sequence:
+    """A text on a pool, as this sequence, that reads and answers as it is asked to.
+
+    reading: how the first text of the pool reads; None for that one. See `open_reading`.
+    """
     from ..placement import memory
 
     n_ctx = llm.n_ctx()
-    free = {device.name: device.free for device in memory.of_model(address(llm._model))}
-    reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
+    if reading is None:
+        free = {device.name: device.free for device in memory.of_model(address(llm._model))}
+        reading = open_reading(config, pool, n_ctx=n_ctx, free=free)
     n_batch = llm.n_batch
     if reading.exact and n_batch < pool.n_ubatch:
         warn_once(
@@ -64,7 +76,7 @@ def open_session(llm: Llama, config: KVFlashConfig, pool: Pool, scorer: Scorer |
             " streams the whole text. A smaller n_ubatch takes less memory."
         )
         n_batch = pool.n_ubatch
-    session = Sequence(pool, config, seq=0, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
+    session = Sequence(pool, config, seq=seq, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
     if config.repair is not None and reading.exact:
         session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
     return session
@@ -89,7 +101,7 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool, and for repair where
     nothing is kept to go back to.
     """
-    if pool.n_slots >= n_ctx:
+    if pool.share >= n_ctx:
         return Reading(why="the pool holds the whole context")
     if config.reading == "pool":
         return Reading(why="asked for")
@@ -100,8 +112,8 @@ def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping
     slots, why = stage_slots(
         config.stage, n_ctx=n_ctx, rooms=rooms(pool.engine.layers, info.devices, pool.n_ubatch, free)
     )
-    if slots <= pool.n_slots:
-        text = f"stages of {slots} tokens see no more than the pool of {pool.n_slots}: {why}"
+    if slots <= pool.share:
+        text = f"stages of {slots} tokens see no more than the pool of {pool.share}: {why}"
         if required:
             raise ConfigError(f"{text}; free device memory, or use a smaller pool or reading='pool'")
         return Reading(why=text)

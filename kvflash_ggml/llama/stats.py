@@ -53,8 +53,8 @@ class PoolStats:
 
     @property
     def pool(self) -> int:
-        """Slots on the device."""
-        return self._session.engine.info.n_slots
+        """Slots on the device that this text can have."""
+        return self._session.pool.share
 
     @property
     def n_ctx(self) -> int:
@@ -200,7 +200,7 @@ class PoolStats:
         if self._finder is not None:
             self._finder.start(again=True)
             self._finder.wait(progress)
-            self._finder.settle()
+            self._finder.settle(self._session)
 
     def calibrated(self, progress: Progress, *, most: float | None = None) -> bool:
         """Wait for the calibration that runs behind the first answer. False if none does.

@@ -147,9 +147,6 @@ kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens
         return kvf_fail(KVF_STATUS_ARGUMENT, "stages of %d slots for steps of %d tokens: the slots are a multiple of %d, "
                         "and at least as many as the tokens", n_slots, n_tokens, (int) KVF_STAGE_PAD);
     }
-    if (engine->info.n_seq > 1) {
-        return kvf_fail(KVF_STATUS_UNSUPPORTED, "stages serve one sequence, the context is made for %d", engine->info.n_seq);
-    }
     if (engine->info.mask_f32 || engine->info.v_trans) {
         return kvf_fail(KVF_STATUS_UNSUPPORTED, "stages need flash attention");
     }

@@ -50,15 +50,21 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """slots: the pool. n_ctx: the context it serves. why: the arithmetic, for the banner. tight: the device that has
-    the least room, where one was looked for. uneven: where it has much less than others, what each device has without
-    the model."""
+    """slots: the pool. n_ctx: the context of each sequence. why: the arithmetic, for the banner. tight: the device that
+    has the least room, where one was looked for. uneven: where it has much less than others, what each device has
+    without the model. parallel: sequences that share the slots equally."""
 
     slots: int
     n_ctx: int
     why: str
     tight: Lane | None = None
     uneven: Mapping[str, int] = field(default_factory=dict)
+    parallel: int = 1
+
+    @property
+    def bounded(self) -> bool:
+        """Can a text be longer than its share of the pool?"""
+        return self.slots < self.n_ctx * self.parallel
 
 
 def fit(
@@ -164,7 +170,7 @@ def slot_size(model: Any, params: Any) -> int:
 
 def bounds(config: KVFlashConfig, n_ctx: int) -> tuple[int, int]:
     """The fewest and the most slots of "auto"."""
-    ceiling = round_up(n_ctx, POOL_STEP)
+    ceiling = round_up(n_ctx, POOL_STEP) * config.parallel
     least = min(config.minimum_pool, ceiling)
     return least, max(least, min(SPEED_CAP, ceiling))
 
@@ -176,7 +182,7 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     multiple of POOL_STEP, rounded down where bytes count, never above the context and never below the minimum of the
     protections.
     """
-    ceiling = round_up(n_ctx, POOL_STEP)
+    ceiling = round_up(n_ctx, POOL_STEP) * config.parallel
     per_token = f"at {slot_bytes / 1024:.1f} KiB a token"
     tight = None
     if config.pool_bytes is not None:
@@ -199,7 +205,7 @@ def resolve(config: KVFlashConfig, *, n_ctx: int, slot_bytes: int, lanes: Sequen
     if slots >= ceiling:
         slots = ceiling
         why = f"{why}, which is the whole context"
-    return PoolSize(slots=slots, n_ctx=ceiling, why=why, tight=tight)
+    return PoolSize(slots=slots, n_ctx=round_up(n_ctx, POOL_STEP), why=why, tight=tight, parallel=config.parallel)
 
 
 def halved(size: PoolSize, times: int, *, minimum: int) -> PoolSize:
@@ -259,7 +265,7 @@ def image_limit(config: KVFlashConfig, model: int, size: PoolSize, page_bytes: i
     host, number = memory.host(), len(model_devices(model))
     there = sum(weight.size for weight in weights(model) if weight.device == number)
     found = image_ceiling(config, host, mapped=there if mapped else 0, least=size.slots // CHUNK * page_bytes)
-    if found is None and size.slots < size.n_ctx:
+    if found is None and size.bounded:
         warn_if_too_long(size.n_ctx, page_bytes, there, host)
     return found
 

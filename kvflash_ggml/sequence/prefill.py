@@ -192,7 +192,7 @@ class Prefill:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
         text, total = self._text, self._total
         info = text.engine.info
-        pageable = text.relevance.scoring is not None and text.length + total > info.n_slots
+        pageable = text.relevance.scoring is not None and text.length + total > text.pool.share
         can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         if not pageable or not can_go_back:
             return 0

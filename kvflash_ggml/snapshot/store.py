@@ -47,7 +47,7 @@ class SnapshotStore:
         """What may differ between saving and restoring, for whoever reads the file."""
         session, config = self._session, self._session.config
         return {
-            "pool": session.engine.info.n_slots,
+            "pool": session.pool.share,
             "n_ctx": session.n_ctx,
             "policy": session.policy,
             "tau": config.tau,
