@@ -27,7 +27,7 @@ from ..calibration.finder import HeadFinder
 from ..chat.values import Grammar
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import ConfigError, DoesNotFit, KVFlashError, NotFinite
+from ..errors import ConfigError, NotFinite
 from ..gguf import purpose
 from ..logs import Progress
 from ..native import engine as native
@@ -47,7 +47,7 @@ from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
 from .context import Closed, check_adapter
 from .generation import Generation, limited
-from .opening import exchange, exchange_in_two, open_pool
+from .opening import open_pool, resize
 from .reader import Reader, numbers
 from .samplers import chain_of
 from .saving import Saver
@@ -521,31 +521,7 @@ class Llama(llama_cpp.Llama):
         that is an object, which cannot serve two pools: nothing has changed then, as after any other error. Only where
         others take the memory meanwhile the smallest pool stays, with the text.
         """
-        config, old = self._config, self._reader.sequence
-        if config is None or old is None:
-            raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
-        old.check_open()
-        if config.parallel > 1:
-            raise ConfigError(f"a pool that {config.parallel} sequences share keeps its size: make a new Llama")
-        if not isinstance(config.policy, str):
-            raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")
-        config = replace(config, pool=tokens, pool_bytes=None)
-        size = sizing.fit(config, self._model, self.context_params)
-        if size.slots == old.pool.n_slots:
-            return size.slots
-        cache = None if self._reader.prefixes is None else self._reader.prefixes.cache
-        self._saver.keep_prefix()
-        saved = self._saver.saved(None)
-        try:
-            try:
-                exchange(self, config, size, saved)
-            except DoesNotFit as err:
-                exchange_in_two(self, config, size, saved, err)
-        finally:
-            saved.release()
-            if cache is not None and self._reader.prefixes is None:
-                self.set_cache(cache)
-        return size.slots
+        return resize(self, tokens)
 
     @property
     def draft_model(self) -> Any:

@@ -20,7 +20,7 @@ from .. import policy
 from ..calibration.finder import open_finder
 from ..config import KVFlashConfig
 from ..drafter import model as drafter
-from ..errors import DoesNotFit
+from ..errors import ConfigError, DoesNotFit, KVFlashError
 from ..native import engine as native
 from ..placement import sizing
 from ..placement.sizing import PoolSize
@@ -112,6 +112,35 @@ def make_context(llm: Any, size: PoolSize) -> internals.LlamaContext:
         scales = (ctypes.c_float * 1)(llm.lora_scale)
         llama_cpp.llama_set_adapters_lora(context.ctx, adapters, 1, scales)
     return context
+
+
+def resize(llm: Any, tokens: int) -> int:
+    """See `Llama.resize_pool`."""
+    config, old = llm._config, llm._reader.sequence
+    if config is None or old is None:
+        raise KVFlashError("there is no pool that could have another size: make the Llama with kvflash=")
+    old.check_open()
+    if config.parallel > 1:
+        raise ConfigError(f"a pool that {config.parallel} sequences share keeps its size: make a new Llama")
+    if not isinstance(config.policy, str):
+        raise ConfigError(f"policy={config.policy!r} serves one pool: name a policy, or make a new Llama")
+    config = replace(config, pool=tokens, pool_bytes=None)
+    size = sizing.fit(config, llm._model, llm.context_params)
+    if size.slots == old.pool.n_slots:
+        return size.slots
+    cache = None if llm._reader.prefixes is None else llm._reader.prefixes.cache
+    llm._saver.keep_prefix()
+    saved = llm._saver.saved(None)
+    try:
+        try:
+            exchange(llm, config, size, saved)
+        except DoesNotFit as err:
+            exchange_in_two(llm, config, size, saved, err)
+    finally:
+        saved.release()
+        if cache is not None and llm._reader.prefixes is None:
+            llm.set_cache(cache)
+    return size.slots
 
 
 def exchange(llm: Any, config: KVFlashConfig, size: PoolSize, saved: SessionState | None) -> None:

@@ -232,8 +232,8 @@ enum kvf_status kvf_get_devices(const kvf_engine * engine, kvf_device * devices,
 enum kvf_status kvf_get_layers (const kvf_engine * engine, kvf_layer * layers, int32_t n);    // n is n_layers
 
 // Stages for streamed steps of up to n_tokens tokens over n_slots, a multiple of 256, and the memory to compute these; stages
-// that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own, or for a context of several
-// sequences: there are none then.
+// that were there are freed. MEMORY, or UNSUPPORTED if a layer attends in a way of its own: there are none then. They serve
+// one sequence at a time: all tokens of a streamed step are of one.
 enum kvf_status kvf_stage_init(kvf_engine * engine, int32_t n_slots, int32_t n_tokens, int64_t * device_bytes);
 uint64_t        kvf_streamed_ticket(const kvf_engine * engine);  // the newest streamed step has read its page images then
 uint64_t        kvf_streamed_bytes(const kvf_engine * engine);  // copied from page images to stages so far

@@ -147,6 +147,12 @@ kvf_status kvf_stream_check(const kvf_engine & engine, const kvf_plan & plan) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "%d tokens in a streamed step, stages were made for %lld", plan.n_tokens,
                         (long long) stages->n_tokens);
     }
+    for (int32_t i = 1; i < plan.n_tokens; ++i) {
+        if (plan.seq[i] != plan.seq[0]) {
+            return kvf_fail(KVF_STATUS_ARGUMENT, "a streamed step has tokens of sequences %d and %d: layer buffers are of one",
+                            plan.seq[0], plan.seq[i]);
+        }
+    }
     const auto n_blocks = engine.info.n_slots/KVF_BLOCK;
     if (plan.open_rows < 0 || plan.open_rows >= KVF_BLOCK || (plan.open_rows > 0 && (plan.open_block < 0 || plan.open_block >= n_blocks))) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "%d rows of block %d in a streamed step: less than %d, of %d blocks", plan.open_rows,

@@ -164,9 +164,9 @@ def everything_is_resident(layout: Layout, start: int) -> bool:
     return all(chunk.block != ABSENT for chunk in layout.chunks[: -(-start // CHUNK)])
 
 
-def lies_in_order(layout: Layout) -> bool:
-    """Is every chunk in the block where a cache that holds the whole text has it?"""
-    return all(chunk.block == c for c, chunk in enumerate(layout.chunks))
+def lies_in_order(layout: Layout, first: int = 0) -> bool:
+    """Is every chunk in the block where a cache that holds the whole text has it? first: the block of the first one."""
+    return all(chunk.block == c for c, chunk in enumerate(layout.chunks, first))
 
 
 def choose(start: int, room: int, keep: Iterable[int], ranking: Ranking | None) -> View:

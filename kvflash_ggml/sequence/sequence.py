@@ -81,7 +81,7 @@ class Sequence:
         self.store = HostStore(pool.heap)
         pool.join(self, seq)
         self.table = PageTable(pool.shares[seq], self.store, sinks=config.sinks, tail=config.tail, bounded=self.bounded)
-        self.span = AttentionSpan(pool, self.table, bounded=self.bounded)
+        self.span = AttentionSpan(pool, self.table, first=seq * pool.share // CHUNK, bounded=self.bounded)
         self.mask = pool.make_mask()
         self.queries = QueryRing(engine, seq, None if scorer is None else scorer.query_rows)
         self.events = Events(scorer)

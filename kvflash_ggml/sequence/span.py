@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 class AttentionSpan:
     """What the steps of one text see: the pool, or in its place chunks in the stages.
 
-    bounded: the text can outgrow the pool.
+    bounded: the text can outgrow its share of the pool, whose first block is `first`.
     """
 
-    def __init__(self, pool: Pool, table: PageTable, *, bounded: bool) -> None:
+    def __init__(self, pool: Pool, table: PageTable, *, first: int, bounded: bool) -> None:
         self._pool = pool
         self._table = table
+        self._first = first
         self._bounded = bounded
         self._known_chunks: list[Chunk] = []
         self._all_resident = self._in_order = True
@@ -46,7 +47,7 @@ class AttentionSpan:
         layout = plan.layout
         if self._known_chunks is not layout.chunks:  # not `epoch`, which a plan that came to nothing has had too
             self._known_chunks, self._all_resident = layout.chunks, everything_is_resident(layout, start)
-            self._in_order = lies_in_order(layout)
+            self._in_order = lies_in_order(layout, self._first)
         ordered = self._all_resident and (self._in_order or start < CHUNK)  # a stage begins with a sealed chunk
         if ordered or not stream:
             return None, self._all_resident

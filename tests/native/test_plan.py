@@ -235,11 +235,6 @@ def test_several_sequences_need_flash_attention(bare: Make) -> None:
         bare(pool=512, n_ctx=512, n_seq_max=2, flash=False)
 
 
-def test_streamed_steps_are_refused_with_several_sequences(bare: Make) -> None:
-    with pytest.raises(UnsupportedError, match="stages serve one sequence, the context is made for 2"):
-        bare(pool=1024, n_ctx=4096, n_seq_max=2, stages=4096)
-
-
 def test_a_step_of_several_sequences_has_no_branches(bare: Make) -> None:
     engine = bare(pool=1024, n_ctx=1024, n_seq_max=2).session.engine
     engine.seq[:3], engine.pos[:3], engine.slot[:3] = (0, 1, 1), (0, 0, 0), (0, 512, 513)

@@ -11,7 +11,7 @@ from support.harness import Bare, Logits, same_bits
 from support.integrity import check_table
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import NotFinite
+from kvflash_ggml.errors import EngineError, NotFinite
 from kvflash_ggml.sequence import restore, together
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import LAST
@@ -211,3 +211,36 @@ def test_other_models_of_pooled_attention(kind: str, bare: Make, tokens: Any) ->
         rows = answers(run, [ids[beside : beside + 700], ids[1500:2200]], 8, script)
         found.append([row[1] for row in rows])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_prompt_is_read_exactly_beside_others(bare: Make, tokens: Any) -> None:
+    """The layer buffers are of one text at a time; its bits are those of a context of its own."""
+    run, alone = make(bare, 3, stages=N_CTX), make(bare, 1, stages=N_CTX)
+    one, other, mine = run.sessions
+    extend(one, tokens[:PROMPT])
+    extend(other, tokens[2000 : 2000 + PROMPT])
+    rows = []
+    for at in range(0, 1024, 256):  # others decode between two steps of the prompt
+        extend(mine, tokens[4000 + at : 4256 + at])
+        rows.append(logits_of(run, mine))
+        decode(run, [one, other], tokens[at : at + 2])
+    (lone,) = alone.sessions
+    for at, row in zip(range(0, 1024, 256), rows, strict=True):
+        extend(lone, tokens[4000 + at : 4256 + at])
+        assert same_bits(row, logits_of(alone, lone))
+    assert mine.stats.read_whole == mine.stats.read > 0
+    assert mine.streamed_steps == lone.streamed_steps > 0
+    assert mine.paging.page_ins == lone.paging.page_ins
+
+
+def test_a_streamed_step_is_of_one_sequence(bare: Make, tokens: Any) -> None:
+    run = make(bare, 2, stages=N_CTX)
+    for text in run.sessions:
+        extend(text, tokens[:PROMPT])
+    one, other = run.sessions
+    steps = [text.prepare(tokens[:1], LAST, stream=True) for text in (one, other)]
+    view = steps[0].view
+    assert view is not None
+    seen = view, steps[0].plan.layout, one.pool.stage_mask, one.length, 1, LAST.asked
+    with one.paging.streamed(*seen) as steps[0].streamed, pytest.raises(EngineError, match="sequences 0 and 1"):
+        one.pool.run(steps)
