@@ -260,12 +260,16 @@ class Sequence:
         try:
             if step.plan.moves is not NO_MOVES or self.events.scores is not None:
                 self.apply(step)
-            if step.view is None or not self._stream(step):
-                self.pool.run([step])
+            self.run(step)
             self.commit(step)
         except BaseException as err:
             self.fail(step, err)
             raise
+
+    def run(self, step: Step) -> None:
+        """Compute a prepared step alone, whose moves are made: through the stages if it sees more than the pool."""
+        if step.view is None or not self._stream(step):
+            self.pool.run([step])
 
     def apply(self, step: Step) -> None:
         """Make the moves of a prepared step. `commit` follows, after `Pool.run`, or `fail`."""

@@ -19,8 +19,9 @@ def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
 
     If the engine refuses the step, or logits of a text are not finite, the steps in question are undone, their slots
     are zeroed, and each is computed again alone. Logits are at hand until the next step on the pool. Prompt steps
-    without logits are not checked. Steps that stream, or verify a tree, cannot be among them.
+    without logits are not checked. A step that streams, or verifies a tree, is the only one: the stages hold one text.
     """
+    assert len(prepared) == 1 or all(step.view is None and step.branches is None for _, step in prepared)
     errors: dict[int, Exception] = {}
     try:
         _attempt(prepared, errors)
@@ -44,7 +45,10 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None
     if not ready:
         return
     try:
-        ready[0][0].pool.run([step for _, step in ready])
+        if len(ready) == 1:
+            ready[0][0].run(ready[0][1])
+        else:
+            ready[0][0].pool.run([step for _, step in ready])
         why: Exception | None = None
         spoiled = _spoiled(ready) if ready[0][1].codes == [0] else ready
     except Exception as err:

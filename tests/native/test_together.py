@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Bare, Logits, same_bits
-from support.integrity import check_table
+from support.beside import PROMPT, Make, alike, answers, check, decode, logits_of, make
+from support.harness import same_bits
 
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import EngineError, NotFinite
+from kvflash_ggml.errors import NotFinite
 from kvflash_ggml.sequence import restore, together
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.step import LAST
-
-Make = Callable[..., Bare]
-
-SHARE = 512
-N_CTX = 4096
-PROMPT = 1200
-
-
-def make(bare: Make, count: int, **settings: Any) -> Bare:
-    run = bare(pool=count * SHARE, n_ctx=N_CTX, n_seq_max=count, query_rows=32 * count, policy="qk", tau=16, **settings)
-    assert run.session.bounded
-    return run
-
-
-def decode(run: Bare, texts: Sequence[Any], tokens: Sequence[int]) -> list[Logits]:
-    """The logits of each text after one token more, of one step."""
-    steps = []
-    for text, token in zip(texts, tokens, strict=True):
-        text.begin(1)
-        steps.append((text, text.prepare_answer(np.array([token], np.int32), LAST)))
-    assert together.compute(steps) == [None] * len(texts)
-    check(run)
-    return [logits_of(run, text) for text in texts]
-
-
-def logits_of(run: Bare, text: Any) -> Logits:
-    row = text.logits.row(text.length - 1)
-    return np.ctypeslib.as_array(run._ctx.get_logits_ith(row), shape=(run.n_vocab,)).copy()
-
-
-def check(run: Bare) -> None:
-    """Cells, tables and mask rows, each from the tokens that a text has."""
-    engine = run.session.engine
-    held = engine.cells(0, engine.info.n_slots)
-    for text in run.sessions:
-        check_table(text.table)
-        mine = np.full(len(held), -1)
-        for c, chunk in enumerate(text.table.chunks):
-            if chunk.block >= 0:
-                n = min(CHUNK, text.length - c * CHUNK)
-                mine[chunk.block * CHUNK :][:n] = c * CHUNK + np.arange(n)
-        part = slice(text.seq * SHARE, (text.seq + 1) * SHARE)
-        assert held[part].tolist() == mine[part].tolist()
-        for row, owner in enumerate(text.pool.rows.owners):
-            if owner is text.mask and text.logits.row(text.length - 1) == row:
-                assert (np.isfinite(text.pool.rows.data[row].astype(np.float32)) == (mine >= 0)).all()
-
-
-def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[list[Logits]]:
-    """Prompts are read one after the other, then all texts go on together; `script` has the tokens, [steps, texts]."""
-    for text, prompt in zip(run.sessions, prompts, strict=True):
-        extend(text, prompt)
-    return [decode(run, run.sessions, script[step]) for step in range(steps)]
-
-
-def alike(mine: Logits, its: Logits) -> bool:
-    return bool(np.abs(mine - its).max() <= 0.02 * np.abs(mine).max())
 
 
 def test_what_neighbours_say_changes_no_bit(bare: Make, tokens: Any) -> None:
@@ -211,36 +153,3 @@ def test_other_models_of_pooled_attention(kind: str, bare: Make, tokens: Any) ->
         rows = answers(run, [ids[beside : beside + 700], ids[1500:2200]], 8, script)
         found.append([row[1] for row in rows])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_prompt_is_read_exactly_beside_others(bare: Make, tokens: Any) -> None:
-    """The layer buffers are of one text at a time; its bits are those of a context of its own."""
-    run, alone = make(bare, 3, stages=N_CTX), make(bare, 1, stages=N_CTX)
-    one, other, mine = run.sessions
-    extend(one, tokens[:PROMPT])
-    extend(other, tokens[2000 : 2000 + PROMPT])
-    rows = []
-    for at in range(0, 1024, 256):  # others decode between two steps of the prompt
-        extend(mine, tokens[4000 + at : 4256 + at])
-        rows.append(logits_of(run, mine))
-        decode(run, [one, other], tokens[at : at + 2])
-    (lone,) = alone.sessions
-    for at, row in zip(range(0, 1024, 256), rows, strict=True):
-        extend(lone, tokens[4000 + at : 4256 + at])
-        assert same_bits(row, logits_of(alone, lone))
-    assert mine.stats.read_whole == mine.stats.read > 0
-    assert mine.streamed_steps == lone.streamed_steps > 0
-    assert mine.paging.page_ins == lone.paging.page_ins
-
-
-def test_a_streamed_step_is_of_one_sequence(bare: Make, tokens: Any) -> None:
-    run = make(bare, 2, stages=N_CTX)
-    for text in run.sessions:
-        extend(text, tokens[:PROMPT])
-    one, other = run.sessions
-    steps = [text.prepare(tokens[:1], LAST, stream=True) for text in (one, other)]
-    view = steps[0].view
-    assert view is not None
-    seen = view, steps[0].plan.layout, one.pool.stage_mask, one.length, 1, LAST.asked
-    with one.paging.streamed(*seen) as steps[0].streamed, pytest.raises(EngineError, match="sequences 0 and 1"):
-        one.pool.run(steps)

@@ -1,0 +1,72 @@
+"""Several texts on one pool of a real model, and what has to hold of each after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvflash_ggml.constants import CHUNK
+from kvflash_ggml.sequence import together
+from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.step import LAST
+from support.harness import Bare, Logits
+from support.integrity import check_table
+
+Make = Callable[..., Bare]
+
+SHARE = 512
+N_CTX = 4096
+PROMPT = 1200
+
+
+def make(bare: Make, count: int, **settings: Any) -> Bare:
+    run = bare(pool=count * SHARE, n_ctx=N_CTX, n_seq_max=count, query_rows=32 * count, policy="qk", tau=16, **settings)
+    assert run.session.bounded
+    return run
+
+
+def decode(run: Bare, texts: Sequence[Any], tokens: Sequence[int]) -> list[Logits]:
+    """The logits of each text after one token more, of one step."""
+    steps = []
+    for text, token in zip(texts, tokens, strict=True):
+        text.begin(1)
+        steps.append((text, text.prepare_answer(np.array([token], np.int32), LAST)))
+    assert together.compute(steps) == [None] * len(texts)
+    check(run)
+    return [logits_of(run, text) for text in texts]
+
+
+def logits_of(run: Bare, text: Any) -> Logits:
+    row = text.logits.row(text.length - 1)
+    return np.ctypeslib.as_array(run._ctx.get_logits_ith(row), shape=(run.n_vocab,)).copy()
+
+
+def check(run: Bare) -> None:
+    """Cells, tables and mask rows, each from the tokens that a text has."""
+    engine = run.session.engine
+    held = engine.cells(0, engine.info.n_slots)
+    for text in run.sessions:
+        check_table(text.table)
+        mine = np.full(len(held), -1)
+        for c, chunk in enumerate(text.table.chunks):
+            if chunk.block >= 0:
+                n = min(CHUNK, text.length - c * CHUNK)
+                mine[chunk.block * CHUNK :][:n] = c * CHUNK + np.arange(n)
+        part = slice(text.seq * SHARE, (text.seq + 1) * SHARE)
+        assert held[part].tolist() == mine[part].tolist()
+        for row, owner in enumerate(text.pool.rows.owners):
+            if owner is text.mask and text.view is None and text.logits.row(text.length - 1) == row:
+                assert (np.isfinite(text.pool.rows.data[row].astype(np.float32)) == (mine >= 0)).all()
+
+
+def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[list[Logits]]:
+    """Prompts are read one after the other, then all texts go on together; `script` has the tokens, [steps, texts]."""
+    for text, prompt in zip(run.sessions, prompts, strict=True):
+        extend(text, prompt)
+    return [decode(run, run.sessions, script[step]) for step in range(steps)]
+
+
+def alike(mine: Logits, its: Logits) -> bool:
+    return bool(np.abs(mine - its).max() <= 0.02 * np.abs(mine).max())
