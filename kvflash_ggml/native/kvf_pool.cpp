@@ -29,7 +29,8 @@ std::shared_ptr<kvf_pool> kvf_pool_create(llama_kv_cache & kv, uint32_t & kv_siz
     if (kv.get_n_stream() != 1) {
         throw std::runtime_error("a pool is one stream of cells: n_seq_max above 1 needs kv_unified");
     }
-    kv_size = std::min(kv_size, next_pool.cells);
+    // several sequences share the pool, and each of them can be as long as the context
+    kv_size = kv.get_n_seq_max() > 1 ? next_pool.cells : std::min(kv_size, next_pool.cells);
     return std::make_shared<kvf_pool>(kv, next_pool.query_rows);
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import PROMPT, Make, alike, answers, check, decode, logits_of, make
+from support.beside import PROMPT, SHARE, Make, alike, answers, check, decode, logits_of, make
 from support.harness import same_bits
 
 from kvflash_ggml.constants import CHUNK
@@ -33,6 +33,14 @@ def test_what_neighbours_say_changes_no_bit(bare: Make, tokens: Any) -> None:
         found.append(([row[1] for row in rows], [chunk.block for chunk in text.table.chunks]))
     assert found[0][1] == found[1][1]
     assert all(same_bits(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+def test_a_pool_is_larger_than_one_context(bare: Make, tokens: Any) -> None:
+    run = bare(pool=4 * SHARE, n_ctx=2 * SHARE, n_seq_max=4, query_rows=128, policy="qk", tau=16)
+    assert [text.pool.share for text in run.sessions] == [SHARE] * 4
+    for text in run.sessions:
+        extend(text, tokens[: 2 * SHARE - 8])
+    decode(run, run.sessions, tokens[:4])
 
 
 def test_alone_or_among_others_is_a_matter_of_rounding(bare: Make, tokens: Any) -> None:
