@@ -43,6 +43,7 @@ def lone_answers(llm: Llama, said: Sequence[Sequence[int]], *, most: int) -> Ans
             model.generate(request, branch=branch_of(model, request), progress=lambda done, total: None)
         ) as stream:
             for token in stream:
+                assert isinstance(token, int), "the model has one text"
                 if not drawn:
                     model.checkpoint()
                 drawn.append(token)

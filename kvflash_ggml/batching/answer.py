@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
 from ..errors import ContextFull
 from .messages import Finished, Logprob, Missed, Piece, Request, Started, Usage
-from .model import Model, Paused
+from .model import Model, Paused, Pending
 from .queue import Job
 from .slot import Slot
 
@@ -84,16 +84,22 @@ class PutAside(Exception):
 
 
 class Answer:
-    """check: called between two steps; what it raises ends the answer, and what was read stays at hand."""
+    """check: called between two steps; what it raises ends the answer, and what was read stays at hand. between: called
+    between two steps of the prompt.
+    """
 
     def __init__(
-        self, job: Job, model: Model, slot: Slot, clock: Callable[[], float], *, check: Callable[[], None]
+        self,
+        job: Job,
+        clock: Callable[[], float],
+        *,
+        check: Callable[[], None],
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._job = job
-        self._model = model
-        self._slot = slot
         self._clock = clock
         self._check = check
+        self._between = between
         self._began = clock()
         self._started = self._first = self._last = 0.0
         self._to_read = 1
@@ -124,9 +130,12 @@ class Answer:
             missed=self._missed,
         )
 
-    def make(self) -> Finished:
-        """Make the answer, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside."""
-        request, model, sink = self._job.request, self._model, self._job.sink
+    def make(self, slot: Slot) -> Generator[Pending | None, None, Finished]:
+        """Make the answer in a slot, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside.
+
+        Yields each step that may be computed with others, and None when a token has been drawn and told.
+        """
+        request, model, sink = self._job.request, slot.model, self._job.sink
         room = model.n_ctx - len(request.tokens)
         if room < 1:
             raise ContextFull(
@@ -134,26 +143,33 @@ class Answer:
                 f"prompt, or start the server with a larger -c"
             )
         if self._paused is None:
-            self._missed = missed_of(request, self._slot.differs(request), model.piece)
-        conversation = self._slot.take(request, drawn=self._tokens)
+            self._missed = missed_of(request, slot.differs(request), model.piece)
+        conversation = slot.take(request, drawn=self._tokens)
         if self._paused is None:
             self._before = model.counters()
             sink(Started(conversation=conversation.id))
             self._started = self._clock()
-        branch = self._slot.branch(request) if self._paused is None else None
+        branch = slot.branch(request) if self._paused is None else None
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
-            reason = self._read(stream, min(request.max_tokens, room))
+            reason = yield from self._read(model, stream, min(request.max_tokens, room))
         self._tell(*self._text.finish())
         model.checkpoint()
         return Finished(
-            reason=reason, usage=self.usage, stop=self._text.stopped, tokens=tuple(self._tokens), report=self._report()
+            reason=reason,
+            usage=self.usage,
+            stop=self._text.stopped,
+            tokens=tuple(self._tokens),
+            report=self._report(model),
         )
 
-    def _read(self, stream: Iterator[int], most: int) -> str:
+    def _read(self, model: Model, stream: Iterator[int | Pending], most: int) -> Generator[Pending | None, None, str]:
         """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
-        request, model = self._job.request, self._model
+        request = self._job.request
         endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
         for token in stream:
+            if not isinstance(token, int):
+                yield token
+                continue
             self._last = self._clock()
             self._first = self._first or self._last
             if most == 0:
@@ -174,6 +190,7 @@ class Answer:
                 self._paused = model.pause(self._tokens)
                 raise PutAside
             self._check()
+            yield None
         return "length"
 
     def _tell(self, text: str, logprobs: tuple[Logprob, ...]) -> None:
@@ -185,10 +202,12 @@ class Answer:
         if not self._first:
             self._to_read = total
         self._check()
+        if done < total:  # behind the last step the logits are needed
+            self._between()
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self, model: Model) -> dict[str, Any]:
         """What the pool did for this answer."""
-        now, before = self._model.counters(), self._before
+        now, before = model.counters(), self._before
         moved = {name: now[name] - before.get(name, 0) for name in ("page_ins", "page_outs") if name in now}
         kept = ("length", "chunks", "resident", "evicted_mass", "policy", "read_exactly", "answered_exactly")
         missed = {} if self._missed is None else {"missed": asdict(self._missed)}

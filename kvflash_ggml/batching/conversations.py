@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..errors import KVFlashError
 from ..store.swapped import Conversation, ConversationFolder, SwapStore
 from .messages import Access
-from .model import Model
 from .slot import Slot
 
 logger = logging.getLogger("kvflash_ggml")
 
 T = TypeVar("T")
+
+
+class ConversationBusy(KVFlashError):
+    """The text changes at each step: nothing can be done with it now."""
 
 
 class Conversations:
@@ -24,46 +27,52 @@ class Conversations:
     conversations have no files.
     """
 
-    def __init__(self, model: Model, slot: Slot, store: SwapStore, folder: ConversationFolder | None) -> None:
-        self._model = model
-        self._slot = slot
+    def __init__(self, slots: Sequence[Slot], store: SwapStore, folder: ConversationFolder | None) -> None:
+        self._slots = slots
         self._store = store
         self._folder = folder
+        self.slot = slots[0]
+        """The slot that was taken last, whose text is "the one at hand"."""
 
     def seen(self, access: Access, read: Callable[[], T]) -> T | None:
         """What `read` tells of the text at hand; None if the text is not for this access. From any thread."""
-        before, value = self._slot.conversation, read()
+        slot = self.slot
+        before, value = slot.conversation, read()
         if not access.owner:
             return value
         # the slot is empty while the engine's thread changes the text
-        mine = before is not None and access.may(before.salt) and self._slot.conversation is before
+        mine = before is not None and access.may(before.salt) and slot.conversation is before and self.slot is slot
         return value if mine else None
 
     def places(self, access: Access) -> dict[str, int]:
         """How many conversations are where. From any thread: a conversation that moves meanwhile may count twice."""
-        running = self._slot.conversation
-        counts = {"device": int(running is not None and access.may(running.salt)), "memory": 0, "folder": 0}
+        counts = {"device": sum(access.may(one.salt) for one in self._held()), "memory": 0, "folder": 0}
         for conversation in self._store:
             counts[conversation.where] += access.may(conversation.salt)
         return counts
 
     def keeps(self, id: str, access: Access) -> bool:
         """Is a conversation known? From any thread; one that moves meanwhile may be missed on any but the engine's."""
-        return self._running(id, access) or self._swapped(id, access) is not None
+        held = any(one.id == id and access.may(one.salt) for one in self._held())
+        return held or self._swapped(id, access) is not None
 
     def describe(self, access: Access) -> list[dict[str, Any]]:
         """Describe all that are known, the one used last at the end. No text."""
-        running = self._slot.conversation
-        known = [*self._store, *([running] if running is not None else [])]
+        known = [*self._store, *self._held()]
         return [self._facts(conversation) for conversation in known if access.may(conversation.salt)]
 
+    def _held(self) -> list[Conversation]:
+        """Return what the slots hold, the one used last at the end."""
+        slots = sorted(self._slots, key=lambda slot: slot.used)
+        return [slot.conversation for slot in slots if slot.conversation is not None]
+
     def _facts(self, one: Conversation) -> dict[str, Any]:
-        here = one is self._slot.conversation
+        slot = next((slot for slot in self._slots if slot.conversation is one), None)
         return {
             "id": one.id,
-            "tokens": len(self._model.tokens) if here else len(one.tokens),
+            "tokens": len(one.tokens) if slot is None else len(slot.model.tokens),
             "prompt": one.prompt,
-            "where": "device" if here else one.where,
+            "where": one.where if slot is None else "device",
             "file": None if one.stored is None else one.stored.path.name,
         }
 
@@ -72,7 +81,7 @@ class Conversations:
         adopted: dict[str, Conversation] = {}
         for stored in self._folder.stored() if self._folder is not None else ():
             try:
-                swapped = self._model.read(stored.path)
+                swapped = self._slots[0].model.read(stored.path)
             except (KVFlashError, OSError) as err:
                 logger.warning("%s is left alone: %s", stored.path.name, err)
                 continue
@@ -88,22 +97,25 @@ class Conversations:
 
     def swap_out(self, id: str, access: Access) -> bool:
         """Put a conversation aside; False if it is not known."""
-        if self._running(id, access):
-            self._slot.swap_out()
+        slot = self._slot_of(id, access)
+        if slot is not None:
+            slot.swap_out()
             return True
         return self._swapped(id, access) is not None
 
     def save(self, id: str, access: Access) -> bool:
         """Write a conversation to the folder; False if it is not known, or cannot be written."""
-        if self._running(id, access):
-            self._slot.swap_out()
+        slot = self._slot_of(id, access)
+        if slot is not None:
+            slot.swap_out()
         found = self._swapped(id, access)
         return found is not None and self._store.store(found)
 
     def erase(self, id: str, access: Access) -> bool:
         """Forget a conversation, its file too; False if it is not known."""
-        if self._running(id, access):
-            self.erase_running(access)
+        slot = self._slot_of(id, access)
+        if slot is not None:
+            self.erase_running(access, slot)
             return True
         found = self._swapped(id, access)
         if found is not None:
@@ -112,58 +124,78 @@ class Conversations:
 
     def pin(self, id: str, lo: int, hi: int, access: Access) -> bool:
         """Keep tokens of the conversation at hand on the device; False if it is another."""
-        if not self._running(id, access):
+        slot = self._slot_of(id, access)
+        if slot is None:
             return False
-        self._model.pin(lo, hi)
+        slot.model.pin(lo, hi)
         return True
 
-    def erase_running(self, access: Access) -> int:
-        """Forget the text at hand; how many tokens it had."""
-        count, mine = self.seen(access, lambda: len(self._model.tokens)), self._slot.conversation
-        if count is None:
+    def erase_running(self, access: Access, slot: Slot) -> int:
+        """Forget the text in a slot; how many tokens it had. ConversationBusy."""
+        mine = slot.conversation
+        if not self._may(access, slot):
             return 0
-        self._slot.clear()
+        count = len(slot.model.tokens)
+        slot.clear()
         if mine is not None:
             self._store.delete_file(mine)
         return count
 
-    def save_running(self, name: str, access: Access) -> tuple[int, int] | None:
-        """Write the text at hand to the folder's file of this name; how many tokens and bytes, None without a text.
+    def save_running(self, name: str, access: Access, slot: Slot) -> tuple[int, int] | None:
+        """Write the text in a slot to the folder's file of this name; how many tokens and bytes, None without a text.
 
-        ConfigError for a name that is none.
+        ConfigError for a name that is none. ConversationBusy.
         """
         assert self._folder is not None
-        running = self.seen(access, lambda: self._slot.conversation)
-        if running is None and access.owner:
+        if not self._may(access, slot):
             return None
-        path = self._folder.named(name, "" if running is None else running.salt)
-        swapped = self._model.swap_out()
+        path = self._folder.named(name, "" if slot.conversation is None else slot.conversation.salt)
+        swapped = slot.model.swap_out()
         try:
-            self._model.write(swapped, path, sync=True)
+            slot.model.write(swapped, path, sync=True)
             return len(swapped.tokens), path.stat().st_size
         finally:
             swapped.release()
 
-    def load_running(self, name: str, access: Access) -> int | None:
-        """Put a file's text in place of the one at hand, which is put aside; how many tokens it has, None for no file.
+    def load_running(self, name: str, access: Access, slot: Slot) -> int | None:
+        """Put a file's text in a slot, whose own is swapped out; how many tokens it has, None if there is no such file.
 
-        ConfigError for a name that is none.
+        ConfigError for a name that is none. ConversationBusy.
         """
         assert self._folder is not None
         found = self._folder.find(name, access.may)
         if found is None:
             return None
         path, salt = found
-        swapped = self._model.read(path)
+        _check_free(slot)
+        swapped = slot.model.read(path)
         try:
-            self._slot.load(swapped, salt)
+            slot.load(swapped, salt)
             return len(swapped.tokens)
         finally:
             swapped.release()
 
-    def _running(self, id: str, access: Access) -> bool:
-        running = self._slot.conversation
-        return running is not None and running.id == id and access.may(running.salt)
+    def _may(self, access: Access, slot: Slot) -> bool:
+        """May this access use the text in a slot? The owner of the server may, whatever there is. ConversationBusy."""
+        mine = slot.conversation
+        allowed = not access.owner if mine is None else access.may(mine.salt)
+        if allowed:
+            _check_free(slot)
+        return allowed
+
+    def _slot_of(self, id: str, access: Access) -> Slot | None:
+        """Return the slot that holds a conversation. ConversationBusy while its answer is being made."""
+        for slot in self._slots:
+            mine = slot.conversation
+            if mine is not None and mine.id == id and access.may(mine.salt):
+                _check_free(slot)
+                return slot
+        return None
 
     def _swapped(self, id: str, access: Access) -> Conversation | None:
         return next((one for one in self._store if one.id == id and access.may(one.salt)), None)
+
+
+def _check_free(slot: Slot) -> None:
+    if slot.request is not None:
+        raise ConversationBusy("an answer is being made in this conversation: ask again when it has ended")

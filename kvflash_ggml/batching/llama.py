@@ -13,10 +13,14 @@ from ..arrays import Floats, Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
 from ..llama.bias import with_bias
+from ..llama.generation import Pending
+from ..llama.opening import open_beside
 from ..llama.overrides import answers, manner, readings
 from ..logs import Progress
+from ..sequence import together
 from ..state.session import SessionState
 from ..store.swapped import SwappedText, usable
+from . import model
 from .messages import Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
@@ -59,11 +63,17 @@ class LlamaModel:
     """
 
     def __init__(self, llm: Llama) -> None:
-        if llm.kvflash is None:
+        if llm.kvflash is None or llm._config is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
         import llama_cpp
 
         self._llm = llm
+        self.beside: Sequence[LlamaModel] = ()
+        sequence = llm._reader.sequence
+        assert sequence is not None
+        if llm._config.parallel > 1 and sequence.seq == 0:
+            self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.parallel)]
+        llm.kvflash_together = llm._config.parallel > 1
         self._stats = llm.kvflash
         vocab = llm._model.vocab
         self._is_eog: Callable[[int], bool] = lambda token: bool(llama_cpp.llama_vocab_is_eog(vocab, token))
@@ -101,7 +111,7 @@ class LlamaModel:
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int]:
+    ) -> Generator[int | Pending]:
         llm, sampling = self._llm, request.sampling
         processor = with_bias(None, dict(sampling.logit_bias)) if sampling.logit_bias else None
         grammar = Grammar(text=sampling.grammar) if isinstance(sampling.grammar, str) else sampling.grammar
@@ -144,6 +154,16 @@ class LlamaModel:
         finally:
             llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
             llm.kvflash_samplers = None
+
+    def compute(self, steps: Sequence[model.Pending]) -> None:
+        pending = [step for step in steps if isinstance(step, Pending)]
+        errors: Sequence[Exception | None]
+        try:
+            errors = together.compute([(step.sequence, step.step) for step in pending])
+        except Exception as err:  # a step could not be taken back: its device is lost
+            errors = [err] * len(pending)
+        for step, error in zip(pending, errors, strict=True):
+            step.computed, step.error = True, error
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), self._llm._sampler)

@@ -89,8 +89,33 @@ class Paused:
     sampler: Any
 
 
+class Pending(Protocol):
+    """A step of an answer. Several, of different texts, can be computed together: see `Model.compute`.
+
+    alone: not this one. rows: of the step.
+    """
+
+    @property
+    def alone(self) -> bool: ...
+
+    @property
+    def rows(self) -> int: ...
+
+
 class Model(Protocol):
-    """All calls are made on one thread. `generate` is read to its end, or closed, before the next call."""
+    """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
+
+    All calls are made on one thread. `generate` is read to its end, or closed, before the next call.
+    """
+
+    @property
+    def beside(self) -> Sequence[Model]:
+        """Further texts of the same model, each to be used like this one. They are closed with it. Always the same."""
+        ...
+
+    def compute(self, steps: Sequence[Pending]) -> None:
+        """Compute steps of different texts together. What goes wrong with one is raised when its answer goes on."""
+        ...
 
     @property
     def n_ctx(self) -> int: ...
@@ -126,8 +151,11 @@ class Model(Protocol):
         branch: int | None,
         progress: Progress,
         paused: Paused | None = None,
-    ) -> Generator[int]:
+    ) -> Generator[int | Pending]:
         """Read the prompt, going on from the text at hand, and yield tokens until the caller has enough.
+
+        Where there are texts beside this one, each step is yielded before it is computed. It is computed when the
+        caller goes on, unless `compute` has done it.
 
         branch: where in the prompt to keep the state, because other texts leave it there. progress: called as (done,
         total) after each step of the prompt; what it raises ends the reading, and what was read is kept. paused: an

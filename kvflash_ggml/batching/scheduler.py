@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests one after the other, and tells of each step. Nothing else touches the model."""
+"""The engine's thread takes requests, and computes a step of all running answers at once. Only it touches the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,12 +26,13 @@ from .messages import (
     SHUTDOWN,
     Event,
     Failed,
+    Finished,
     Request,
     Usage,
 )
-from .model import Model
+from .model import Model, Pending
 from .queue import Job, RequestQueue
-from .slot import Slot
+from .slot import Slot, SlotCounts
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -39,6 +40,15 @@ T = TypeVar("T")
 
 PACE_SHARE = 0.02
 """What the newest request has of the mean: lengths differ, and a hasty mean sends refused clients back too early."""
+
+DECODE_SHARE = 0.5
+"""While a prompt is read, other answers go on between two of its steps, for so much of the time that a step takes."""
+
+MAX_ROWS = 64
+"""Rows of a step of several answers, at most."""
+
+ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
+"""Counters of a text; the others are of the model."""
 
 SWEEP_S = 0.25
 """How often the queue is looked through for requests whose time is up, while another runs."""
@@ -72,9 +82,29 @@ class Totals:
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An answer in a slot. steps: `Answer.make`. pending: its next step; None where it has to be prepared first.
+
+    stepped: when the newest step of its prompt was done.
+    """
+
+    job: Job
+    answer: Answer
+    slot: Slot
+    began: float
+    steps: Generator[Pending | None, None, Finished]
+    stepped: float
+    pending: Pending | None = None
+
+
 class Scheduler:
     """Any thread submits and cancels; events go to the sinks on the engine's thread. on_end: called there with each
-    request that has had the slot, what it took and how it ended. clock: seconds.
+    request that has had a slot, what it took and how it ended. clock: seconds.
+
+    There is a slot for the model's text, and for each text beside it. A request takes the free slot whose text saves
+    most of its prompt. A step computes the next token of all running answers. A prompt is read alone, and the others
+    decode between two of its steps.
     """
 
     def __init__(
@@ -95,8 +125,9 @@ class Scheduler:
             write=lambda swapped, place, sync: model.write(swapped, place.path, sync=sync),
             read=lambda place: model.read(place.path),
         )
-        self.slot = Slot(model, self.swapped, clock)
-        self.conversations = Conversations(model, self.slot, self.swapped, folder)
+        self.counts = SlotCounts()
+        self.slots = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
+        self.conversations = Conversations(self.slots, self.swapped, folder)
         self.totals = Totals()
         self.folder = folder
         self._on_end = on_end
@@ -108,8 +139,7 @@ class Scheduler:
         self._wake = threading.Event()
         self._stopping = False
         self._ending = False  # answers that run end too
-        self._running: Job | None = None
-        self._answer: Answer | None = None
+        self._running: list[_Running] = []
         self.stalls = 0  # answers that were put aside for their readers
         self._swept = 0.0
         self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
@@ -121,16 +151,25 @@ class Scheduler:
     # --- from any thread
 
     @property
-    def running(self) -> Request | None:
-        """Return the request that has the slot."""
-        job = self._running
-        return None if job is None else job.request
+    def running(self) -> list[Request]:
+        """Return the requests that have a slot, in the order in which they took it."""
+        return [one.job.request for one in self._running.copy()]
+
+    @property
+    def slot(self) -> Slot:
+        """Return the slot that was taken last."""
+        return self.conversations.slot
 
     @property
     def generated(self) -> int:
-        """Tokens of answers, that of now included."""
-        begun = [self._answer, *self._begun.copy().values()]
-        return self.totals.generated_tokens + sum(answer.generated for answer in begun if answer is not None)
+        """Tokens of answers, those that are being made included."""
+        begun = [*(one.answer for one in self._running.copy()), *self._begun.copy().values()]
+        return self.totals.generated_tokens + sum(answer.generated for answer in begun)
+
+    def counters(self) -> Mapping[str, Any]:
+        """The model's counters, those of its texts added up. From any thread."""
+        each = [slot.model.counters() for slot in self.slots]
+        return {**each[0], **{name: sum(one[name] for one in each) for name in ADDED}}
 
     @property
     def put_aside(self) -> int:
@@ -139,11 +178,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return self._running is None and len(self.waiting) == 0 and not self._aside
+        return not self._running and len(self.waiting) == 0 and not self._aside
 
     @property
     def retry_after_s(self) -> float:
-        """Return the seconds that one request keeps the slot."""
+        """Return the seconds after which a slot becomes free, on average."""
         return max(1.0, self._pace)
 
     def submit(
@@ -182,7 +221,7 @@ class Scheduler:
         self._wake.set()
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Do something on the engine's thread, between two requests."""
+        """Do something on the engine's thread, between two requests; with several slots, between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -224,15 +263,17 @@ class Scheduler:
             self.conversations.adopt()
         except Exception:
             logger.exception("the session folder cannot be read")
-        while not self._stopping:
+        while not self._stopping or self._running:
             self._wake.clear()
-            while self._calls:
-                self._calls.popleft()()
-            self._sweep()
-            job = self.waiting.take()
-            if job is not None:
-                self._serve(job)
-            elif not self._calls and not self._stopping:
+            if not self._running or len(self.slots) > 1:
+                while self._calls:
+                    self._calls.popleft()()
+            if not self._running:
+                self._sweep()
+            self._admit()
+            if self._running:
+                self._round(self._running)
+            elif not (self._calls or self._stopping):
                 self._wake.wait(1.0)
         self._end()
 
@@ -242,78 +283,127 @@ class Scheduler:
         while self._calls:
             self._calls.popleft()()
         try:
-            self.slot.swap_out()
+            for slot in self.slots:
+                slot.swap_out()
             self.swapped.close()
         except Exception:
             logger.exception("conversations could not be put aside at the end")
         self.model.close()
 
-    def _serve(self, job: Job) -> None:
-        request, self._running = job.request, job
-        began = self._clock()
+    # --- answers that run
+
+    def _admit(self) -> None:
+        """Give free slots to the requests that wait, and read their prompts."""
+        while not self._stopping and any(slot.request is None for slot in self.slots):
+            job = self.waiting.take()
+            if job is None:
+                return
+            self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        request, now = job.request, self._clock()
+        free = [slot for slot in self.slots if slot.request is None]
+        # an empty one rather than one whose text somebody may go on with
+        slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
+        slot.request, slot.used, self.conversations.slot = request, now, slot
         answer = self._begun.pop(request.id, None)
         if answer is None:
-            answer = Answer(job, self.model, self.slot, self._clock, check=lambda: self._check(job))
-        self._answer = answer
-        try:
-            reason, event = self._outcome(job, answer)
-        except PutAside:
-            self._put_aside(job, answer)
+            answer = Answer(job, self._clock, check=lambda: self._check(job), between=lambda: self._between(job))
+        running = _Running(job, answer, slot, now, answer.make(slot), stepped=now)
+        self._running.append(running)
+        self._advance(running, check=True)
+
+    def _between(self, job: Job) -> None:
+        """A step of a prompt is done: other answers go on meanwhile."""
+        others = [one for one in self._running if one.job is not job]
+        if not others:
             return
-        usage = answer.usage
+        (reader,) = (one for one in self._running if one.job is job)
+        now = self._clock()
+        until = now + DECODE_SHARE * (now - reader.stepped)
+        while others:
+            self._round(others)
+            others = [one for one in others if one in self._running]
+            if self._clock() >= until:
+                break
+        reader.stepped = self._clock()
+
+    def _round(self, answers: Sequence[_Running]) -> None:
+        """Draw one more token for each of these answers, if they have one more."""
+        for one in tuple(answers):
+            if one.pending is None:
+                self._advance(one)
+        ready = [one for one in tuple(answers) if one.pending is not None and one in self._running]
+        several = [one for one in ready if one.pending is not None and not one.pending.alone]
+        for group in _groups(several):
+            if len(group) > 1:
+                self.model.compute([one.pending for one in group if one.pending is not None])
+            for one in group:  # each draws before the next step
+                self._advance(one)
+        for one in ready:
+            if one not in several:
+                self._advance(one)
+
+    def _advance(self, one: _Running, *, check: bool = False) -> None:
+        """Let an answer go on to its next step, or the next token."""
         try:
-            self.slot.settle()
+            if check:
+                self._check(one.job)
+            one.pending = next(one.steps)
+        except StopIteration as end:
+            self._finish(one, end.value.reason, end.value)
+        except PutAside:
+            self._put_aside(one)
+        except Exception as err:
+            self._finish(one, *self._failure(one, err))
+
+    def _finish(self, one: _Running, reason: str, event: Event) -> None:
+        usage = one.answer.usage
+        try:
+            one.slot.settle()
         except Exception:
             logger.exception("the text could not be settled")
-            self._forget_text()
+            self._forget_text(one.slot)
         self.totals.add(usage, reason)
         self._paced += 1
-        self._pace += max(1 / self._paced, PACE_SHARE) * (self._clock() - began - self._pace)
-        self._running = self._answer = None
-        self._ended(request, usage, reason)
-        self._tell(job, event)
+        took = (self._clock() - one.began) / len(self._running)
+        self._pace += max(1 / self._paced, PACE_SHARE) * (took - self._pace)
+        self._leave(one)
+        self._ended(one.job.request, usage, reason)
+        self._tell(one.job, event)
 
-    def _outcome(self, job: Job, answer: Answer) -> tuple[str, Event]:
-        """Make an answer. Return how it ended, and its last event. PutAside."""
-        request = job.request
-        try:
-            self._check(job)
-            finished = answer.make()
-        except Cancelled:
-            return _failed(CANCELLED, "the client has left")
-        except DeadlinePassed as err:
-            return _failed(DEADLINE, str(err))
-        except ShuttingDown:
-            return _failed(SHUTDOWN, "the server is shutting down: ask again later")
-        except ContextFull as err:
-            return _failed(CONTEXT, str(err))
-        except ConfigError as err:  # pins that the pool cannot hold
-            return _failed(INVALID, str(err))
-        except KVFlashError as err:
+    def _leave(self, one: _Running) -> None:
+        self._running.remove(one)
+        one.slot.request = None
+
+    def _failure(self, one: _Running, err: Exception) -> tuple[str, Event]:
+        """How an answer ended that did not come to its end, and its last event."""
+        request = one.job.request
+        for kind, code in _FAILURES.items():
+            if isinstance(err, kind):
+                return _failed(code, str(err))
+        if isinstance(err, KVFlashError):
             logger.warning("request %s: %s", request.id, err)
             if not isinstance(err, NotFinite):
                 return _failed(INTERNAL, str(err))
-            self._forget_text(request)
+            self._forget_text(one.slot, request)
             return _failed(NUMERICAL, str(err))
-        except PutAside:
-            raise
-        except Exception as err:
-            logger.exception("request %s", request.id)
-            self._forget_text()
-            return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
-        return finished.reason, finished
+        logger.error("request %s", request.id, exc_info=err)
+        self._forget_text(one.slot)
+        return _failed(INTERNAL, f"the server failed at this request ({type(err).__name__}): its log says why")
 
-    def _put_aside(self, job: Job, answer: Answer) -> None:
-        """Its conversation is parked like any other; the job waits for its reader."""
-        self._begun[job.request.id], job.begun = answer, True
+    def _put_aside(self, one: _Running) -> None:
+        """Its conversation is swapped out like any other; the job waits for its reader."""
+        job = one.job
+        self._begun[job.request.id], job.begun = one.answer, True
         self._aside.append(job)  # first: a server that drains looks on
-        self._running = self._answer = None
+        self._leave(one)
         self.stalls += 1
         try:
-            self.slot.swap_out(unfinished=True)
+            one.slot.swap_out(unfinished=True)
         except Exception:
             logger.exception("the text could not be put aside")
-            self._forget_text()
+            self._forget_text(one.slot)
 
     def _bring_back(self) -> None:
         """Into line again with those whose readers take more, and those that are to end."""
@@ -333,18 +423,18 @@ class Scheduler:
         except Exception:
             logger.exception("request %s could not be counted", request.id)
 
-    def _forget_text(self, spoiled: Request | None = None) -> None:
+    def _forget_text(self, slot: Slot, spoiled: Request | None = None) -> None:
         try:
-            self.slot.clear() if spoiled is None else self.slot.lose(spoiled)
+            slot.clear() if spoiled is None else slot.lose(spoiled)
         except Exception:
             logger.exception("the text at hand could not be forgotten")
 
     def _check(self, job: Job) -> None:
         """Between two steps: may this answer go on?"""
         if job.cancelled:
-            raise Cancelled
+            raise Cancelled("the client has left")
         if self._ending:
-            raise ShuttingDown
+            raise ShuttingDown("the server is shutting down: ask again later")
         now = self._clock()
         limit = job.request.timeout_s
         if limit is not None and now - job.submitted > limit:
@@ -388,5 +478,30 @@ def _failed(code: str, message: str) -> tuple[str, Failed]:
     return code, Failed(code=code, message=message)
 
 
+def _groups(answers: Sequence[_Running]) -> Iterator[list[_Running]]:
+    """Answers whose next steps are computed together, MAX_ROWS rows at most."""
+    group: list[_Running] = []
+    rows = 0
+    for one in answers:
+        assert one.pending is not None
+        if group and rows + one.pending.rows > MAX_ROWS:
+            yield group
+            group, rows = [], 0
+        group.append(one)
+        rows += one.pending.rows
+    if group:
+        yield group
+
+
 class ShuttingDown(Exception):
     """Answers that run end now."""
+
+
+_FAILURES: Mapping[type[Exception], str] = {
+    Cancelled: CANCELLED,
+    DeadlinePassed: DEADLINE,
+    ShuttingDown: SHUTDOWN,
+    ContextFull: CONTEXT,
+    ConfigError: INVALID,  # pins that the pool cannot hold
+}
+"""What ends an answer, with its code. The text stays at hand."""

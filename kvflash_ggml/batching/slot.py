@@ -1,4 +1,4 @@
-"""Whose text is at hand. One seat: a request takes it with the text that saves most of its prompt."""
+"""Whose text is at hand: a request takes a slot with the text that saves most of its prompt."""
 
 from __future__ import annotations
 
@@ -48,18 +48,36 @@ class SlotCounts:
 
 
 class Slot:
-    """clock: seconds, for what was used when. Used on one thread."""
+    """Holds one text of a model. counts: of all slots. clock: seconds, for what was used when. Used on one thread.
 
-    def __init__(self, model: Model, store: SwapStore, clock: Callable[[], float]) -> None:
-        self._model = model
+    request: whose answer is being made; None where the slot is free. used: when it was last taken.
+    """
+
+    def __init__(self, model: Model, store: SwapStore, counts: SlotCounts, clock: Callable[[], float]) -> None:
+        self.model = model
         self._store = store
         self._clock = clock
         self._private = False  # the text at hand is not to be gone on from
         self.conversation: Conversation | None = None
-        self.counts = SlotCounts()
+        self.request: Request | None = None
+        self.used = 0.0
+        self.counts = counts
+
+    def gain(self, request: Request) -> int:
+        """How many tokens of a prompt need not be read here, as the text at hand has them; 0 if it is another one's."""
+        live, goes_on = self._live(request)
+        return live if goes_on or live >= MIN_BEGINNING else 0
+
+    def _live(self, request: Request) -> tuple[int, bool]:
+        """How much of a prompt the text at hand saves, and whether the prompt is its continuation."""
+        mine, tokens = self.conversation, request.tokens
+        if mine is None or mine.salt != request.salt or self._private or not request.reuse:
+            return 0, False
+        shared = common_prefix(self.model.tokens, tokens)
+        return self.model.usable(tokens), _goes_on(shared, mine.prompt, len(self.model.tokens))
 
     def take(self, request: Request, *, drawn: Sequence[int] = ()) -> Conversation:
-        """Bring the text to hand that a request goes on from; whoever had the seat is put aside, if it differs.
+        """Bring the text to hand that a request goes on from; another one there is swapped out.
 
         drawn: what there is of its answer already, if that was put aside.
         """
@@ -68,11 +86,8 @@ class Slot:
         if not request.reuse:
             return self._begin(request, private=True)
         tokens, mine, now = request.tokens, self.conversation, self._clock()
-        live = shared = 0
-        if mine is not None and mine.salt == request.salt and not self._private:
-            live, shared = self._model.usable(tokens), common_prefix(self._model.tokens, tokens)
+        live, goes_on = self._live(request)
         found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
-        goes_on = mine is not None and _goes_on(shared, mine.prompt, len(self._model.tokens))
         if (
             found is not None
             and length > live
@@ -86,7 +101,7 @@ class Slot:
             return self._begin(request)
         if not goes_on:
             self._swap_out()
-            self._model.unpin()
+            self.model.unpin()
             self.counts.forks += 1
             mine = self.conversation = _named(request)
         mine.name, mine.used = request.conversation or mine.name, now
@@ -112,13 +127,13 @@ class Slot:
         mine, tokens = self.conversation, request.tokens
         known = [(0, 0)]
         if mine is not None and mine.salt == request.salt and not self._private:
-            known.append((common_prefix(self._model.tokens, tokens), len(self._model.tokens)))
+            known.append((common_prefix(self.model.tokens, tokens), len(self.model.tokens)))
         shared, length = max(*known, self._store.nearest(tokens, salt=request.salt))
         return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
-        return branch_of(self._model, request, lambda: self._store.known(request.tokens, salt=request.salt))
+        return branch_of(self.model, request, lambda: self._store.known(request.tokens, salt=request.salt))
 
     def settle(self) -> None:
         """After an answer: a private text is forgotten."""
@@ -126,9 +141,9 @@ class Slot:
             self.clear()
 
     def clear(self) -> None:
-        """Nobody has the seat, and the text at hand is forgotten."""
+        """Forget the text at hand."""
         self.conversation, self._private = None, False
-        self._model.reset()
+        self.model.reset()
 
     def lose(self, request: Request) -> None:
         """The text of a request is spoiled: it is forgotten, and so is what it may have gone on from."""
@@ -141,18 +156,18 @@ class Slot:
     def swap_out(self, *, unfinished: bool = False) -> None:
         """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
         if unfinished and self.conversation is not None:
-            self.conversation.prompt = len(self._model.tokens)
+            self.conversation.prompt = len(self.model.tokens)
         self._swap_out()
         self.clear()
 
     def load(self, swapped: SwappedText, salt: str) -> None:
-        """Go on from a text of this salt that was read from a file; whoever had the seat is put aside.
+        """Go on from a text of this salt that was read from a file; the one at hand is swapped out.
 
-        KVFlashError, and nobody has it.
+        KVFlashError, and the slot is empty.
         """
         self._swap_out()
         try:
-            self._model.swap_in(swapped)
+            self.model.swap_in(swapped)
         except BaseException:
             self.clear()
             raise
@@ -161,23 +176,23 @@ class Slot:
 
     def _begin(self, request: Request, *, private: bool = False) -> Conversation:
         self._swap_out()
-        self._model.reset()
+        self.model.reset()
         self.conversation, self._private = _named(request), private
         return self.conversation
 
     def _swap_out(self) -> None:
         """Put the text at hand on the shelf. Where there is no room at all it is let go of, and read again later."""
         mine, self.conversation = self.conversation, None  # first: other threads go by it whose the text is
-        if mine is None or self._private or not len(self._model.tokens):
+        if mine is None or self._private or not len(self.model.tokens):
             return
         while True:
             try:
-                swapped = self._model.swap_out()
+                swapped = self.model.swap_out()
                 break
             except HostMemoryError as err:
                 if not self._store.evict(held=True):
                     self.counts.lost += 1
-                    logger.warning("a conversation of %d tokens is let go of: %s", len(self._model.tokens), err)
+                    logger.warning("a conversation of %d tokens is let go of: %s", len(self.model.tokens), err)
                     return
         self._store.put(mine, swapped, self._clock())
         self.counts.swapped_out += 1
@@ -194,7 +209,7 @@ class Slot:
                 self._store.take(found)
             else:
                 self.counts.forks += 1
-                self._model.unpin()
+                self.model.unpin()
                 self._store.touch(found, self._clock())
                 found = _named(request)
         found.name, found.prompt, found.used = request.conversation or found.name, len(request.tokens), self._clock()
@@ -206,7 +221,7 @@ class Slot:
         kept, swapped = found.swapped, None
         try:
             swapped = self._store.open(found)
-            self._model.swap_in(swapped)
+            self.model.swap_in(swapped)
         except KVFlashError as err:
             self.counts.lost += 1
             logger.warning("a conversation of %d tokens is read again: %s", len(found.tokens), err)

@@ -73,15 +73,16 @@ def open_model(
     drafts: SpecOptions,
     verbose: bool,
     embedding: int = 0,
+    parallel: int = 1,
 ) -> Iterator[Any]:
-    """The loaded model, closed at the end. embedding: tokens of a text to leave memory for, see KVFlashConfig.
+    """The loaded model, closed at the end. embedding, parallel: see KVFlashConfig.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
-    if embedding and settings["kvflash"] is not None:
-        settings["kvflash"] = replace(settings["kvflash"], embedding=embedding)
+    if settings["kvflash"] is not None:
+        settings["kvflash"] = replace(settings["kvflash"], embedding=embedding, parallel=parallel)
     if (cache := pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
     with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +12,7 @@ import click
 
 from .. import notation, pip_line
 from ..batching.messages import Sampling
+from ..errors import UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .hub import HubModel, hub_model, located
@@ -68,9 +71,10 @@ class ServerOptions:
     )  # fmt: skip
     api_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="More keys, one a line.")
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
-    parallel: int | None = _limits(
-        int, "-np",
-        help="For llama-server's command lines: any number of conversations share the pool, and answers take turns.",
+    parallel: int = _limits(
+        int, "-np", "--parallel", default=1, least=1, most=256,
+        help="Answers that are decoded together. Each has an equal share of the pool; any number of conversations is"
+        " kept.",
     )  # fmt: skip
     embeddings: bool = _server(
         bool, "--embeddings", "--embedding", default=False,
@@ -171,8 +175,6 @@ def serve(
     if settings.isolate_keys and not settings.keys:
         raise click.UsageError("--isolate-keys without keys keeps nobody apart: give an --api-key for each client")
     log_to_stderr(log)
-    if server.parallel is not None and server.parallel > 1 and not log.quiet:
-        note(f"-np {server.parallel}: any number of conversations share the pool, and answers take turns")
     if settings.isolate_keys and pool.cache is not None and not log.quiet:
         note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")
     with plain_errors(verbose=log.verbose):
@@ -194,7 +196,7 @@ def serve(
 
         with (
             listen(settings) as sock,  # before the model, whose loading may take minutes
-            open_model(
+            _open(
                 located(model, quiet=log.quiet),
                 loading=loading,
                 devices=devices,
@@ -202,6 +204,7 @@ def serve(
                 drafts=drafts,
                 verbose=log.verbose,
                 embedding=embedding,
+                parallel=server.parallel,
             ) as llm,
         ):
             if not log.quiet and not log.verbose:
@@ -225,6 +228,20 @@ def serve(
                 found=found,
                 ready=lambda address: note(f"serving {settings.alias} at {address}"),
             )
+
+
+@contextmanager
+def _open(path: str, *, parallel: int, **settings: Any) -> Iterator[Any]:
+    """The loaded model. One that cannot decode several answers together is opened for one at a time, with a note."""
+    with ExitStack() as stack:
+        try:
+            llm = stack.enter_context(open_model(path, parallel=parallel, **settings))
+        except UnsupportedModelError as err:
+            if parallel == 1:
+                raise
+            note(f"--parallel {parallel} has no effect, answers take turns: {err}")
+            llm = stack.enter_context(open_model(path, **settings))
+        yield llm
 
 
 def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> str | HubModel:

@@ -57,6 +57,10 @@ class Pending:
         """Can it not be computed with others? Such steps stream, or verify a draft."""
         return self.step.view is not None or self.step.ahead > 0
 
+    @property
+    def rows(self) -> int:
+        return len(self.step.tokens)
+
     def finish(self) -> None:
         """Compute the step, or tell what went wrong with it."""
         if not self.computed:

@@ -313,12 +313,16 @@ class PoolStats:
         most = info.page_bytes * -(-self.n_ctx // CHUNK) if self._session.bounded else 0
         types = info.type_k if info.type_v in (info.type_k, "") else f"{info.type_k}/{info.type_v}"
         return (
-            f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}), "
+            f"kvflash: pool {self.pool} of {self.n_ctx} tokens ({self._size.why}{self._shares()}), "
             f"{self.device_bytes / 2**20:.1f} MiB on {self._where()}, up to {most / 2**20:.0f} MiB on the host"
             f"{' (page-locked)' if info.pinned else ''}, KV {types}, "
             f"{self._reading()}{self._drafts()}, policy {self.policy}{self._index()}, "
             f"{info.n_layers} layers pooled{self._windows()}"
         )
+
+    def _shares(self) -> str:
+        count = self._size.parallel
+        return f", for each of {count} sequences" if count > 1 else ""
 
     def _where(self) -> str:
         devices = self.devices

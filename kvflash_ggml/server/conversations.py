@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from ..batching.conversations import ConversationBusy
 from ..batching.messages import Access
 from ..batching.model import Residency
 from ..errors import KVFlashError
@@ -26,11 +27,10 @@ async def state(front: Front, request: HttpRequest) -> Response:
 
 def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
     """The server as it is, without any text, and what is resident of the text at hand, as far as `access` may see."""
-    scheduler, model = front.scheduler, front.scheduler.model
-    running, counts, swapped = scheduler.running, scheduler.slot.counts, scheduler.swapped
-    seen = scheduler.conversations.seen(
-        access, lambda: (model.counters(), model.residency(), scheduler.slot.conversation)
-    )
+    scheduler, slot = front.scheduler, front.scheduler.slot
+    model, counts, swapped = slot.model, scheduler.counts, scheduler.swapped
+    running = [one.id for one in scheduler.running if access.may(one.salt)]
+    seen = scheduler.conversations.seen(access, lambda: (model.counters(), model.residency(), slot.conversation))
     pool, now, at_hand = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
     if access.owner:
         pool = {name: value for name, value in pool.items() if name not in _OF_NEWEST}
@@ -39,7 +39,7 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
         "n_ctx": scheduler.model.n_ctx,
         "pool": dict(pool),
         "queue": {
-            "running": running.id if running is not None and access.may(running.salt) else None,
+            "running": running[-1] if running else None,
             "waiting": len(scheduler.waiting),
             "put_aside": scheduler.put_aside,  # for readers who have enough for now
         },
@@ -67,7 +67,11 @@ async def conversations(front: Front, request: HttpRequest) -> Response:
 
 async def erase(front: Front, request: HttpRequest) -> Response:
     id, access = request.path_params["id"], front.access(request)
-    if not await front.engine(lambda: front.scheduler.conversations.erase(id, access)):
+    try:
+        known = await front.engine(lambda: front.scheduler.conversations.erase(id, access))
+    except ConversationBusy as err:
+        raise _busy(err) from None
+    if not known:
         raise _unknown(id)
     front.items.forget(id)
     return JSONResponse({"id": id, "deleted": True})
@@ -89,6 +93,8 @@ async def action(front: Front, http: HttpRequest) -> Response:
             known = await front.engine(lambda: scheduler.conversations.pin(id, lo, hi, access))
         else:
             raise ApiError(404, "what can be done is park, save and pin")
+    except ConversationBusy as err:
+        raise _busy(err) from None
     except KVFlashError as err:
         raise ApiError(400, str(err)) from None
     if not known:
@@ -109,6 +115,10 @@ def _range(data: Any) -> tuple[int, int]:
         if isinstance(lo, int) and isinstance(hi, int) and 0 <= lo < hi:
             return lo, hi
     raise ApiError(400, "a pin is {lo, hi}: tokens from lo to before hi", param="lo")
+
+
+def _busy(err: ConversationBusy) -> ApiError:
+    return ApiError(409, str(err), code="conversation_busy")
 
 
 def _unknown(id: str) -> ApiError:

@@ -101,7 +101,8 @@ class Viewer(Response):
 
     def _look_on(self, more: int) -> None:
         self._front.viewers[self._key] += more
-        self._front.scheduler.model.explain(self._front.viewers.total() > 0)
+        for slot in self._front.scheduler.slots:
+            slot.model.explain(self._front.viewers.total() > 0)
 
 
 async def _left(receive: Receive) -> None:
@@ -114,11 +115,12 @@ async def words(front: Front, request: HttpRequest) -> Response:
     name, chunk = request.query_params.get("conversation", ""), request.query_params.get("chunk", "")
     start = int(chunk) * CHUNK if chunk.isdecimal() and len(chunk) <= 9 else None
     scheduler = front.scheduler
-    running = scheduler.conversations.seen(front.access(request), lambda: scheduler.slot.conversation)
+    slot = scheduler.slot
+    running = scheduler.conversations.seen(front.access(request), lambda: slot.conversation)
     if not name or start is None or running is None or running.name != name:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
-    tokens = scheduler.model.tokens[start : start + CHUNK].tolist()
-    if scheduler.slot.conversation is not running:
+    tokens = slot.model.tokens[start : start + CHUNK].tolist()
+    if slot.conversation is not running:
         raise ApiError(404, "that conversation is not at hand", code="no_conversation")
     text = front.prompts.detokenize(tokens).decode("utf-8", "replace")
     return JSONResponse({"chunk": int(chunk), "text": text})

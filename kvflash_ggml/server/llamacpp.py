@@ -9,7 +9,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Event, Finished, Logprob, Piece
+from ..batching.conversations import ConversationBusy
+from ..batching.messages import Access, Event, Finished, Logprob, Piece
+from ..batching.slot import Slot
 from ..errors import KVFlashError
 from .chat import render
 from .completions import check_gap, gap_tokens, known_tokens, prompt_tokens
@@ -24,29 +26,46 @@ MOST_TOKENS = 1 << 16
 
 
 async def slots(front: Front, request: HttpRequest) -> Response:
-    running, access = front.scheduler.running, front.access(request)
-    if running is not None and request.query_params.get("fail_on_no_slot") == "1":
-        raise ApiError(503, "the only slot is taken", code="no_slot", retry_after_s=front.scheduler.retry_after_s)
-    model = front.scheduler.model
-    entry = {
-        "id": 0,
-        "n_ctx": model.n_ctx,
+    scheduler, access = front.scheduler, front.access(request)
+    free = any(slot.request is None for slot in scheduler.slots)
+    if not free and request.query_params.get("fail_on_no_slot") == "1":
+        raise ApiError(503, "no slot is free", code="no_slot", retry_after_s=scheduler.retry_after_s)
+    return JSONResponse([_described(i, slot, access) for i, slot in enumerate(scheduler.slots)])
+
+
+def _described(number: int, slot: Slot, access: Access) -> dict[str, Any]:
+    running, mine = slot.request, slot.conversation
+    length = slot.model.counters()["length"]
+    may = not access.owner or (mine is not None and access.may(mine.salt) and slot.conversation is mine)
+    return {
+        "id": number,
+        "n_ctx": slot.model.n_ctx,
         "is_processing": running is not None,
-        "n_tokens": front.scheduler.conversations.seen(access, lambda: model.counters()["length"]) or 0,
+        "n_tokens": length if may else 0,
         "id_task": running.id if running is not None and access.may(running.salt) else None,
     }
-    return JSONResponse([entry])
 
 
 async def slot_action(front: Front, request: HttpRequest) -> Response:
-    """`save`, `restore` and `erase` of the text at hand; files lie in the session folder."""
-    if request.path_params["id"] != "0":
-        raise ApiError(404, "there is one slot: 0", code="no_slot")
+    """`save`, `restore` and `erase` of the text in a slot; files lie in the session folder."""
+    all_slots, asked = front.scheduler.slots, request.path_params["id"]
+    number = int(asked) if asked.isdecimal() and len(asked) <= 9 else -1
+    if not 0 <= number < len(all_slots):
+        there = "there is one slot: 0" if len(all_slots) == 1 else f"there are slots 0 to {len(all_slots) - 1}"
+        raise ApiError(404, there, code="no_slot")
+    slot = all_slots[number]
+    try:
+        return await _slot_action(front, request, number, slot)
+    except ConversationBusy as err:
+        raise ApiError(409, str(err), code="conversation_busy") from None
+
+
+async def _slot_action(front: Front, request: HttpRequest, number: int, slot: Slot) -> Response:
     action, access, scheduler = request.query_params.get("action"), front.access(request), front.scheduler
     began = time.monotonic()
     if action == "erase":
-        erased = await front.engine(lambda: scheduler.conversations.erase_running(access))
-        return JSONResponse({"id_slot": 0, "n_erased": erased})
+        erased = await front.engine(lambda: scheduler.conversations.erase_running(access, slot))
+        return JSONResponse({"id_slot": number, "n_erased": erased})
     if action not in ("save", "restore"):
         raise ApiError(400, "action must be save, restore or erase", param="action")
     data = await front.body(request)
@@ -57,19 +76,21 @@ async def slot_action(front: Front, request: HttpRequest) -> Response:
         raise ApiError(501, "sessions are saved in --session-dir: start the server with it", code="no_session_dir")
     try:
         if action == "save":
-            saved = await front.engine(lambda: scheduler.conversations.save_running(name, access))
+            saved = await front.engine(lambda: scheduler.conversations.save_running(name, access, slot))
             if saved is None:
                 raise ApiError(404, "no text of this key is at hand: send its request again first", code="no_text")
             done = dict(zip(("n_saved", "n_written"), saved, strict=True))
         else:
-            restored = await front.engine(lambda: scheduler.conversations.load_running(name, access))
+            restored = await front.engine(lambda: scheduler.conversations.load_running(name, access, slot))
             if restored is None:
                 raise ApiError(404, f"there is no saved session {name!r}", param="filename")
             done = {"n_restored": restored}
+    except ConversationBusy:
+        raise
     except KVFlashError as err:  # where the folder is concerns its owner only
         raise ApiError(400, str(err).replace(f"{scheduler.folder.path}/", ""), code="snapshot") from None
     took = round((time.monotonic() - began) * 1e3, 3)
-    return JSONResponse({"id_slot": 0, "filename": name, **done, "timings": {f"{action}_ms": took}})
+    return JSONResponse({"id_slot": number, "filename": name, **done, "timings": {f"{action}_ms": took}})
 
 
 async def tokenize(front: Front, http: HttpRequest) -> Response:

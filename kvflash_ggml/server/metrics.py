@@ -58,18 +58,18 @@ class Metrics:
         if scheduler is None:
             return
         model, totals, slot, swapped = (
-            scheduler.model.counters(),
+            scheduler.counters(),
             scheduler.totals,
-            scheduler.slot.counts,
+            scheduler.counts,
             scheduler.swapped,
         )
         blocks = model["pool"] // 64
         gauges = {
-            "num_requests_running": ("Answers that are being made.", int(scheduler.running is not None)),
+            "num_requests_running": ("Answers that are being made.", len(scheduler.running)),
             "num_requests_waiting": ("Requests in the queue.", len(scheduler.waiting)),
             "num_requests_put_aside": ("Answers whose readers have enough for now.", scheduler.put_aside),
             "kv_cache_usage_perc": (
-                "Share of the pool's blocks that the text at hand has.",
+                "Share of the pool's blocks that the texts at hand have.",
                 model["resident"] / blocks,
             ),
             "pool_blocks": ("Blocks of the pool.", blocks),

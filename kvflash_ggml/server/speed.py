@@ -19,7 +19,7 @@ class Speed:
         self._rates = dict.fromkeys(self._before, 0.0)
 
     def _totals(self) -> dict[str, float]:
-        model = self._scheduler.model.counters()
+        model = self._scheduler.counters()
         made = self._scheduler.generated
         return {"tokens": made, "page_ins": model["page_ins"], "page_outs": model["page_outs"]}
 

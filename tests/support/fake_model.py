@@ -43,9 +43,28 @@ class FakeSwapped:
 
 
 @dataclass(eq=False)
+class FakeStep:
+    """alone: it cannot be computed with others."""
+
+    model: FakeModel
+    alone: bool
+    rows: int = 1
+    error: Exception | None = None
+    computed: bool = False
+
+    def finish(self) -> None:
+        if not self.computed:
+            self.model._step()
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(eq=False)
 class FakeModel:
     """reply: what follows a prompt, in bytes. on_step: called before each step of a prompt and each token; what it
     raises, the step raises. held: parked texts that have not been released. synced: files that were waited for.
+
+    parallel: texts at hand. together: the texts of each step that was computed for several.
     """
 
     n_ctx: int = 4096
@@ -65,6 +84,26 @@ class FakeModel:
     files: dict[Path, Int32s] = field(default_factory=dict)
     readings: tuple[str, ...] = ("pool", "exact")
     answers: tuple[str, ...] = ("pool", "exact")
+    parallel: int = 1
+    together: list[list[FakeModel]] = field(default_factory=list)
+    beside: Sequence[FakeModel] = ()
+    first: FakeModel | None = None
+    several: bool = False
+
+    def __post_init__(self) -> None:
+        self.several = self.parallel > 1 or self.first is not None
+        if self.parallel > 1:
+            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step")}
+            self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
+
+    def compute(self, steps: Sequence[Any]) -> None:
+        self.together.append([step.model for step in steps])
+        for step in steps:
+            try:
+                step.model._step()
+            except Exception as err:
+                step.error = err
+            step.computed = True
 
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
@@ -76,7 +115,7 @@ class FakeModel:
         branch: int | None,
         progress: Callable[[int, int], None],
         paused: Paused | None = None,
-    ) -> Generator[int]:
+    ) -> Generator[int | FakeStep]:
         assert not self.closed
         drawn = () if paused is None else paused.drawn
         tokens = np.concatenate([request.tokens, np.asarray(drawn, np.int32)])
@@ -91,7 +130,12 @@ class FakeModel:
             self.read_tokens += len(self.tokens) - start
             progress(len(self.tokens) - known, total)
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
-            self._step()
+            if self.several:
+                step = FakeStep(self, request.answer == "exact")
+                yield step
+                step.finish()
+            else:
+                self._step()
             yield token
             self.tokens = np.append(self.tokens, np.int32(token))
 
@@ -120,8 +164,9 @@ class FakeModel:
         self.places.add(len(self.tokens))
 
     def swap_out(self) -> FakeSwapped:
-        self.held += 1
-        return FakeSwapped(self.tokens.copy(), sorted(self.places) if self.stateful else None, self)
+        first = self.first or self
+        first.held += 1
+        return FakeSwapped(self.tokens.copy(), sorted(self.places) if self.stateful else None, first)
 
     def swap_in(self, swapped: SwappedText) -> None:
         assert isinstance(swapped, FakeSwapped)
@@ -172,6 +217,8 @@ class FakeModel:
 
     def close(self) -> None:
         self.closed = True
+        for one in self.beside:
+            one.close()
 
 
 def named_call(name: str, text: str) -> Parsed:

@@ -95,7 +95,7 @@ def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
         --top-k 7 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.1 -n 99 --slot-save-path {tmp_path}"""
     result = serve(*line.split())
     assert result.exit_code == 0, result.output
-    assert "-np 4: any number of conversations share the pool" in result.stderr
+    assert serve.cli.settings["kvflash"].parallel == 4
     expected = {
         "n_ctx": 8192, "n_batch": 256, "n_ubatch": 128, "n_gpu_layers": 9, "n_threads": 3, "n_threads_batch": 2,
         "flash_attn": True, "type_k": 8, "type_v": 8, "use_mmap": False, "use_mlock": True,

@@ -121,7 +121,7 @@ def test_several_answers() -> None:
 def test_several_answers_find_room_together_or_not_at_all(stream: bool) -> None:
     async def work(client: Client) -> Reply:
         before = [client.call("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 99}) for prompt in "ab"]
-        while len(server.scheduler.waiting) != 1 or server.scheduler.running is None:
+        while len(server.scheduler.waiting) != 1 or not server.scheduler.running:
             await asyncio.sleep(0.001)
         reply = await client.post("/v1/completions", {"prompt": "hello", "n": 4, "stream": stream})
         assert [(await call.done()).status for call in before] == [200, 200]
@@ -490,7 +490,7 @@ def test_a_client_that_leaves_while_it_waits() -> None:
 def test_a_client_that_leaves_without_a_stream() -> None:
     async def work(client: Client) -> None:
         call = client.call("POST", "/v1/chat/completions", {"messages": HELLO})
-        while server.scheduler.running is None:
+        while not server.scheduler.running:
             await asyncio.sleep(0.001)
         call.leave()
         await call.done()

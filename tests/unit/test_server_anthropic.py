@@ -135,9 +135,9 @@ def test_tokens_are_counted_while_the_engine_is_busy() -> None:
         call = client.call("POST", "/v1/messages", {"messages": HELLO, "stream": True})
         await call.until(lambda reply: len(reply.frames) > 3)
         held = server.scheduler.running
-        assert held is not None
+        assert held
         reply = await client.post("/v1/messages/count_tokens", {"messages": HELLO})
-        assert server.scheduler.running is held
+        assert server.scheduler.running == held
         call.leave()
         await call.done()
         return reply

@@ -1,0 +1,177 @@
+"""Answers that are decoded together by a real model: each is that of a lone run, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+from support.served import Asked, ask
+
+from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.messages import Failed, Finished
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.errors import ConfigError, KVFlashError
+
+Tokens = npt.NDArray[Any]
+SLOTS, SHARE, N_CTX, MOST = 4, 512, 4096, 24
+
+
+@contextmanager
+def served(llama: Callable[..., Any], kind: str = "dense", **settings: Any) -> Iterator[Scheduler]:
+    config = KVFlashConfig(pool=SLOTS * SHARE, parallel=SLOTS, tau=16, **settings)
+    scheduler = Scheduler(LlamaModel(llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=config)))
+    try:
+        yield scheduler
+    finally:
+        if scheduler._thread.ident is None:
+            scheduler.start()
+        scheduler.close()
+
+
+def lone(llama: Callable[..., Any], prompts: Sequence[list[int]], kind: str = "dense", **settings: Any) -> list[Any]:
+    """What each is answered by a model that has one text, in a pool of one share."""
+    llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=SHARE, tau=16, **settings))
+    found = []
+    for prompt in prompts:
+        drawn = []
+        for token in llm.generate(prompt, temp=0.0):
+            drawn.append(token)
+            if len(drawn) == MOST:
+                break
+        found.append(tuple(drawn))
+        llm.reset()
+    return found
+
+
+def prompts_of(tokens: Tokens, count: int) -> list[list[int]]:
+    """Each outgrows its share of the pool."""
+    return [tokens[700 * i : 700 * i + 900 + 50 * i].tolist() for i in range(count)]
+
+
+def same(mine: Sequence[int], its: Sequence[int]) -> bool:
+    """The other batch shape rounds otherwise: a near tie may go the other way, late in an answer."""
+    return list(mine[: MOST // 2]) == list(its[: MOST // 2])
+
+
+def test_each_answer_is_that_of_a_lone_run(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Twice as many as there are slots, which together outgrow the pool four times over: all of them finish."""
+    prompts = prompts_of(tokens, 2 * SLOTS)
+    wanted = lone(llama, prompts)
+    with served(llama) as scheduler:
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts]
+        scheduler.start()
+        ends = [one.wait() for one in asked]
+        assert all(isinstance(end, Finished) for end in ends)
+        assert scheduler.counts.swapped_out == SLOTS
+        assert scheduler.counters()["page_ins"] > 0
+        assert scheduler.counters()["policy"] == "qk"
+        found = [end.tokens for end in ends if isinstance(end, Finished)]
+    assert all(same(mine, its) for mine, its in zip(found, wanted, strict=True))
+
+
+def test_the_next_turn_is_prefilled_from_where_it_was(llama: Callable[..., Any], tokens: Tokens) -> None:
+    prompts = prompts_of(tokens, SLOTS + 2)
+    with served(llama) as scheduler:
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts]
+        scheduler.start()
+        texts = []
+        for one, prompt in zip(asked, prompts, strict=True):
+            end = one.wait()
+            assert isinstance(end, Finished)
+            texts.append([*prompt, *end.tokens, *tokens[5000:5020].tolist()])
+        again = [ask(scheduler, text, 4, ignore_eos=True) for text in texts]
+        for one in again:
+            end = one.wait()
+            assert isinstance(end, Finished)
+            assert end.usage.prompt - end.usage.cached <= 21
+        assert scheduler.counts.lost == 0
+
+
+def test_a_cancelled_answer_changes_no_other(llama: Callable[..., Any], tokens: Tokens) -> None:
+    prompts = prompts_of(tokens, SLOTS)
+    wanted = lone(llama, prompts)
+    with served(llama) as scheduler:
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts]
+        scheduler.start()
+        asked[1].next()
+        asked[1].next()
+        scheduler.cancel(asked[1].request.id)
+        ends = [one.wait() for one in asked]
+        assert isinstance(ends[1], Failed)
+        for i in (0, 2, 3):
+            end = ends[i]
+            assert isinstance(end, Finished)
+            assert same(end.tokens, wanted[i])
+
+
+def test_an_answer_waits_for_its_reader_and_goes_on_elsewhere(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Swapped out in the midst, and taken up in whatever slot is free: bitwise the same tokens are drawn."""
+    prompts, enough = prompts_of(tokens, SLOTS + 1), threading.Event()
+    wanted = lone(llama, prompts)
+    with served(llama) as scheduler:
+        slow = ask(scheduler, prompts[0], MOST, ignore_eos=True, full=lambda: not enough.is_set())
+        others = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts[1:]]
+        scheduler.start()
+        ends = [one.wait() for one in others]
+        assert scheduler.stalls >= 1
+        enough.set()
+        scheduler.wake()
+        ends = [slow.wait(), *ends]
+        for end, its in zip(ends, wanted, strict=True):
+            assert isinstance(end, Finished)
+            assert same(end.tokens, its)
+
+
+def test_exact_answers_beside_others(llama: Callable[..., Any], tokens: Tokens) -> None:
+    prompts = prompts_of(tokens, 2)
+    with served(llama) as scheduler:
+        assert "exact" in scheduler.model.answers
+        exact = ask(scheduler, prompts[0], MOST, ignore_eos=True, answer="exact")
+        other = ask(scheduler, prompts[1], MOST, ignore_eos=True)
+        scheduler.start()
+        ends = exact.wait(), other.wait()
+        assert all(isinstance(end, Finished) for end in ends)
+        assert isinstance(ends[0], Finished)
+        assert ends[0].report["answered_exactly"] > 0
+
+
+@pytest.mark.parametrize(
+    "more", [{"repair": 8}, {"answer": "lossless"}, {"policy": "drafter"}], ids=lambda more: next(iter(more))
+)
+def test_what_serves_one_sequence_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="serves one sequence, and parallel is 2"):
+        KVFlashConfig(parallel=2, **more)
+
+
+def test_a_shared_pool_keeps_its_size(llama: Callable[..., Any]) -> None:
+    llm = llama("dense", n_ctx=1024, kvflash=KVFlashConfig(pool=1024, parallel=2))
+    with pytest.raises(KVFlashError, match="2 sequences share"):
+        llm.resize_pool(2048)
+    assert "for each of 2 sequences" in llm.kvflash.banner()
+
+
+def test_samplers_draw_for_each_answer(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Seeds, grammars and log probabilities are of a request."""
+    from kvflash_ggml.batching.messages import Sampling
+
+    prompt = tokens[:300].tolist()
+    with served(llama) as scheduler:
+        settings = [
+            Sampling(seed=7, temperature=0.9),
+            Sampling(seed=7, temperature=0.9),
+            Sampling(seed=8, temperature=1.5),
+        ]
+        asked: list[Asked] = [
+            ask(scheduler, prompt, 12, ignore_eos=True, sampling=one, reuse=False, logprobs=2) for one in settings
+        ]
+        scheduler.start()
+        ends = [one.wait() for one in asked]
+        tokens_of = [end.tokens for end in ends if isinstance(end, Finished)]
+        assert len(tokens_of) == 3
+        assert tokens_of[0][:6] == tokens_of[1][:6]
+        assert tokens_of[2] != tokens_of[0]

@@ -1,0 +1,223 @@
+"""Several slots: answers are decoded together, and what happens to one of them is its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_model import STEP, FakeModel
+from support.served import Asked, answer, ask, request
+
+from kvflash_ggml.batching.conversations import ConversationBusy
+from kvflash_ggml.batching.messages import Access, Event, Failed, Finished
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.errors import DecodeError, NotFinite
+from kvflash_ggml.store.swapped import ConversationFolder
+
+Make = Callable[..., Scheduler]
+SLOTS = 3
+
+
+def spelled(prompt: bytes) -> bytes:
+    """An answer that is its prompt's own: its first bytes, over and over."""
+    return prompt[:8] * 50
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Scheduler] = []
+
+    def start(model: FakeModel | None = None, *, begin: bool = True, **settings: Any) -> Scheduler:
+        made.append(Scheduler(model or FakeModel(parallel=SLOTS, reply=spelled), **settings))
+        if begin:
+            made[-1].start()
+        return made[-1]
+
+    yield start
+    for scheduler in made:
+        scheduler.close()
+        for slot in scheduler.slots:
+            model = slot.model
+            assert isinstance(model, FakeModel)
+            assert (model.closed, model.held) == (True, 0)
+            assert slot.request is None
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(97, 122, n).tolist()
+
+
+def started(scheduler: Scheduler, count: int, most: int = 40, **more: Any) -> list[Asked]:
+    """Requests that all wait before the first one has a turn."""
+    asked = [ask(scheduler, text(100 + 10 * i, i), most, **more) for i in range(count)]
+    scheduler.start()
+    return asked
+
+
+def ends(asked: list[Asked]) -> list[str]:
+    """The text of each answer, once all have ended well."""
+    for one in asked:
+        assert isinstance(one.wait(), Finished), one.events[-1]
+    return [one.text for one in asked]
+
+
+def expected(count: int, most: int = 40) -> list[str]:
+    return [spelled(bytes(text(100 + 10 * i, i)))[:most].decode() for i in range(count)]
+
+
+def fake(scheduler: Scheduler) -> FakeModel:
+    assert isinstance(scheduler.model, FakeModel)
+    return scheduler.model
+
+
+def test_answers_are_decoded_together(make: Make) -> None:
+    scheduler = make(begin=False)
+    assert ends(started(scheduler, SLOTS)) == expected(SLOTS)
+    sizes = [len(step) for step in fake(scheduler).together]
+    assert sizes.count(SLOTS) > 30
+    assert max(sizes) == SLOTS
+
+
+def test_more_requests_than_slots(make: Make) -> None:
+    scheduler = make(begin=False)
+    assert ends(started(scheduler, 3 * SLOTS)) == expected(3 * SLOTS)
+    assert scheduler.counts.swapped_out == 2 * SLOTS
+    assert scheduler.conversations.places(Access()) == {"device": SLOTS, "memory": 2 * SLOTS, "folder": 0}
+
+
+def test_a_turn_finds_its_conversation_wherever_it_is(make: Make) -> None:
+    scheduler = make(begin=False)
+    first = started(scheduler, 2 * SLOTS)
+    ends(first)
+    again = []
+    for i, one in enumerate(first):
+        end = one.events[-1]
+        assert isinstance(end, Finished)
+        again.append(ask(scheduler, [*text(100 + 10 * i, i), *end.tokens, *text(20, 50 + i)], 10))
+    for one in again:
+        end = one.wait()
+        assert isinstance(end, Finished)
+        assert end.usage.prompt - end.usage.cached <= 21, "what is new, and the token that was not read"
+
+
+def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
+    """A long prompt takes many steps; a running answer has tokens between them."""
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.0005)), begin=False)
+    order: list[str] = []
+    asked = [Asked(request(text(50), 390)), Asked(request(text(3000, 9), 5))]
+
+    def sink(i: int) -> Callable[[Event], None]:
+        return lambda event: (order.append(f"{type(event).__name__} {i}"), asked[i].inbox.put(event))[1]
+
+    scheduler.start()
+    scheduler.submit(asked[0].request, sink(0))
+    asked[0].next()
+    asked[0].next()
+    scheduler.submit(asked[1].request, sink(1))
+    for one in asked:
+        assert isinstance(one.wait(), Finished)
+    assert asked[0].text == spelled(bytes(text(50)))[:390].decode()
+    reading = order[order.index("Started 1") : order.index("Piece 1")]
+    assert reading.count("Piece 0") >= 3000 // STEP - 1
+
+
+@pytest.mark.parametrize("error", [DecodeError("step 7 failed"), NotFinite("no numbers")])
+def test_what_goes_wrong_is_of_one_answer(make: Make, error: Exception) -> None:
+    scheduler = make(begin=False)
+    victim = scheduler.slots[1].model
+    assert isinstance(victim, FakeModel)
+    count = [0]
+
+    def step() -> None:
+        count[0] += 1
+        if count[0] == 12:
+            raise error
+
+    victim.on_step = step
+    asked = started(scheduler, SLOTS)
+    failed = [one for one in asked if isinstance(one.wait(), Failed)]
+    assert len(failed) == 1
+    wanted = expected(SLOTS)
+    assert [one.text for one in asked if one not in failed] == [
+        said for one, said in zip(asked, wanted, strict=True) if one not in failed
+    ]
+    assert isinstance(answer(scheduler, text(30, 77), 5), Finished)
+
+
+def test_one_is_cancelled_and_the_others_go_on(make: Make) -> None:
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.001)), begin=False)
+    asked = started(scheduler, SLOTS, 150)
+    asked[1].next()
+    scheduler.cancel(asked[1].request.id)
+    assert isinstance(asked[1].wait(), Failed)
+    assert [one.wait() and one.text for one in (asked[0], asked[2])] == [
+        expected(SLOTS, 150)[0],
+        expected(SLOTS, 150)[2],
+    ]
+
+
+def test_a_reader_that_has_enough_leaves_its_slot(make: Make) -> None:
+    scheduler, late = make(begin=False), [True]
+    slow = ask(scheduler, text(80, 30), 60, full=lambda: late[0])
+    others = started(scheduler, 2 * SLOTS)
+    assert ends(others) == expected(2 * SLOTS)
+    assert scheduler.stalls >= 1
+    late[0] = False
+    scheduler.wake()
+    assert isinstance(slow.wait(), Finished)
+    assert slow.text == spelled(bytes(text(80, 30)))[:60].decode()
+
+
+def test_exact_answers_take_turns_with_the_others(make: Make) -> None:
+    """A step that streams is of one text."""
+    scheduler = make(begin=False)
+    exact = ask(scheduler, text(60, 40), 30, answer="exact")
+    others = started(scheduler, SLOTS - 1, 30)
+    assert [*ends(others), exact.wait() and exact.text] == [
+        *expected(SLOTS - 1, 30),
+        spelled(bytes(text(60, 40)))[:30].decode(),
+    ]
+    assert max(map(len, fake(scheduler).together)) == SLOTS - 1
+
+
+def test_a_conversation_whose_answer_is_made_is_left_alone(make: Make, tmp_path: Path) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.002))
+    scheduler = make(model, begin=False, folder=ConversationFolder(tmp_path))
+    asked = started(scheduler, 1, 300)[0]
+    id = getattr(asked.next(), "conversation")  # noqa: B009  # of Started
+    calls = [
+        lambda: scheduler.conversations.erase(id, Access()),
+        lambda: scheduler.conversations.swap_out(id, Access()),
+        lambda: scheduler.conversations.save(id, Access()),
+        lambda: scheduler.conversations.pin(id, 0, 64, Access()),
+    ]
+    for call in calls:
+        with pytest.raises(ConversationBusy):
+            scheduler.call(call).result(timeout=20)
+    assert scheduler.conversations.keeps(id, Access())
+    assert isinstance(asked.wait(), Finished)
+    assert asked.text == spelled(bytes(text(100)))[:300].decode()
+    assert scheduler.call(calls[0]).result(timeout=20)
+
+
+def test_all_that_runs_ends_with_the_server(make: Make) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.001))
+    scheduler = make(model, begin=False)
+    asked = started(scheduler, 2 * SLOTS, 390)
+    asked[0].next()
+    scheduler.close()
+    codes = [end.code for end in (one.wait() for one in asked) if isinstance(end, Failed)]
+    assert set(codes) == {"shutdown"}
+    assert len(codes) >= 2 * SLOTS - 1
+
+
+def test_counters_add_up(make: Make) -> None:
+    scheduler = make(begin=False)
+    one = scheduler.model.counters()
+    assert scheduler.counters()["pool"] == SLOTS * one["pool"]
+    assert scheduler.counters()["device_bytes"] == one["device_bytes"]
+    started(scheduler, 0)
