@@ -87,6 +87,7 @@ class Scoring:
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # asked once: that takes a while
+        share /= info.n_seq  # texts that decode together wait for the looks of all of them
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.replays = Replays()
         self.looks = 0

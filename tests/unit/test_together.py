@@ -16,6 +16,8 @@ from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, NotFinite
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
+from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
+from kvflash_ggml.sequence.selection import SCORES_PER_TAU, TAU
 from kvflash_ggml.sequence.sequence import Sequence
 from kvflash_ggml.sequence.step import LAST
 
@@ -29,8 +31,9 @@ def on_one_pool(count: int, **engine: Any) -> tuple[FakeEngine, Pool, list[Seque
     return made, pool, [open_text(pool, seq) for seq in range(count)]
 
 
-def open_text(pool: Pool, seq: int) -> Sequence:
-    return Sequence(pool, KVFlashConfig(pool=SHARE, sinks=1, tail=2), seq=seq, n_ctx=N_CTX, n_batch=512)
+def open_text(pool: Pool, seq: int, scorer: Any = None) -> Sequence:
+    config = KVFlashConfig(pool=SHARE, sinks=1, tail=2)
+    return Sequence(pool, config, seq=seq, n_ctx=N_CTX, n_batch=512, scorer=scorer)
 
 
 def numbers(count: int, seed: int) -> Any:
@@ -60,6 +63,32 @@ def check(engine: FakeEngine, texts: list[Sequence]) -> None:
             else:
                 found = text.store.bytes_of(c)[: (end - lo) * ROW_BYTES]
             assert bytes(found) == b"".join(engine.truths[text.seq][lo:end])
+
+
+class Scorer:
+    name, query_rows, index_bytes = "equal", 0, 0
+
+    def open(self, keys: Any, n_chunks: int) -> None: ...
+    def seal(self, chunk: int) -> None: ...
+    def truncate(self, n_chunks: int) -> None: ...
+    def close(self) -> None: ...
+    def score(self, request: Any) -> Any:
+        return np.zeros(request.n_chunks, np.float32)
+
+
+@pytest.mark.parametrize(("count", "tau"), [(1, TAU), (4, 2 * TAU)])
+def test_texts_share_the_time_for_looks(count: int, tau: int) -> None:
+    """Half of that share is enough for one text, and too much for each of four."""
+    made = FakeEngine(count * SHARE, 512, n_seq=count)
+    text = open_text(Pool(made, n_ubatch=512), 0, Scorer())  # type: ignore[arg-type]
+    assert text.scoring is not None
+    selection = text.scoring.selection
+    for now in range(1, 100):
+        selection.on_tokens(1, waiting=False, now=float(now))  # a second a token
+    whole = WORKER_SHARE if made.info.asynchronous else DECODE_SHARE
+    selection.adapt(whole / 2 * TAU / SCORES_PER_TAU)
+    assert selection.tau == tau
+    text.close()
 
 
 def test_rows_of_several_texts_lie_side_by_side() -> None:
