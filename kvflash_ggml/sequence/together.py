@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..constants import CHUNK
 from ..errors import DeviceLost, NotFinite
@@ -66,16 +66,21 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None
             _attempt([(text, step)], errors)
 
 
-def _spoiled(ready: Iterable[Prepared]) -> list[Prepared]:
+def _spoiled(ready: Sequence[Prepared]) -> list[Prepared]:
     """The steps with logits that are not finite. Waits for the compute."""
-    return [(text, step) for text, step in ready if not _is_finite(text, step)]
+    return [] if _are_finite(ready) else [one for one in ready if not _are_finite([one])]
 
 
-def _is_finite(text: Text, step: Step) -> bool:
-    end = step.first + len(step.tokens)
-    try:
+def _are_finite(ready: Sequence[Prepared]) -> bool:
+    """Look at all rows in one call: with 16 texts, calls of one row each would take a twentieth of a step's Python."""
+    rows: list[int] = []
+    for _, step in ready:
+        end = step.first + len(step.tokens)
         if step.output.every or step.output.last:
-            text.engine.argmax(range(step.first if step.output.every else end - 1, end))
+            rows += range(step.first if step.output.every else end - 1, end)
+    try:
+        if rows:
+            ready[0][0].engine.argmax(rows)
     except NotFinite:
         return False
     return True
