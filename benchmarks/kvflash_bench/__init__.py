@@ -26,6 +26,7 @@ VERBS = (
     verb("agent", plans_texts.Agent, "agent"),
     verb("server", plans_texts.Server, "servers", "speed"),
     verb("soak", plans_texts.Soak, "servers", "soak"),
+    verb("seats", plans_texts.Seats, "seats"),
     verb("overload", plans_texts.Overload, "servers", "overload"),
 )
 

@@ -198,3 +198,49 @@ class Overload(UnderLoad):
         super().check()
         if len(self.lengths) != 2:
             raise click.BadParameter("give the least and the most", param_hint="--lengths")
+
+
+# --- several sequences
+
+QUESTIONS = ("decode", "clients", "outgrow", "gap", "recall")
+"""Of `seats`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seats(OfText):
+    """Several sequences on one pool, beside upstream's own programs in the same run.
+
+    decode: tokens a second of all sequences, in steps of one row each. clients: how much sooner clients have their
+    answers that ask at once. outgrow: do chats finish that outgrow the pool together? gap: how long answers stand still
+    while another prompt is read. recall: what is answered right by sequences together, and by each alone.
+    """
+
+    questions: tuple[str, ...] = option("decode,clients,outgrow", f"Of {', '.join(QUESTIONS)}.", type=Names())
+    stock: Path | None = option(
+        None,
+        "Folder of upstream's programs: scripts/vendor.py stock builds them.  [default: ours only]",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+    )
+    batches: tuple[int, ...] = option("1,2,4,8,16,32", "Sequences of decode and recall.", type=Numbers())
+    length: int = option("1K", "Tokens of each of these sequences, or of its document.", type=Number())
+    share: int = option("1K", "Of the pool, for each of them.", type=Number())
+    steps: int = option(64, "Decode steps that are timed.", type=COUNT)
+    clients: int = option(16, "Of clients.", type=COUNT)
+    prompt: int = option("64", "Tokens of each client's prompt.", type=Number())
+    answer: int = option("128", "Tokens of each client's answer.", type=Number())
+    chats: int = option(4, "Of outgrow.", type=COUNT)
+    cells: int = option(
+        "8K", "Tokens of the pool, or of stock's cache. A chat of outgrow has 46 % of them in the end.", type=Number()
+    )
+    streams: int = option(7, "Answers of gap that stream.", type=COUNT)
+    long: int = option("8K", "Tokens of the prompt that is read meanwhile.", type=Number())
+    trials: int = option(16, "Questions of recall.", type=COUNT)
+    repeats: int = option(3, "Runs of each, ours and stock's in turns; medians are reported.", type=COUNT)
+    seed: int = option(0)
+
+    def check(self) -> None:
+        super().check()
+        if unknown := set(self.questions) - set(QUESTIONS):
+            raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(QUESTIONS)}", param_hint="--questions")
+        if self.steps + 16 > self.length:
+            raise click.BadParameter(f"{self.length} are no room for {self.steps} steps", param_hint="--length")

@@ -34,11 +34,12 @@ class Reply:
 
 @dataclass
 class Server:
-    """port: where it listens, 0 until it does. lines: the newest that it has said. log: of its requests, by their ids;
-    kept only of a server that writes one.
+    """ready: what it says when it listens. port: where that is, 0 until then. lines: the newest that it has said. log:
+    of its requests, by their ids; kept only of a server that writes one.
     """
 
     process: subprocess.Popen[str]
+    ready: re.Pattern[str] = _READY
     port: int = 0
     lines: list[str] = field(default_factory=list)
     log: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Server:
                 self.log[entry["id"]] = entry
                 continue
             self.lines = [*self.lines[-20:], line]
-            found = _READY.search(line)
+            found = self.ready.search(line)
             if found:
                 self.port = int(found[1])
                 self._known.set()

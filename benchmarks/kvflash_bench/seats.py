@@ -1,0 +1,179 @@
+"""`kvflash-bench seats`: several sequences on one pool, beside upstream's own programs in the same run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from kvflash_ggml.constants import CHUNK, round_up
+
+from . import clients, report, stock, together
+from .conversing import tokens_of
+from .load import cut
+from .opening import opened
+from .outcomes import Plan as Trials
+from .plans_texts import Seats
+from .servers import serve_options
+from .sockets import Server, served
+
+Row = dict[str, Any]
+
+OURS, STOCK = "ours", "stock"
+
+LEAST_SHARE = 512
+"""Tokens of the pool for a client, at least."""
+
+
+def run(model: str, plan: Seats, options: dict[str, Any]) -> None:
+    measures: dict[str, Callable[[str, Seats, dict[str, Any]], list[Row]]] = {
+        "decode": _decode, "clients": _clients, "outgrow": _outgrow, "gap": _gap, "recall": _recall,
+    }  # fmt: skip
+    found: dict[str, list[Row]] = {}
+    for question in plan.questions:
+        found[question] = measures[question](model, plan, options)
+        click.echo(question)
+        report.rows(found[question])
+    with opened(model, n_ctx=512, options=options, pool=512, policy="qk") as llm:
+        device = llm.kvflash.banner() if llm.kvflash else ""
+    report.told("seats", model, options | asdict(plan), device, **found)
+
+
+def _tell(**now: Any) -> None:
+    click.echo(json.dumps(now), err=True)
+
+
+# --- steps of several sequences, without a server
+
+
+def _decode(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """The medians of each batch. of_stock: at the same batch. gain: over one sequence of its own."""
+    shape: dict[str, Any] = {"length": plan.length, "share": plan.share, "decode": plan.steps, "options": options}
+    found: list[Row] = []
+    for count in plan.batches:
+        ours, its = [], []
+        for repeat in range(plan.repeats):
+            ours.append(together.pace(model, count, seed=plan.seed + repeat, **shape))
+            if plan.stock is not None:
+                its.append(stock.pace(plan.stock, model, count, **shape))
+            _tell(sequences=count, ours=ours[-1].tps, stock=its[-1] if its else None)
+        tps = statistics.median(one.tps for one in ours)
+        known = [rate for rate in its if rate is not None]
+        of_stock = statistics.median(known) if known else None
+        found.append({
+            "sequences": count,
+            "tps": tps,
+            "stock_tps": of_stock,
+            "of_stock": None if of_stock is None else tps / of_stock,
+            "stock_refused": len(its) - len(known),
+            "python_us": statistics.median(one.python_us for one in ours),
+            "look_us": statistics.median(one.look_us for one in ours),
+            "page_ins": max(one.page_ins for one in ours),
+        })  # fmt: skip
+    for row in found:
+        for name, rate in (("gain", "tps"), ("stock_gain", "stock_tps")):
+            first = found[0][rate]
+            row[name] = None if row[rate] is None or first is None else row[rate] / first
+    return found
+
+
+def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """Of the same questions. same: answered right alone and together, or wrong both times."""
+    trials = Trials(tasks=("single",), depths=(0.5,), trials=plan.trials, seed=plan.seed, fact_set="choose")
+    found, alone = [], list[bool]()
+    for count in (1, *(count for count in plan.batches if count > 1)):
+        right = together.recalled(
+            model, count, trials, plan.filler(), context=plan.length, share=plan.share, options=options
+        )  # fmt: skip
+        alone = alone or right
+        same = sum(a == b for a, b in zip(alone, right, strict=True))
+        found.append({"sequences": count, "asked": len(right), "right": sum(right), "same": same})
+        _tell(**found[-1])
+    return found
+
+
+# --- clients of servers
+
+
+@contextmanager
+def _server(
+    model: str, plan: Seats, options: dict[str, Any], arm: str, *, cells: int, parallel: int
+) -> Iterator[Server]:
+    if arm == OURS:
+        line = [*serve_options(options, pool=cells, n_ctx=cells), "-np", str(parallel)]
+        with served(model, line) as server:
+            yield server
+        return
+    assert plan.stock is not None
+    with stock.served(plan.stock, model, cells=cells, parallel=parallel, options=options) as server:
+        yield server
+
+
+def _in_turns(
+    model: str, plan: Seats, options: dict[str, Any], measure: Callable[[Server, int], Row], *,
+    cells: int, parallel: int,
+) -> list[Row]:  # fmt: skip
+    """Ours and stock's, one after the other, as often as is asked for: with a server of its own each time."""
+    found = []
+    for repeat in range(plan.repeats):
+        for arm in (OURS, STOCK) if plan.stock is not None else (OURS,):
+            with _server(model, plan, options, arm, cells=cells, parallel=parallel) as server:
+                clients.ask(server, [1] * 8, 4)  # warm
+                found.append({"arm": arm, "repeat": repeat, **measure(server, repeat)})
+            _tell(**found[-1])
+    return found
+
+
+def _tokens(model: str, plan: Seats, options: dict[str, Any]) -> list[int]:
+    with opened(model, n_ctx=512, options=options, pool=512, policy="qk") as llm:
+        return tokens_of(llm, plan.filler(), 1)
+
+
+def _prompts(text: Sequence[int], count: int, size: int, seed: int) -> list[list[int]]:
+    """From different places of the text."""
+    return [cut(text, (seed * count + i) * len(text) // (3 * count) + 17 * seed, size) for i in range(count)]
+
+
+def _clients(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """`clients.compared`, and of_stock: our gain as a share of stock's in the same repeat."""
+    text = _tokens(model, plan, options)
+    cells = plan.clients * max(LEAST_SHARE, round_up(plan.prompt + plan.answer + CHUNK, CHUNK))
+
+    def measure(server: Server, repeat: int) -> Row:
+        return clients.compared(server, _prompts(text, plan.clients, plan.prompt, plan.seed + repeat), plan.answer)
+
+    found = _in_turns(model, plan, options, measure, cells=cells, parallel=plan.clients)
+    its = {row["repeat"]: row["gain"] for row in found if row["arm"] == STOCK}
+    for row in found:
+        gain = its.get(row["repeat"])
+        row["of_stock"] = row["gain"] / gain if row["arm"] == OURS and row["gain"] and gain else None
+    return found
+
+
+def _outgrow(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """`clients.compared` of chats that have room one by one, and none together."""
+    text = _tokens(model, plan, options)
+    prompt, answer = plan.cells * 28 // 100, plan.cells * 18 // 100
+
+    def measure(server: Server, repeat: int) -> Row:
+        return clients.compared(server, _prompts(text, plan.chats, prompt, plan.seed + repeat), answer)
+
+    return _in_turns(model, plan, options, measure, cells=plan.cells, parallel=plan.chats)
+
+
+def _gap(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
+    """`clients.gaps`. Stock's cache has room for everything."""
+    text = _tokens(model, plan, options)
+    most = 4096
+    cells = round_up(plan.long + plan.streams * (plan.prompt + most) + CHUNK, 256)
+
+    def measure(server: Server, repeat: int) -> Row:
+        first, *others = _prompts(text, plan.streams + 1, plan.long, plan.seed + repeat)
+        return clients.gaps(server, first, [other[: plan.prompt] for other in others], most)
+
+    return _in_turns(model, plan, options, measure, cells=cells, parallel=plan.streams + 1)

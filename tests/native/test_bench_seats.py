@@ -1,0 +1,42 @@
+"""The bench of several sequences on a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from kvflash_bench import main
+
+
+def measured(model: Path, *options: str) -> dict[str, Any]:
+    line = ["seats", str(model), "-t", "1", "--repeats", "1", *options]
+    result = CliRunner().invoke(main, line, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return document
+
+
+def test_sequences_decode_together(models: dict[str, Path], loaded: None) -> None:
+    shape = ("--batches", "1,3", "--length", "700", "--share", "512", "--steps", "40")
+    one, three = measured(models["dense"], "--questions", "decode", *shape)["decode"]
+    assert (one["sequences"], three["sequences"]) == (1, 3)
+    assert one["gain"] == 1
+    assert three["gain"] == three["tps"] / one["tps"] > 0
+    assert three["python_us"] > 0
+    assert one["stock_tps"] is one["of_stock"] is one["stock_gain"] is None
+
+
+def test_a_question_is_answered_as_well_beside_others(models: dict[str, Path], loaded: None) -> None:
+    shape = ("--batches", "2", "--length", "1K", "--share", "512", "--trials", "4")
+    alone, beside = measured(models["dense"], "--questions", "recall", *shape)["recall"]
+    assert alone["right"] == beside["right"] == beside["same"] == alone["asked"] == 4
+
+
+def test_clients_of_a_server(models: dict[str, Path], loaded: None) -> None:
+    (row,) = measured(models["dense"], "--questions", "clients", "--clients", "2", "--answer", "8")["clients"]
+    assert (row["arm"], row["finished_alone"], row["finished"], row["equal"]) == ("ours", 2, 2, 2)
+    assert row["gain"] > 0
+    assert row["of_stock"] is None

@@ -1,0 +1,128 @@
+"""Several sequences beside stock's: what counts as an answer, and how upstream's programs are asked."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from kvflash_bench import clients, seats, stock
+from kvflash_bench.plans_texts import Seats
+from kvflash_bench.sockets import Reply
+from kvflash_ggml.errors import ConfigError, KVFlashError
+
+OPTIONS = {"n_gpu_layers": 0, "n_batch": 512, "n_ubatch": 512, "type_k": 1, "type_v": 8, "n_threads": 2}
+
+
+class Fake:
+    """A server. ends: what becomes of requests, in turn; an answer is the number of its prompt, again and again."""
+
+    def __init__(self, *ends: int | type[Exception], pause_s: float = 0.0) -> None:
+        self._ends = itertools.cycle(ends or (200,))
+        self._lock = threading.Lock()
+        self._pause_s = pause_s
+        self.streamed = threading.Event()
+
+    def ask(self, path: str, data: dict[str, Any]) -> Reply:
+        assert path == "/completion"
+        assert data["cache_prompt"] is False
+        with self._lock:
+            end = next(self._ends)
+        if isinstance(end, type):
+            raise end
+        time.sleep(self._pause_s)
+        return Reply(end, {"tokens": data["prompt"][:1] * data["n_predict"]} if end == 200 else {"error": "full"}, 0.0)
+
+    @contextmanager
+    def stream(self, path: str, data: dict[str, Any]) -> Iterator[tuple[int, Iterator[Any]]]:
+        def frames() -> Iterator[Any]:
+            for _ in range(data["n_predict"]):
+                time.sleep(0.001)
+                yield {}
+
+        yield 200, frames()
+
+
+PROMPTS = [[1, 0], [2, 0], [3, 0]]
+
+
+def test_answers_of_clients_are_compared() -> None:
+    found = clients.compared(Fake(), PROMPTS, 4)  # type: ignore[arg-type]
+    assert (found["finished_alone"], found["finished"], found["equal"], found["why"]) == (3, 3, 3, [])
+    assert found["gain"] == pytest.approx(found["alone_s"] / found["together_s"])
+
+
+def test_who_has_no_answer_is_counted_and_nobody_gains() -> None:
+    found = clients.compared(Fake(200, 200, 200, 500, 200, ConnectionResetError), PROMPTS, 4)  # type: ignore[arg-type]
+    assert (found["finished_alone"], found["finished"], found["equal"]) == (3, 1, 1)
+    assert found["gain"] is None
+    assert found["why"] == ["ConnectionResetError", "{'error': 'full'}"]
+
+
+def test_gaps_are_those_while_the_prompt_is_read() -> None:
+    found = clients.gaps(Fake(pause_s=0.1), [9] * 8, PROMPTS, 4000)  # type: ignore[arg-type]
+    assert found["first_s"] >= 0.1
+    assert found["tokens_meanwhile"] > 6
+    assert 1 <= found["gap_ms_p50"] <= found["gap_ms_p99"] <= found["gap_ms_most"]
+
+
+def test_a_long_prompt_without_an_answer() -> None:
+    with pytest.raises(KVFlashError, match="not answered: 500"):
+        clients.gaps(Fake(500), [9] * 8, PROMPTS, 4000)  # type: ignore[arg-type]
+
+
+def written(folder: Path, name: str, script: str) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    file.chmod(0o755)
+
+
+def pace(folder: Path) -> float | None:
+    return stock.pace(folder, "m.gguf", 8, length=1024, share=512, decode=64, options=OPTIONS)
+
+
+def test_the_pace_of_stock(tmp_path: Path) -> None:
+    written(tmp_path, "llama-batched-bench", f'echo "$@" >{tmp_path}/line; echo main; echo \'{{"speed_tg": 12.5}}\'')
+    assert pace(tmp_path) == 12.5
+    line = (tmp_path / "line").read_text(encoding="utf-8")
+    assert "-m m.gguf -c 4096 -kvu -npp 960 -ntg 64 -npl 8" in line
+    assert "-ctk f16 -ctv q8_0 -fa on -t 2" in line
+
+
+def test_stock_that_has_no_room_or_fails(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no llama-batched-bench"):
+        pace(tmp_path)
+    written(tmp_path, "llama-batched-bench", "echo main: nothing fits")
+    assert pace(tmp_path) is None
+    written(tmp_path, "llama-batched-bench", "echo no such model >&2; exit 1")
+    with pytest.raises(KVFlashError, match="no such model"):
+        pace(tmp_path)
+
+
+def test_the_server_of_stock(tmp_path: Path) -> None:
+    written(tmp_path, "llama-server", "echo main: server is listening on http://127.0.0.1:1234 >&2; exec sleep 60")
+    with stock.served(tmp_path, "m.gguf", cells=8192, parallel=4, options=OPTIONS) as server:
+        assert server.port == 1234
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [({"questions": ("decode", "speed")}, "'speed' is none of"), ({"length": 64}, "no room for 64 steps")],
+)
+def test_what_cannot_be_measured(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(click.BadParameter, match=message):
+        Seats(**words).check()
+
+
+def test_prompts_are_of_different_places() -> None:
+    text = list(range(1000))
+    found = [tuple(one) for seed in range(3) for one in seats._prompts(text, 4, 8, seed)]
+    assert len(set(found)) == 12
+    assert {len(one) for one in found} == {8}
