@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from vendoring import build, patches, source
+from vendoring import build, patches, source, stock
 from vendoring.pin import REPO, Pin, VendorError, load_pin, log
 from vendoring.toolchain import Toolchain, portable_defines, user_defines
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("build", "build the libraries into the cache"),
         ("tool", "build a program of upstream's and print its path"),
+        ("stock", "build llama-batched-bench, llama-server and llama-bench unpatched; prints their folder"),
         ("key", "print the build key"),
     ):
         verb = verbs.add_parser(name, help=text)
@@ -69,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "build":
             verb.add_argument("--out", type=Path, help="lay out what the wheel carries in this folder")
             verb.set_defaults(run=_build)
+        if name == "stock":
+            verb.set_defaults(run=_stock)
         if name == "tool":
             verb.add_argument("tool", choices=["test-llama-archs"])
             verb.set_defaults(run=_tool)
@@ -144,6 +147,10 @@ def _build(options: argparse.Namespace) -> None:
 
 def _tool(options: argparse.Namespace) -> None:
     print(build.build_tool(build.plan(_toolchain(options)), options.tool))
+
+
+def _stock(options: argparse.Namespace) -> None:
+    print(stock.build_stock(_toolchain(options)))
 
 
 def _key(options: argparse.Namespace) -> None:

@@ -102,9 +102,9 @@ def _build_ggml(p: Plan) -> None:
         log("ggml: configuring")
         _cmake(p, work, "ggml", p.source, [])
         log("ggml: compiling (minutes on a CPU, much longer with CUDA; done once per set of flags)")
-        _make(p, work, "all")
+        make(p.toolchain, work, "all")
         shutil.rmtree(temp, ignore_errors=True)
-        _run([p.toolchain.cmake, "--install", str(work), "--prefix", str(temp)])
+        run([p.toolchain.cmake, "--install", str(work), "--prefix", str(temp)])
         temp.rename(p.ggml)
         shutil.rmtree(work)
 
@@ -118,7 +118,7 @@ def _build_llama(p: Plan) -> None:
         _configure_llama(p)
         made: list[Path] = []
         for name in ("llama", "mtmd", "kvf_chat"):
-            _make(p, p.work / "build", name)
+            make(p.toolchain, p.work / "build", name)
             made += (p.work / "build" / "bin").glob(f"*{name}.*")
         _try(p, made)
         _publish(made, p.out)
@@ -146,7 +146,7 @@ def build_tool(p: Plan, name: str) -> Path:
         if not target.is_dir():
             _sync_sources(p)
             _configure_llama(p)
-            _make(p, p.work / "build", name)
+            make(p.toolchain, p.work / "build", name)
             _publish([p.work / "build" / name, *p.out.iterdir()], target)
     return target / name
 
@@ -178,10 +178,11 @@ def _cmake(p: Plan, work: Path, stage: str, source: Path, extra: Sequence[str]) 
     project = work.parent / f"{work.name}.cmake"  # not in the checkout: clones share the build
     _sync(STAGES / stage, project, ["CMakeLists.txt"])
     base = [p.toolchain.cmake, "-S", str(project), "-B", str(work)]
-    _run([*base, *p.toolchain.arguments(), *COMMON, *extra, f"-DKVFLASH_SOURCE={source}"])
+    run([*base, *p.toolchain.arguments(), *COMMON, *extra, f"-DKVFLASH_SOURCE={source}"])
 
 
-def _run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> None:
+    """Run a step of a build; its output goes to stderr. VendorError if it fails."""
     # Upstream would take the commit of a repository around the cache for its own.
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(cache_dir().parent)}
     try:
@@ -193,11 +194,12 @@ def _run(command: Sequence[str]) -> None:
         raise VendorError(f"failed with exit code {done.returncode}: {' '.join(command)}")
 
 
-def _make(p: Plan, work: Path, target: str) -> None:
-    command = [p.toolchain.cmake, "--build", str(work), "--target", target]
+def make(toolchain: Toolchain, work: Path, target: str) -> None:
+    """Build one target of a configured folder, on all cores unless CMAKE_BUILD_PARALLEL_LEVEL says otherwise."""
+    command = [toolchain.cmake, "--build", str(work), "--target", target]
     if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
         command += ["--parallel", str(os.cpu_count() or 1)]
-    _run(command)
+    run(command)
 
 
 def _sync(source: Path, target: Path, names: Iterable[str]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vendoring import build, patches, source, toolchain
+from vendoring import build, patches, source, stock, toolchain
 from vendoring.patches import Patch
 from vendoring.pin import Pin, VendorError, digest, load_pin, sha256_file
 
@@ -181,6 +181,32 @@ def test_a_developer_tree_is_built_offline(tmp_path: Path, monkeypatch: pytest.M
     names = {"LICENSE.llama.cpp", "LICENSE.json", "LICENSE.xxHash", "AUTHORS.llama.cpp", "NOTICE"}
     assert {file.name for file in licenses.iterdir()} == names
     assert "developer tree" in (licenses / "NOTICE").read_text()
+
+
+@pytest.mark.usefixtures("compilers")
+def test_programs_of_upstream_are_built_once_and_unpatched(
+    pin: Pin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def ran(command: list[str]) -> None:
+        lines.append(" ".join(command))
+        if "-S" in command:
+            assert (Path(command[command.index("-S") + 1]) / "src/a.cpp").read_text() == CODE
+
+    def made(chain: toolchain.Toolchain, work: Path, name: str) -> None:
+        (work / "bin").mkdir(parents=True, exist_ok=True)
+        (work / "bin" / name).write_text(name)
+
+    monkeypatch.setattr(stock, "load_pin", lambda: pin)
+    monkeypatch.setattr(stock, "run", ran)
+    monkeypatch.setattr(stock, "make", made)
+    folder = stock.build_stock(toolchain.Toolchain())
+    assert {file.name for file in folder.iterdir()} == set(stock.PROGRAMS)
+    assert stock.build_stock(toolchain.Toolchain()) == folder
+    (line,) = lines
+    assert "-DLLAMA_USE_PREBUILT_UI=OFF" in line
+    assert stock.build_stock(toolchain.Toolchain({"GGML_CUDA": "OFF"})) != folder
 
 
 def test_round_trip_is_byte_identical(trees: tuple[Path, Path], tmp_path: Path) -> None:
