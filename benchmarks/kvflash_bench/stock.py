@@ -37,7 +37,8 @@ def pace(
     done = subprocess.run([*line, *flags(options)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise KVFlashError(f"llama-batched-bench has failed: {done.stderr[-2000:]}")
-    rows = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("{")]
+    # its log has a thread of its own, and can begin the line
+    rows = [json.loads(row[row.index("{") :]) for row in done.stdout.splitlines() if '"speed_tg"' in row]
     return float(rows[0]["speed_tg"]) if rows else None
 
 

@@ -89,7 +89,7 @@ def pace(folder: Path) -> float | None:
 
 
 def test_the_pace_of_stock(tmp_path: Path) -> None:
-    written(tmp_path, "llama-batched-bench", f'echo "$@" >{tmp_path}/line; echo main; echo \'{{"speed_tg": 12.5}}\'')
+    written(tmp_path, "llama-batched-bench", f'echo "$@" >{tmp_path}/line; printf main; echo \'{{"speed_tg": 12.5}}\'')
     assert pace(tmp_path) == 12.5
     line = (tmp_path / "line").read_text(encoding="utf-8")
     assert "-m m.gguf -c 4096 -kvu -npp 960 -ntg 64 -npl 8" in line
