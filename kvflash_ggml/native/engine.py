@@ -297,7 +297,7 @@ class Engine:
         check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
 
     def keep_state(self, *, seq: int) -> None:
-        """Keep on the devices what `get_state` returns, in place of what was kept before. Nothing waits for it.
+        """Keep on the devices what `get_state` returns, in place of what was kept of it before. Nothing waits for it.
 
         HostMemoryError if they have no room; nothing is kept then.
         """

@@ -110,7 +110,8 @@ typedef struct kvf_head {
 } kvf_head;
 
 // One step: tokens, the slots they take, and who may see whom. All arrays belong to the caller. A context that was made for
-// several sequences takes tokens of any of them in one step; each has its own positions.
+// several sequences takes tokens of any of them in one step; each has its own positions. Where a model has recurrent state, the
+// step has equally many tokens of each, and n_ubatch at most.
 //
 // Siblings of a tree have the same sequence and position, each a slot of its own, and mask rows that open a token's ancestors
 // only. They are refused where memory beside the pool would mix them up: a sliding window, recurrent state, n-gram inputs; and
@@ -223,8 +224,8 @@ enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const c
 void            kvf_list_free  (void * list);  // when the model has been loaded
 int             kvf_finds      (const char * pattern, const char * name);  // as the loader does it
 
-// REFUSED for a context that cannot have a pool. n_seq_max above 1 needs kv_unified, flash attention, and a memory that is
-// pooled as a whole: recurrent state, sliding windows and n-gram inputs are kept for one sequence.
+// REFUSED for a context that cannot have a pool. n_seq_max above 1 needs kv_unified and flash attention. Recurrent state beside a
+// sliding window, and n-gram inputs, are kept for one sequence.
 enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);
 void            kvf_engine_free(kvf_engine * engine);
 void            kvf_get_info   (const kvf_engine * engine, kvf_info * info);
@@ -259,8 +260,8 @@ enum kvf_status kvf_check_lost(const kvf_engine * engine);
 // What llama.cpp believes about slots [slot, slot + n): empty, or holding positions pos, pos + 1, ... of a sequence.
 enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token);
-// Empty slots, and zero their K and V: hidden rows that are no numbers would spoil sums of kernels that do not skip them. Waits
-// for the compute and all transfers.
+// Empty slots, and zero their K and V, with those that the window of several sequences has of the same tokens: hidden rows that
+// are no numbers would spoil sums of kernels that do not skip them. Waits for the compute and all transfers.
 enum kvf_status kvf_cells_zero (kvf_engine * engine, int32_t slot, int32_t n);
 enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t n, int32_t * pos);
 
@@ -269,10 +270,12 @@ enum kvf_status kvf_cells_get  (const kvf_engine * engine, int32_t slot, int32_t
 // transfers, and the next step waits for it.
 enum kvf_status kvf_settle(kvf_engine * engine, int32_t n, const int32_t * from, const int32_t * to);
 
-// Of one sequence: forget positions >= pos. A memory may be unable to go back: nothing has changed then, and done is 0.
+// Of one sequence: forget positions >= pos. A memory may be unable to go back: nothing has changed then, and done is 0. So may a
+// sliding window of several sequences, whose others have taken what a token at `pos` would see.
 //
 // Recurrent state goes back as a whole, or once after each step: by less than the tokens that its last ubatch had, and by
-// at most rs_planes. After a state was set, or a step failed in the midst, it cannot go back at all.
+// at most rs_planes. After a state was set, or a step failed in the midst, it cannot go back at all; nor may it after a step of
+// other sequences, which has moved it. Should that fail in the midst, the state is gone.
 enum kvf_status kvf_truncate    (kvf_engine * engine, int32_t seq, int32_t pos, int32_t * done);
 enum kvf_status kvf_can_truncate(const kvf_engine * engine, int32_t seq, int32_t pos, int32_t * can);
 enum kvf_status kvf_clear       (kvf_engine * engine, int32_t seq);  // with K and V, in a context of one sequence
@@ -285,8 +288,8 @@ enum kvf_status kvf_state_get (kvf_engine * engine, int32_t seq, uint8_t * out, 
 enum kvf_status kvf_state_set (kvf_engine * engine, int32_t seq, const uint8_t * data, int64_t size, int32_t length);
 
 // As get and set do, but on the devices, and without waiting: behind the compute submitted so far, before what comes next. One
-// state is kept, as often as it is put back, until the next one is; in memory that is made when more of it is needed, and
-// freed with the engine. After MEMORY none is kept.
+// state of each sequence is kept, as often as it is put back, until the next one is; in memory that is made when more of it is
+// needed, and freed with the engine. After MEMORY none of it is kept.
 enum kvf_status kvf_state_keep(kvf_engine * engine, int32_t seq);
 enum kvf_status kvf_state_put (kvf_engine * engine, int32_t seq, int32_t length);  // STATE as above, or if none is kept
 

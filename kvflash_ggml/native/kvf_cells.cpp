@@ -64,10 +64,21 @@ kvf_status kvf_cells_zero(kvf_engine * engine, int32_t slot, int32_t n) {
     if (engine->info.v_trans) {
         return kvf_fail(KVF_STATUS_UNSUPPORTED, "V is stored transposed, so it has no rows to zero: use flash attention");
     }
-    if (const auto status = kvf_cells_clear(engine, slot, n)) {
+    if (const auto status = check_slots(*engine, slot, n)) {
         return status;
     }
+    const auto & cells = kvf_access::cells(engine->kv);
+    std::vector<std::vector<int32_t>> held(engine->info.n_seq);
+    for (int32_t i = slot; i < slot + n; ++i) {
+        if (!cells.is_empty(i)) {
+            held[cells.seq_get(i)].push_back(cells.pos_get(i));
+        }
+    }
+    kvf_cells_clear(engine, slot, n);
     kvf_synchronize(engine);
+    for (int32_t seq = 0; seq < engine->info.n_seq; ++seq) {
+        kvf_zero_window(*engine, seq, held[seq]);
+    }
     std::vector<uint8_t> zeros;
     for (const auto & lane : engine->lanes) {
         for (const auto & span : lane.spans) {
@@ -96,11 +107,12 @@ kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
     }
     kvf_synchronize(engine);
     if (engine->info.n_seq > 1) {
+        kvf_zero_state(*engine, seq);
         engine->memory.seq_rm(seq, -1, -1);  // the rows of others stay
-        return KVF_STATUS_SUCCESS;
+    } else {
+        engine->memory.clear(true);
     }
-    engine->memory.clear(true);
-    engine->reach = 0;
+    engine->reach[seq] = 0;
     return KVF_STATUS_SUCCESS;
 }
 

@@ -18,14 +18,12 @@
 
 namespace {
 
-// Several sequences need a memory that is pooled as a whole: states and windows are kept whole, not by sequence.
 std::string sequences_refusal(llama_context & ctx) {
-    const auto * what = kvf_find_recurrent(ctx.get_memory())             ? "recurrent state is kept for one"
-                      : kvf_find_iswa(ctx.get_memory())                  ? "a sliding window is kept for one"
-                      : !dynamic_cast<llama_kv_cache *>(ctx.get_memory()) ? "its memory is kept for one"
-                      : ctx.get_model().hparams.ple_n_heads != 0         ? "its n-gram inputs are those of one"
-                      : !ctx.get_cparams().flash_attn                    ? "without flash attention a pool serves one"
-                                                                         : nullptr;
+    auto *       memory = ctx.get_memory();
+    const auto * what   = kvf_find_recurrent(memory) && kvf_find_iswa(memory) ? "recurrent state beside a sliding window is kept for one"
+                        : ctx.get_model().hparams.ple_n_heads != 0            ? "its n-gram inputs are those of one"
+                        : !ctx.get_cparams().flash_attn                       ? "without flash attention a pool serves one"
+                                                                              : nullptr;
     return what ? "the context is made for " + std::to_string(ctx.get_cparams().n_seq_max) + " sequences, and " + what
                       + ": n_seq_max must be 1"
                 : "";
@@ -87,6 +85,8 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     n_seq_id.assign(cparams.n_batch, 1);
     seq_id.assign(cparams.n_batch, nullptr);
     last_pos.resize(info.n_seq);
+    reach.resize(info.n_seq);
+    stashes.resize(info.n_seq);
     slot_in.resize(info.n_slots);
     row_in.resize(info.query_rows);
     servers = kvf_endpoints(ctx);

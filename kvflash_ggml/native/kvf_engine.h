@@ -31,7 +31,7 @@ struct kvf_engine {
     std::vector<kvf_lane>  lanes;
     std::vector<std::string> servers;         // endpoints that compute for the context
     kvf_info               info {};
-    int32_t                reach    = 0;      // tokens that recurrent state can go back, -1: it is not known what it holds
+    std::vector<int32_t>   reach;             // [n_seq] tokens that recurrent state can go back, -1: it is not known what it holds
 
     std::vector<kvf_lane *>    by_mode;                // those that hold nobody up first
     ggml_backend_buffer_type_t host_buft   = nullptr;  // of page images
@@ -54,7 +54,7 @@ struct kvf_engine {
     uint64_t                    n_plans = 0;
 
     kvf_features features;
-    kvf_stash    stash;
+    std::vector<kvf_stash> stashes;  // [n_seq]
 
     std::mutex                           host_mutex;  // slabs are pinned by a background thread
     std::vector<ggml_backend_buffer_ptr> host;

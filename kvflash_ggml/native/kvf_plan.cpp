@@ -68,6 +68,30 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
     return KVF_STATUS_SUCCESS;
 }
 
+// Recurrent state of several sequences advances in one ubatch, by equally many tokens. llama.cpp would split any other step, and
+// the planes would be those of its last part.
+kvf_status check_shares(kvf_engine & engine, const kvf_plan & plan) {
+    if (!engine.info.recurrent || std::all_of(plan.seq, plan.seq + plan.n_tokens, [&](int32_t seq) { return seq == plan.seq[0]; })) {
+        return KVF_STATUS_SUCCESS;
+    }
+    std::vector<int32_t> n(engine.info.n_seq);
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        n[plan.seq[i]]++;
+    }
+    const auto most = *std::max_element(n.begin(), n.end());
+    const auto less = std::find_if(n.begin(), n.end(), [most](int32_t count) { return count > 0 && count < most; });
+    if (less != n.end()) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "a step has %d tokens of sequence %d and %d of another: where a model has recurrent "
+                        "state, it has equally many of each", *less, (int32_t) (less - n.begin()), most);
+    }
+    const int32_t n_ubatch = engine.ctx.get_cparams().n_ubatch;
+    if (plan.n_tokens > n_ubatch) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "a step has %d tokens of several sequences: where a model has recurrent state, it "
+                        "has up to n_ubatch, %d", plan.n_tokens, n_ubatch);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
 // llama.cpp refuses positions that do not follow what is in memory, but takes any where that is empty.
 kvf_status check_memory(kvf_engine & engine, const kvf_plan & plan) {
     auto & seen = engine.last_pos;
@@ -103,7 +127,7 @@ kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
 
 kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
     ++engine.n_plans;
-    for (auto part : { check_sizes, check_slots, check_positions, check_memory, check_query_rows }) {
+    for (auto part : { check_sizes, check_slots, check_positions, check_shares, check_memory, check_query_rows }) {
         if (const auto status = part(engine, plan)) {
             return status;
         }
@@ -111,37 +135,39 @@ kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
     return plan.n_streamed == 0 ? KVF_STATUS_SUCCESS : kvf_stream_check(engine, plan);
 }
 
-kvf_status decode(kvf_engine & engine, const llama_batch & batch) {
-    const auto reach = engine.reach;
-    engine.reach = -1;
+kvf_status decode(kvf_engine & engine, const kvf_plan & plan, const llama_batch & batch) {
+    kvf_reach reach(engine, plan);
     try {
         const int code = llama_decode(&engine.ctx, batch);
         if (code == 0) {
-            engine.reach = kvf_step_reach(engine);
+            reach.computed();
             return KVF_STATUS_SUCCESS;
         }
-        if (code == -1 || code == 1) {  // an impossible batch, or no place for it: nothing was computed
-            engine.reach = reach;
+        if (code == -1 || code == 1) {  // an impossible batch, or no place for it
+            reach.kept();
+        } else {
+            reach.failed();
         }
         return kvf_fail(KVF_STATUS_DECODE, "llama_decode returned %d for %d tokens", code, batch.n_tokens);
     } catch (const std::exception & err) {
+        reach.failed();
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         return kvf_fail(KVF_STATUS_DECODE, "llama_decode failed for %d tokens: %s", batch.n_tokens, err.what());
     }
 }
 
-kvf_status read_pool(kvf_engine & engine, const llama_batch & batch) {
+kvf_status read_pool(kvf_engine & engine, const kvf_plan & plan, const llama_batch & batch) {
     if (engine.pool.stages) {
         engine.pool.stages->reserved = false;
     }
-    return decode(engine, batch);
+    return decode(engine, plan, batch);
 }
 
 // It was computed, but wrong.
 void take_back(kvf_engine & engine, const kvf_plan & plan) {
-    engine.reach = -1;
     auto & cells = kvf_access::cells(engine.kv);
     for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        engine.reach[plan.seq[i]] = -1;
         cells.rm(plan.slot[i]);
     }
 }
@@ -153,7 +179,7 @@ kvf_status stream(kvf_engine & engine, const kvf_plan & plan, const llama_batch 
         }
     }
     kvf_stream_begin(engine, plan);
-    const auto decoded = decode(engine, batch);
+    const auto decoded = decode(engine, plan, batch);
     const auto status  = kvf_stream_end(engine, decoded);
     if (status && !decoded) {
         take_back(engine, plan);
@@ -211,7 +237,7 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
 
     engine->pool.plan = plan;
     const auto start  = std::chrono::steady_clock::now();
-    const auto decoded = plan->n_streamed == 0 ? read_pool(*engine, batch) : stream(*engine, *plan, batch);
+    const auto decoded = plan->n_streamed == 0 ? read_pool(*engine, *plan, batch) : stream(*engine, *plan, batch);
     const auto status  = check_answers(*engine, *plan, decoded);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;

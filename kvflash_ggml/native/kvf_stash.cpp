@@ -50,8 +50,8 @@ private:
     kvf_stash & stash;
 };
 
-bool make_room(kvf_engine & engine) {
-    for (auto & a : engine.stash.areas) {
+bool make_room(kvf_engine & engine, kvf_stash & stash) {
+    for (auto & a : stash.areas) {
         if (a.used <= (a.buffer ? ggml_backend_buffer_get_size(a.buffer.get()) : 0)) {
             continue;
         }
@@ -74,9 +74,9 @@ ggml_tensor * bytes_at(ggml_context * ctx, ggml_backend_buffer_t buffer, void * 
 enum class direction { out, in };
 
 // Between the piece's place and its tensor at this offset.
-void copy(kvf_engine & engine, const kvf_stash::piece & p, size_t offset, direction dir) {
+void copy(kvf_engine & engine, const kvf_stash & stash, const kvf_stash::piece & p, size_t offset, direction dir) {
     ggml_context_ptr ctx { ggml_init({ 2*ggml_tensor_overhead(), nullptr, /*.no_alloc =*/ true }) };
-    auto * buffer = engine.stash.areas[p.area].buffer.get();
+    auto * buffer = stash.areas[p.area].buffer.get();
     auto * kept   = bytes_at(ctx.get(), buffer, (char *) ggml_backend_buffer_get_base(buffer) + p.at, p.size);
     auto * cached = bytes_at(ctx.get(), p.tensor->buffer, (char *) p.tensor->data + offset, p.size);
     auto * from   = dir == direction::out ? cached : kept;
@@ -93,7 +93,7 @@ void copy(kvf_engine & engine, const kvf_stash::piece & p, size_t offset, direct
 // Tensors arrive behind the compute, everything else at once.
 class reader : public llama_io_read_i {
 public:
-    explicit reader(kvf_engine & engine) : engine(engine), stash(engine.stash) {}
+    reader(kvf_engine & engine, const kvf_stash & stash) : engine(engine), stash(stash) {}
 
     void read(void * dst, size_t n) override {
         if (n > stash.small.size() - n_small) {
@@ -108,18 +108,18 @@ public:
         if (n_pieces == stash.pieces.size() || stash.pieces[n_pieces].tensor != tensor || stash.pieces[n_pieces].size != n) {
             throw std::runtime_error("it has other tensors");
         }
-        copy(engine, stash.pieces[n_pieces++], offset, direction::in);
+        copy(engine, stash, stash.pieces[n_pieces++], offset, direction::in);
         n_read += n;
     }
 
     size_t n_bytes() override { return n_read; }
 
 private:
-    kvf_engine & engine;
-    kvf_stash &  stash;
-    size_t       n_small  = 0;
-    size_t       n_pieces = 0;
-    size_t       n_read   = 0;
+    kvf_engine &      engine;
+    const kvf_stash & stash;
+    size_t            n_small  = 0;
+    size_t            n_pieces = 0;
+    size_t            n_read   = 0;
 };
 
 void forget(kvf_stash & stash) {
@@ -138,7 +138,7 @@ kvf_status kvf_state_keep(kvf_engine * engine, int32_t seq) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;
     }
-    auto & stash = engine->stash;
+    auto & stash = engine->stashes[seq];
     forget(stash);
     try {
         planner io(stash);
@@ -146,12 +146,12 @@ kvf_status kvf_state_keep(kvf_engine * engine, int32_t seq) {
     } catch (const std::exception & err) {
         return kvf_fail(KVF_STATUS_STATE, "the state cannot be kept: %s", err.what());
     }
-    if (!make_room(*engine)) {
+    if (!make_room(*engine, stash)) {
         return kvf_fail(KVF_STATUS_MEMORY, "no memory to keep a state of %lld bytes beside the one at work",
                         (long long) stash.size);
     }
     for (const auto & p : stash.pieces) {
-        copy(*engine, p, p.offset, direction::out);
+        copy(*engine, stash, p, p.offset, direction::out);
     }
     stash.holds = true;
     return KVF_STATUS_SUCCESS;
@@ -164,9 +164,10 @@ kvf_status kvf_state_put(kvf_engine * engine, int32_t seq, int32_t length) {
     if (length < 0) {
         return kvf_fail(KVF_STATUS_ARGUMENT, "a state for %d tokens", length);
     }
-    if (!engine->stash.holds) {
+    const auto & stash = engine->stashes[seq];
+    if (!stash.holds) {
         return kvf_fail(KVF_STATUS_STATE, "no state is kept that could be put back");
     }
-    reader io(*engine);
-    return kvf_restore_state(*engine, seq, io, engine->stash.size, length);
+    reader io(*engine, stash);
+    return kvf_restore_state(*engine, seq, io, stash.size, length);
 }

@@ -4,6 +4,7 @@
 #include "kvf_engine.h"
 #include "kvf_error.h"
 
+#include "llama-impl.h"
 #include "llama-io.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
@@ -11,6 +12,7 @@
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <stdexcept>
@@ -87,9 +89,11 @@ struct cell {
 };
 
 struct window_head {
-    uint32_t head;   // where llama.cpp looks for the next free cell
-    uint32_t count;  // cells up to the last one in use
+    uint32_t head;   // where llama.cpp looks for the next free cell; SHARED in a window of several sequences
+    uint32_t count;  // cells up to the last one in use; those of the sequence
 };
+
+constexpr uint32_t SHARED = UINT32_MAX;  // the cells are those of one sequence, and their places follow them
 
 // Calls f(tensor, bytes of its first `count` cells).
 template <typename F>
@@ -101,6 +105,41 @@ void for_each_tensor(llama_kv_cache & kv, uint32_t count, F && f) {
             f(layer.v, kvf_access::v_trans(kv) ? ggml_nbytes(layer.v) : count*layer.v->nb[1]);
         }
     }
+}
+
+// Calls f(first, n) for runs of numbers that follow one another, of which `place` has those of rows 0, 1, ...
+template <typename F>
+void for_each_run(const std::vector<uint32_t> & place, F && f) {
+    for (size_t i = 0, n; i < place.size(); i += n) {
+        for (n = 1; i + n < place.size() && place[i + n] == place[i] + n; ++n) {}
+        f(place[i], n);
+    }
+}
+
+std::vector<uint32_t> cells_of(llama_kv_cache & kv, int32_t seq) {
+    const auto & cells = kvf_access::cells(kv);
+    std::vector<uint32_t> res;
+    for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+        if (!cells.is_empty(i) && cells.seq_has(i, seq)) {
+            res.push_back(i);
+        }
+    }
+    return res;
+}
+
+void write_shared_window(llama_kv_cache & kv, llama_io_write_i & io, int32_t seq) {
+    const auto & cells = kvf_access::cells(kv);
+    const auto   place = cells_of(kv, seq);
+    const window_head head { SHARED, (uint32_t) place.size() };
+    io.write(&head, sizeof(head));
+    for (const auto i : place) {
+        const cell c { cells.pos_get(i), cells.ext_get(i).tok };
+        io.write(&c, sizeof(c));
+    }
+    io.write(place.data(), place.size()*sizeof(place[0]));
+    for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
+        for_each_run(place, [&](uint32_t first, size_t n) { io.write_tensor(t, first*t->nb[1], n*t->nb[1]); });
+    });
 }
 
 void write_window(llama_kv_cache & kv, llama_io_write_i & io) {
@@ -115,52 +154,123 @@ void write_window(llama_kv_cache & kv, llama_io_write_i & io) {
     for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.write_tensor(t, 0, n); });
 }
 
-void read_window(llama_kv_cache & kv, llama_io_read_i & io, int32_t seq, int32_t length, bool positions) {
-    auto & cells = kvf_access::cells(kv);
+// The sequences let go of what no token of theirs will see any more, if they do not go back.
+void make_room(llama_kv_cache & kv, int32_t n_seq, int32_t n_swa) {
+    for (int32_t seq = 0; seq < n_seq; ++seq) {
+        const auto end = kv.seq_pos_max(seq) + 2 - n_swa;
+        if (end > 0) {
+            kv.seq_rm(seq, 0, end);
+        }
+    }
+}
+
+// Where cells come to lie: in their places, or where one of them is taken, in the first ones that are free.
+std::vector<uint32_t> free_places(const kvf_engine & engine, llama_kv_cache & kv, const std::vector<uint32_t> & wanted) {
+    const auto & cells = kvf_access::cells(kv);
+    std::vector<bool> taken(cells.size());
+    bool fit = true;
+    for (const auto i : wanted) {
+        fit = fit && i < cells.size() && cells.is_empty(i) && !taken[i];
+        if (fit) {
+            taken[i] = true;
+        }
+    }
+    if (fit) {
+        return wanted;
+    }
+    if (cells.size() - cells.get_used() < wanted.size()) {
+        make_room(kv, engine.info.n_seq, engine.info.n_swa);
+    }
+    std::vector<uint32_t> res;
+    for (uint32_t i = 0; i < cells.size() && res.size() < wanted.size(); ++i) {
+        if (cells.is_empty(i)) {
+            res.push_back(i);
+        }
+    }
+    if (res.size() < wanted.size()) {
+        throw std::runtime_error("more cells than the sliding window has left");
+    }
+    return res;
+}
+
+// Rows of a window of its own, of which empty cells are left out.
+void read_rows(llama_kv_cache & kv, llama_io_read_i & io, const std::vector<cell> & found, const std::vector<uint32_t> & place) {
+    std::vector<uint8_t> empty;
+    for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
+        const size_t row = t->nb[1];
+        for (size_t i = 0, at = 0, n; i < found.size(); i += n) {
+            const bool used = found[i].pos != -1;
+            for (n = 1; i + n < found.size() && (found[i + n].pos != -1) == used && (!used || place[at + n] == place[at] + n); ++n) {}
+            if (used) {
+                io.read_tensor(t, place[at]*row, n*row);
+                at += n;
+            } else {
+                empty.resize(n*row);
+                io.read(empty.data(), n*row);
+            }
+        }
+    });
+}
+
+void read_window(kvf_engine & engine, llama_kv_cache & kv, llama_io_read_i & io, int32_t seq, int32_t length) {
+    auto &     cells  = kvf_access::cells(kv);
+    const bool shares = engine.info.n_seq > 1;
     window_head head;
     io.read(&head, sizeof(head));
-    if (head.count > cells.size() || head.head > cells.size()) {
+    if (head.count > cells.size() || (head.head > cells.size() && head.head != SHARED)) {
         throw std::runtime_error("more cells than the sliding window has");
     }
-    std::vector<bool> seen(length);
+    std::vector<bool>     seen(length);
+    std::vector<cell>     found(head.count);
+    std::vector<uint32_t> place;  // of the cells that are in use
     for (uint32_t i = 0; i < head.count; ++i) {
-        cell c;
+        auto & c = found[i];
         io.read(&c, sizeof(c));
-        if (c.pos == -1) {
+        if (c.pos == -1 && head.head != SHARED) {
             continue;
         }
         if (c.pos < 0 || c.pos >= length || seen[c.pos]) {
             throw std::runtime_error("a position beside the text");
         }
         seen[c.pos] = true;
+        place.push_back(i);
+    }
+    if (head.head == SHARED) {
+        io.read(place.data(), place.size()*sizeof(place[0]));
+    }
+    place = free_places(engine, kv, place);
+    size_t n = 0;
+    for (const auto & c : found) {
+        if (c.pos == -1) {
+            continue;
+        }
         llama_kv_cell_ext ext;
         ext.tok = c.token;
-        if (positions) {
+        if (engine.info.n_pos > 1) {
             ext.x = c.pos;
             ext.y = c.pos;
         }
+        const auto i = place[n++];
         cells.pos_set(i, c.pos);
         cells.ext_set(i, ext);
         cells.seq_add(i, seq);
     }
-    for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.read_tensor(t, 0, n); });
-    kvf_access::head(kv) = head.head;
-}
-
-// Empty what is not pooled.
-void clear_state(kvf_engine & engine) {
-    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
-        iswa->get_swa()->clear(false);
-    }
-    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
-        recurrent->clear(false);
+    if (head.head == SHARED) {
+        for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
+            for_each_run(place, [&](uint32_t first, size_t n) { io.read_tensor(t, first*t->nb[1], n*t->nb[1]); });
+        });
+    } else if (!shares) {
+        for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.read_tensor(t, 0, n); });
+        kvf_access::head(kv) = head.head;
+    } else {
+        read_rows(kv, io, found, place);
     }
 }
 
 void read_state(kvf_engine & engine, int32_t seq, llama_io_read_i & io, int32_t length) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
         auto * window = iswa->get_swa();
-        read_window(*window, io, seq, length, engine.info.n_pos > 1);
+        read_window(engine, *window, io, seq, length);
         if (window->seq_pos_max(seq) != length - 1) {
             throw std::runtime_error("a window that does not end where the text does");
         }
@@ -192,9 +302,57 @@ llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory) {
     return nullptr;
 }
 
+void kvf_zero_state(kvf_engine & engine, int32_t seq) {
+    auto * recurrent = kvf_find_recurrent(&engine.memory);
+    for (uint32_t i = 0; recurrent && engine.info.n_seq > 1 && i < recurrent->size; ++i) {
+        if (!recurrent->cells[i].has_seq_id(seq)) {
+            continue;
+        }
+        for (const auto * tensors : { &recurrent->r_l, &recurrent->s_l, &recurrent->p_l }) {
+            for (auto * t : *tensors) {
+                if (t) {
+                    llama_clear_tensor_data(t, i*t->nb[1], t->nb[1]);
+                }
+            }
+        }
+    }
+}
+
+void kvf_zero_window(kvf_engine & engine, int32_t seq, const std::vector<int32_t> & positions) {
+    auto * iswa = kvf_find_iswa(&engine.memory);
+    if (!iswa || engine.info.n_seq == 1) {
+        return;
+    }
+    auto &       kv    = *iswa->get_swa();
+    const auto & cells = kvf_access::cells(kv);
+    std::vector<uint32_t> place;
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (cells.is_empty(i) || (cells.seq_has(i, seq) && std::find(positions.begin(), positions.end(), cells.pos_get(i)) != positions.end())) {
+            place.push_back(i);
+        }
+    }
+    for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
+        for_each_run(place, [&](uint32_t first, size_t n) { llama_clear_tensor_data(t, first*t->nb[1], n*t->nb[1]); });
+    });
+}
+
+void kvf_clear_state(kvf_engine & engine, int32_t seq) {
+    const bool shares = engine.info.n_seq > 1;
+    if (auto * iswa = kvf_find_iswa(&engine.memory)) {
+        shares ? (void) iswa->get_swa()->seq_rm(seq, -1, -1) : iswa->get_swa()->clear(false);
+    }
+    if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
+        shares ? (void) recurrent->seq_rm(seq, -1, -1) : recurrent->clear(false);
+    }
+}
+
 void kvf_write_state(kvf_engine & engine, int32_t seq, llama_io_write_i & io) {
     if (auto * iswa = kvf_find_iswa(&engine.memory)) {
-        write_window(*iswa->get_swa(), io);
+        if (engine.info.n_seq > 1) {
+            write_shared_window(*iswa->get_swa(), io, seq);
+        } else {
+            write_window(*iswa->get_swa(), io);
+        }
     }
     if (auto * recurrent = kvf_find_recurrent(&engine.memory)) {
         recurrent->state_write(io, seq, 0);
@@ -202,8 +360,8 @@ void kvf_write_state(kvf_engine & engine, int32_t seq, llama_io_write_i & io) {
 }
 
 kvf_status kvf_restore_state(kvf_engine & engine, int32_t seq, llama_io_read_i & io, size_t size, int32_t length) {
-    clear_state(engine);
-    engine.reach = 0;  // the planes are still those of what was there before
+    kvf_clear_state(engine, seq);
+    engine.reach[seq] = 0;  // the planes are still those of what was there before
     try {
         read_state(engine, seq, io, length);
         if (io.n_bytes() != size) {
@@ -211,7 +369,7 @@ kvf_status kvf_restore_state(kvf_engine & engine, int32_t seq, llama_io_read_i &
         }
         return KVF_STATUS_SUCCESS;
     } catch (const std::exception & err) {
-        clear_state(engine);
+        kvf_clear_state(engine, seq);
         return kvf_fail(KVF_STATUS_STATE, "a state of %lld bytes does not fit this context and %d tokens: %s",
                         (long long) size, length, err.what());
     }
@@ -252,6 +410,7 @@ kvf_status kvf_state_set(kvf_engine * engine, int32_t seq, const uint8_t * data,
         return kvf_fail(KVF_STATUS_ARGUMENT, "a state of %lld bytes for %d tokens", (long long) size, length);
     }
     llama_synchronize(&engine->ctx);
+    kvf_zero_state(*engine, seq);
     reader io(data, size);
     return kvf_restore_state(*engine, seq, io, size, length);
 }

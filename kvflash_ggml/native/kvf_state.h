@@ -3,6 +3,8 @@
 
 #include "kvf.h"
 
+#include <vector>
+
 struct llama_memory_i;
 class llama_io_read_i;
 class llama_io_write_i;
@@ -11,6 +13,14 @@ class llama_memory_recurrent;
 
 llama_kv_cache_iswa *    kvf_find_iswa(llama_memory_i * memory);       // null if there is none
 llama_memory_recurrent * kvf_find_recurrent(llama_memory_i * memory);  // null if there is none
+
+// Zero the recurrent state of a sequence, and all rows of a window that are empty or hold these positions of it: numbers that are
+// none would spoil what others compute. All compute is done.
+void kvf_zero_state (kvf_engine & engine, int32_t seq);
+void kvf_zero_window(kvf_engine & engine, int32_t seq, const std::vector<int32_t> & positions);
+
+// Empty what is not pooled of a sequence.
+void kvf_clear_state(kvf_engine & engine, int32_t seq);
 
 // The state of a sequence, wherever it goes; throws what `io` does.
 void kvf_write_state(kvf_engine & engine, int32_t seq, llama_io_write_i & io);

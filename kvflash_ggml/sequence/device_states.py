@@ -24,21 +24,21 @@ class SavedState:
 
 
 class DeviceStates:
-    """Keeps states of an engine, and puts them back. A device keeps one: what was kept there before is void."""
+    """Keeps states of an engine, and puts them back. A device keeps one of each sequence, in place of the last."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._on_host = False
-        self._newest: SavedState | None = None
+        self._newest: dict[int, SavedState] = {}
 
     def keep(self, seq: int) -> SavedState:
         """The state of a sequence as it is now. On a device nothing waits for it."""
         if not self._on_host:
             try:
-                self._newest = None
+                self._newest.pop(seq, None)
                 self._engine.keep_state(seq=seq)
-                self._newest = SavedState(None)
-                return self._newest
+                self._newest[seq] = kept = SavedState(None)
+                return kept
             except HostMemoryError as err:
                 self._on_host = True  # for good: asking again would take its time at each draft
                 logger.warning("recurrent state goes to the host and back at each draft that needs it: %s", err)
@@ -49,5 +49,5 @@ class DeviceStates:
         if kept.copy is not None:
             self._engine.set_state(kept.copy, length, seq=seq)
             return
-        assert kept is self._newest, "the device keeps another state by now"
+        assert kept is self._newest.get(seq), "the device keeps another state by now"
         self._engine.put_state(length, seq=seq)

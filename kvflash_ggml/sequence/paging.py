@@ -188,11 +188,9 @@ class Paging:
 
     def empty(self) -> None:
         """No slot holds a token of the text. What is not pooled stays."""
-        if self._engine.info.n_seq > 1:
-            self._engine.clear(seq=self._seq)
-            return
         self._engine.synchronize()
-        self._engine.clear_cells(0, self._engine.info.n_slots)
+        for block in self._table.blocks.order:
+            self._engine.clear_cells(block * CHUNK, CHUNK)
 
     def clear(self) -> None:
         self.store.clear()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..constants import CHUNK
 from ..errors import DeviceLost, NotFinite
 from .sequence import Sequence as Text
-from .step import Step
+from .step import NO_LOGITS, Step
 
 Prepared = tuple[Text, Step]
 
@@ -15,11 +15,14 @@ Prepared = tuple[Text, Step]
 def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
     """Compute prepared steps of different texts on one pool together, at most `n_ubatch` tokens in all.
 
+    With recurrent state (`engine.info.recurrent`) all of them have equally many tokens: a prompt is read beside nobody.
+
     Returns what went wrong with each step, None where its text has its tokens. Any other text is as it was before.
 
     If the engine refuses the step, or logits of a text are not finite, the steps in question are undone, their slots
-    are zeroed, and each is computed again alone. Logits are at hand until the next step on the pool. Prompt steps
-    without logits are not checked. A step that streams, or verifies a tree, is the only one: the stages hold one text.
+    are zeroed, and each is computed again alone, unless recurrent state had to go back further. Logits are at hand
+    until the next step on the pool. Prompt steps without logits are not checked. A step that streams, or verifies a
+    tree, is the only one: the stages hold one text.
     """
     assert len(prepared) == 1 or all(step.view is None and step.branches is None for _, step in prepared)
     errors: dict[int, Exception] = {}
@@ -61,6 +64,8 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None
             _count(text, step, errors)
     if len(ready) > 1 and not isinstance(why, DeviceLost):
         for text, step in spoiled:
+            if text.length != step.start:
+                continue  # recurrent state has gone back further: these tokens follow no more
             errors.pop(step.seq)
             step.codes, step.wait = [], 0
             _attempt([(text, step)], errors)
@@ -95,6 +100,8 @@ def _fail(text: Text, step: Step, why: Exception, errors: dict[int, Exception]) 
             size = min(CHUNK - at % CHUNK, end - at)
             text.engine.zero_cells(layout.slot_of(at), size)
             at += size
+    if step.codes:
+        text.logits = NO_LOGITS
     text.fail(step, why)
 
 

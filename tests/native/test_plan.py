@@ -221,13 +221,16 @@ def test_other_sequences_are_refused_by_every_call(seq: int, one: Bare, tokens: 
     assert engine.cells(0, 512).tolist() == before.tolist()
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [("hybrid", "recurrent state is kept for one"), ("iswa", "a sliding window is kept for one")],
-)
-def test_several_sequences_need_memory_that_is_pooled_as_a_whole(kind: str, why: str, bare: Make) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"made for 2 sequences, and {why}: n_seq_max must be 1"):
-        bare(kind, pool=512, n_ctx=512, n_seq_max=2)
+def test_recurrent_state_of_several_sequences_advances_by_equally_many_tokens(bare: Make) -> None:
+    engine = bare("hybrid", pool=1024, n_ctx=1024, n_ubatch=64, n_batch=256, n_seq_max=2).session.engine
+    engine.seq[:3], engine.pos[:3], engine.slot[:3] = (0, 1, 1), (0, 0, 1), (0, 512, 513)
+    with pytest.raises(UnsupportedError, match="a step has 1 tokens of sequence 0 and 2 of another"):
+        engine.step(3, 0, [])
+    engine.seq[:100], engine.pos[:100] = [0] * 50 + [1] * 50, [*range(50)] * 2
+    engine.slot[:100] = [*range(50), *range(512, 562)]
+    with pytest.raises(UnsupportedError, match=r"100 tokens of several sequences: .* up to n_ubatch, 64"):
+        engine.step(100, 0, [])
+    assert (engine.cells(0, 1024) == -1).all()
 
 
 def test_several_sequences_need_flash_attention(bare: Make) -> None:

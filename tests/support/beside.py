@@ -47,18 +47,24 @@ def check(run: Bare) -> None:
     """Cells, tables and mask rows, each from the tokens that a text has."""
     engine = run.session.engine
     held = engine.cells(0, engine.info.n_slots)
+    free = np.ones(len(held), bool)
     for text in run.sessions:
+        if text.ahead:
+            continue  # its rows wait to be settled
         check_table(text.table)
         mine = np.full(len(held), -1)
         for c, chunk in enumerate(text.table.chunks):
             if chunk.block >= 0:
                 n = min(CHUNK, text.length - c * CHUNK)
                 mine[chunk.block * CHUNK :][:n] = c * CHUNK + np.arange(n)
-        part = slice(text.seq * SHARE, (text.seq + 1) * SHARE)
+        part = np.concatenate([block * CHUNK + np.arange(CHUNK) for block in text.table.blocks.order])
         assert held[part].tolist() == mine[part].tolist()
+        free[part] = False
         for row, owner in enumerate(text.pool.rows.owners):
             if owner is text.mask and text.view is None and text.logits.row(text.length - 1) == row:
                 assert (np.isfinite(text.pool.rows.data[row].astype(np.float32)) == (mine >= 0)).all()
+    if not any(text.ahead for text in run.sessions):
+        assert (held[free] == -1).all(), "rows of no text stay"
 
 
 def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[list[Logits]]:
@@ -70,3 +76,12 @@ def answers(run: Bare, prompts: Sequence[Any], steps: int, script: Any) -> list[
 
 def alike(mine: Logits, its: Logits) -> bool:
     return bool(np.abs(mine - its).max() <= 0.02 * np.abs(mine).max())
+
+
+def spoil(engine: Any, block: int) -> None:
+    """The rows of a block are no numbers."""
+    size = engine.info.page_bytes
+    image = engine.alloc(size)
+    engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
+    engine.wait(engine.page_in([block], [image]))
+    engine.free(image)

@@ -1,0 +1,184 @@
+"""Several texts on one pool of models that keep more than pooled attention: sliding windows and recurrent state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.beside import PROMPT, Make, alike, answers, check, decode, logits_of, make, spoil
+from support.harness import Bare, Logits, same_bits
+
+from kvflash_ggml.errors import NotFinite
+from kvflash_ggml.sequence import restore, together
+from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.step import LAST
+
+KINDS = ["iswa", "hybrid"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_neighbours_say_changes_no_bit(kind: str, bare: Make, tokens: Any) -> None:
+    """The same shapes, the same sequence, other texts beside mine."""
+    found = []
+    for beside in (0, 3000):
+        run = make(bare, 3, kind=kind)
+        prompts = [tokens[beside : beside + PROMPT], tokens[1500 : 1500 + PROMPT], tokens[beside + 100 :][:1000]]
+        script = np.stack([tokens[beside + 5000 :][:40], tokens[6000:6040], tokens[beside + 7000 :][:40]], 1)
+        rows = answers(run, prompts, 40, script)
+        text = run.sessions[1]
+        assert text.paging.page_ins > 0
+        found.append(([row[1] for row in rows], [chunk.block for chunk in text.table.chunks]))
+    assert found[0][1] == found[1][1]
+    assert all(same_bits(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_or_among_others_is_a_matter_of_rounding(kind: str, bare: Make, tokens: Any) -> None:
+    """Also where only some of them go on, so that states change their places."""
+    among = make(bare, 4, kind=kind)
+    prompts = [tokens[1000 * i :][: PROMPT - 100 * i] for i in range(4)]
+    lone = []
+    for prompt in prompts:
+        alone = make(bare, 1, kind=kind)
+        extend(alone.session, prompt)
+        lone.append(alone)
+    for text, prompt in zip(among.sessions, prompts, strict=True):
+        extend(text, prompt)
+    at = 5000
+    for running in ([0, 1, 2, 3], [0, 2], [3], [1, 3], [3, 1, 0], [2, 0, 1, 3]):
+        for _ in range(6):
+            script = tokens[at : at + len(running)].tolist()
+            at += len(running)
+            rows = decode(among, [among.sessions[i] for i in running], script)
+            for i, token, row in zip(running, script, rows, strict=True):
+                (its,) = decode(lone[i], [lone[i].session], [token])
+                assert alike(its, row)
+    assert among.sessions[0].paging.page_ins > 0
+
+
+@pytest.mark.parametrize("kind", ["dense", *KINDS])
+def test_a_text_that_was_swapped_out_goes_on_bit_for_bit(kind: str, bare: Make, tokens: Any) -> None:
+    """Another text has its place meanwhile. llama.cpp chooses cells of a shared window: there it is up to rounding."""
+    found = []
+    for swapped in (False, True):
+        run = make(bare, 3, kind=kind)
+        for i, text in enumerate(run.sessions):
+            extend(text, tokens[1000 * i :][: PROMPT - 200 * i])
+        rows = [decode(run, run.sessions, tokens[4000 + 3 * at :][:3]) for at in range(10)]
+        if swapped:
+            text = run.sessions[1]
+            saved = restore.state(text)
+            try:
+                text.reset()
+                extend(text, tokens[8000:8700])
+                restore.load(text, saved)
+            finally:
+                saved.release()
+            check(run)
+        rows += [decode(run, run.sessions, tokens[5000 + 3 * at :][:3]) for at in range(10)]
+        found.append([x for row in rows for x in row])
+    same = alike if kind == "iswa" else same_bits
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_as_another_sequence(kind: str, bare: Make, tokens: Any) -> None:
+    """Also in a context of one sequence, and from one into a context of several."""
+    run, alone = make(bare, 3, kind=kind), make(bare, 1, kind=kind)
+    one, _, other = run.sessions
+    extend(one, tokens[:PROMPT])
+    extend(other, tokens[2000:2600])
+    saved = restore.state(one)
+    try:
+        restore.load(other, saved)
+        state = one.engine.get_state(seq=0)
+        extend(alone.session, tokens[:PROMPT])
+        its = alone.session.engine.get_state(seq=0)
+        alone.session.engine.set_state(state, PROMPT, seq=0)
+        one.engine.set_state(its, PROMPT, seq=0)
+    finally:
+        saved.release()
+    for token in tokens[PROMPT : PROMPT + 16]:
+        mine, moved = decode(run, [one, other], [token, token])
+        (lone,) = decode(alone, [alone.session], [token])
+        assert alike(mine, moved)
+        assert alike(mine, lone)
+    assert one.table.resident_chunks == other.table.resident_chunks
+
+
+@pytest.mark.parametrize("planes", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_several_texts_go_back_each_by_itself(kind: str, planes: int, bare: Make, tokens: Any) -> None:
+    """Some keep their rows while others go on: the state of a text is its own, wherever it lies."""
+    planes *= kind == "hybrid"
+    run, plain = make(bare, 3, kind=kind, planes=planes), make(bare, 3, kind=kind)
+    for one in (run, plain):
+        for i, text in enumerate(one.sessions):
+            extend(text, tokens[1000 * i :][:700])
+    at = [1000 * i + 700 for i in range(3)]
+    for turn in range(6):
+        steps = []
+        for i, text in enumerate(run.sessions):
+            rows = np.concatenate([tokens[at[i] : at[i] + 2], tokens[9000 + turn : 9002 + turn]])
+            steps.append((text, text.prepare_drafts(rows.astype(np.int32), None, None)))
+        assert together.compute(steps) == [None] * 3
+        kept = [1 + (turn + i) % 2 for i in range(3)]
+        for i, text in enumerate(run.sessions):
+            for row in range(kept[i]):
+                text.keep(row)
+            at[i] += kept[i]
+        for i in (0, 2) if turn % 2 else (2,):  # the others settle behind a step of these
+            (row,) = decode_one(run, i, tokens[at[i]])
+            its = read_to(plain, i, tokens[1000 * i + 700 : at[i] + 1])
+            assert alike(its, row)
+            at[i] += 1
+    for i, text in enumerate(run.sessions):
+        text.settle()
+        assert text.length == at[i] - 1000 * i or kind == "hybrid"
+        extend(text, tokens[1000 * i + text.length : at[i] + 1])
+        assert alike(read_to(plain, i, tokens[1000 * i + 700 : at[i] + 1]), logits_of(run, text))
+    check(run)
+
+
+def decode_one(run: Bare, i: int, token: int) -> list[Logits]:
+    text = run.sessions[i]
+    text.settle()
+    return decode(run, [text], [token])
+
+
+def read_to(plain: Bare, i: int, answer: Any) -> Logits:
+    """The logits of a text that goes on with these tokens after its prompt, one at a time."""
+    text = plain.sessions[i]
+    rows: list[Logits] = []
+    for token in answer[text.length - 700 :]:
+        rows = decode(plain, [text], [token])
+    return rows[0]
+
+
+@pytest.mark.parametrize("kind", ["dense", *KINDS, "latent heads", "of qwen3moe"])
+def test_numbers_that_are_none_reach_nobody_else(kind: str, bare: Make, tokens: Any) -> None:
+    """A block of one text is spoiled: its neighbours go on as without that, and so does the text that follows it."""
+    found = []
+    for spoiled in (False, True):
+        run = make(bare, 3, kind=kind)
+        ids = tokens % run.n_vocab
+        engine, victim = run.session.engine, run.sessions[1]
+        for i, text in enumerate(run.sessions):
+            extend(text, ids[1000 * i :][:400])
+        rows = [decode(run, run.sessions, ids[4000:4003])]
+        if spoiled:
+            spoil(engine, victim.table.chunks[0].block)
+        steps = []
+        for text, token in zip(run.sessions, ids[5000:5003], strict=True):
+            text.begin(1)
+            steps.append((text, text.prepare_answer(np.array([token]), LAST)))
+        errors = together.compute(steps)
+        assert [type(error) for error in errors] == [type(None), NotFinite if spoiled else type(None), type(None)]
+        check(run)
+        victim.reset()
+        extend(victim, ids[7000:7400])
+        rows += [decode(run, run.sessions, ids[6000 + 3 * at :][:3]) for at in range(6)]
+        found.append([x for row in rows for x in row])
+    same = alike if kind == "iswa" else same_bits
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
