@@ -23,12 +23,12 @@ FREE = -1
 class MaskRows:
     """Room for the rows of one step, which all texts of a pool use in turn, or side by side.
 
-    data: [max_rows, n_slots], half precision with flash attention, float32 without. owners: whose each row is.
+    data: [max_rows, n_slots], half precision with flash attention, float32 without. owners: who wrote each row.
     """
 
     def __init__(self, n_slots: int, max_rows: int, *, f32: bool) -> None:
         self.data = np.full((max_rows, n_slots), -np.inf, np.float32 if f32 else np.float16)
-        self.owners: list[SlotMask | None] = [None] * max_rows
+        self.owners: list[object] = [None] * max_rows
 
 
 class SlotMask:

@@ -44,6 +44,11 @@ class DraftRows:
     def kept(self) -> int:
         return len(self.path)
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one that was written."""
+        return self.start + (len(self.tokens) if self.branches is None else int(self.branches.depth.max()) + 1)
+
     def with_row(self, row: int) -> DraftRows:
         """One row more is of the text: the next one of a chain, a child of the last one of a tree."""
         before = row - 1 if self.branches is None else int(self.branches.parent[row])

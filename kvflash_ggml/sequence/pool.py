@@ -14,8 +14,10 @@ from ..constants import CHUNK
 from ..errors import ConfigError
 from ..host.heap import PageHeap
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
-from ..pool.page_table import BlockAllocator
+from ..pool.page_table import BlockAllocator, PageTable
 from .device_states import DeviceStates
+from .draft_rows import DraftRows
+from .padding import Padding
 from .step import NO_LOGITS, Logits
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class Text(Protocol):
     """A text on the pool."""
 
     logits: Logits
+    table: PageTable
+    draft_rows: DraftRows | None
 
 
 class Pool:
@@ -41,7 +45,7 @@ class Pool:
     streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
     device_states: where what is not pooled is kept in front of draft rows. beside: another pool of the same model and
     devices, whose images this one's texts can have; `take_images` makes them its own. owns_images: closes them with
-    itself.
+    itself. fixed_rows: a step has a row for each sequence at least, see `Padding`, for which a block is set aside.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class Pool:
         spill: Path | None = None,
         block_order: Sequence[int] | None = None,
         beside: Pool | None = None,
+        fixed_rows: bool = False,
     ) -> None:
         info = engine.info
         self.engine = engine
         self.n_slots = info.n_slots
         self.n_ubatch = n_ubatch
-        blocks = info.n_slots // CHUNK // info.n_seq
+        fixed_rows = fixed_rows and info.n_seq > 1
+        blocks = (info.n_slots // CHUNK - (Padding.blocks(info.n_seq) if fixed_rows else 0)) // info.n_seq
         order = range(info.n_slots // CHUNK) if block_order is None else block_order
         self.shares = [BlockAllocator(blocks, order[i * blocks : (i + 1) * blocks]) for i in range(info.n_seq)]
         self.share = blocks * CHUNK
@@ -69,6 +75,7 @@ class Pool:
         )
         self.rows = MaskRows(info.n_slots, len(engine.token), f32=info.mask_f32)
         engine.use_mask(self.rows.data)
+        self.padding = Padding(engine, self.rows, self._end) if fixed_rows else None
         self.device_states = DeviceStates(engine)
         self.stage_slots = 0
         self.stage_bytes = 0
@@ -131,10 +138,24 @@ class Pool:
                 step.mask.fill_tree(start, slots, branches.parent, first)
             if not step.queries.rows:
                 engine.query_row[first:end] = -1
+        taken = {step.seq for step in steps}
         if len(self.shares) > 1:
-            for seq in set(self.texts).difference(step.seq for step in steps):
+            for seq in set(self.texts).difference(taken):
                 self.texts[seq].logits = NO_LOGITS
-        engine.step(end, wait, codes, steps[0].streamed)
+        if self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
+            engine.step(end, wait, codes, steps[0].streamed)
+            return
+        try:
+            engine.step(self.padding.fill(end, taken), wait, codes)
+        finally:
+            self.padding.clear(end)
+
+    def _end(self, seq: int) -> int:
+        """The position behind all that a sequence has in memory."""
+        text = self.texts.get(seq)
+        if text is None:
+            return 0
+        return text.table.layout.length if text.draft_rows is None else text.draft_rows.end
 
     def take_images(self, other: Pool) -> None:
         """The images that both have are this pool's from now on; it closes them, and the other no longer does.

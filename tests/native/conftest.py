@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from support.archs import missing_sources, write_arch, write_latent
 from support.drafter_models import with_head
-from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_latent_heads, write_uneven
+from support.harness import MODELS, TEXT, Bare, dequantise, write_iswa, write_latent_heads, write_packed, write_uneven
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.native import library
@@ -76,8 +76,8 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Path of a model by kind.
 
     "iswa", "narrow" (its heads are), "uneven", "latent" and "latent heads" (one head, several; random weights), "f32"
-    (the dense one, dequantised) and "headed" (the hybrid one with its MTP head) are made when asked for; "of NAME" is a
-    tiny one of that architecture.
+    (the dense one, dequantised), "packed" (Q4_K) and "headed" (the hybrid one with its MTP head) are made when asked
+    for; "of NAME" is a tiny one of that architecture.
     """
     made = dict(models)
 
@@ -93,6 +93,7 @@ def model(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
                 "latent": write_latent,
                 "latent heads": write_latent_heads,
                 "f32": dequantise,
+                "packed": write_packed,
                 "headed": lambda _, path: with_head(models["hybrid"], models["mtp"], path),
             }
             if kind.startswith("of "):
@@ -180,6 +181,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
             stages: int = 0,
             answers_exactly: bool = False,
             n_batch: int | None = None,
+            fixed_rows: bool = False,
             planes: int = 0,
             nodes: list[int] | None = None,
             policy: str | None = None,
@@ -213,7 +215,7 @@ def bare(loaded: None, model: Callable[[str], Path]) -> Iterator[Callable[..., B
                 ctx = internals.LlamaContext(model=loaded, params=cparams, verbose=False)
             with skips_what_a_gpu_cannot_attend_to():
                 engine = native.Engine(ctypes.cast(ctx.ctx, ctypes.c_void_p).value or 0, longest)
-            shared = Pool(engine, n_ubatch=longest, block_order=block_order)
+            shared = Pool(engine, n_ubatch=longest, block_order=block_order, fixed_rows=fixed_rows)
             if stages:
                 shared.make_stages(stages)
             sessions = [

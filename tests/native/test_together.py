@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.beside import PROMPT, SHARE, Make, alike, answers, check, decode, logits_of, make
+from support.beside import PROMPT, SHARE, Make, alike, answers, check, decode, logits_of, make, spoil
 from support.harness import same_bits
 
 from kvflash_ggml.constants import CHUNK
@@ -55,6 +55,29 @@ def test_alone_or_among_others_is_a_matter_of_rounding(bare: Make, tokens: Any) 
         assert alike(row, beside[step][2])
     assert [c.block for c in text.table.chunks] == [c.block for c in among.sessions[2].table.chunks]
     assert text.paging.page_ins > 0
+
+
+@pytest.mark.parametrize("fixed_rows", [True, False])
+def test_with_a_fixed_number_of_rows_alone_or_among_others_are_the_same_bits(
+    fixed_rows: bool, bare: Make, tokens: Any
+) -> None:
+    """Among others or alone, beside texts that wait, have drafts, or are not there."""
+    settings = {"kind": "packed", "fixed_rows": fixed_rows}
+    alone, among = make(bare, 8, **settings), make(bare, 8, **settings)
+    mine, its = alone.sessions[2], among.sessions[2]
+    ids = tokens % alone.n_vocab
+    for text in (mine, its):
+        extend(text, ids[:700])
+    for i, text in enumerate(among.sessions[3:7]):
+        extend(text, ids[1000 * i :][: 300 + i])
+    found = []
+    for at, token in enumerate(ids[700:760]):
+        beside = among.sessions[3 : 3 + at % 5]
+        script = ids[5000 + 10 * at :][: len(beside)].tolist()
+        (row,) = decode(alone, [mine], [token])
+        rows = decode(among, [its, *beside], [token, *script])
+        found.append(same_bits(row, rows[0]))
+    assert all(found) == fixed_rows
 
 
 def test_a_prompt_beside_texts_that_decode(bare: Make, tokens: Any) -> None:
@@ -126,14 +149,6 @@ def test_numbers_that_are_none_stay_in_their_text(bare: Make, tokens: Any) -> No
             extend(victim, tokens[1000:1400])
             assert decode(run, run.sessions, [5, 6, 7])
     assert found[0] == found[1]
-
-
-def spoil(engine: Any, block: int) -> None:
-    size = engine.info.page_bytes
-    image = engine.alloc(size)
-    engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
-    engine.wait(engine.page_in([block], [image]))
-    engine.free(image)
 
 
 def pages_of(text: Any) -> bytes:

@@ -212,6 +212,24 @@ def dequantise(source: Path, target: Path) -> None:
     _finish(writer)
 
 
+def write_packed(source: Path, target: Path) -> None:
+    """The same shapes with random weights in Q4_K: a CPU computes one row in another kernel than several."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    _copy_fields(reader, writer, lambda key: True)
+    rng = np.random.default_rng(5)
+    for tensor in reader.tensors:
+        if len(tensor.shape) == 1:
+            writer.add_tensor(tensor.name, tensor.data)
+            continue
+        columns, rows = map(int, tensor.shape)
+        scale = np.array([1, 7.5], np.float16) / np.float16(4.6 * columns**0.5)  # of 0 to 15, and what is taken away
+        data = rng.integers(0, 256, (rows * columns // 256, 144), np.uint8)
+        data[:, :4], data[:, 4:12], data[:, 12:16] = scale.view(np.uint8), 1, 0x11
+        writer.add_tensor(tensor.name, data.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    _finish(writer)
+
+
 def write_reranker(source: Path, target: Path) -> None:
     """The same model with a head of random weights that ranks texts, and a template for pairs of them."""
     reader = gguf.GGUFReader(source)
