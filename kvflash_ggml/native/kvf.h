@@ -224,8 +224,9 @@ enum kvf_status kvf_overrides  (int32_t n, const char * const * pattern, const c
 void            kvf_list_free  (void * list);  // when the model has been loaded
 int             kvf_finds      (const char * pattern, const char * name);  // as the loader does it
 
-// REFUSED for a context that cannot have a pool. n_seq_max above 1 needs kv_unified and flash attention. Recurrent state beside a
-// sliding window, and n-gram inputs, are kept for one sequence.
+// REFUSED for a context that cannot have a pool. n_seq_max above 1 needs kv_unified and flash attention, and n_ctx
+// has the sliding windows of all of them, and a step. Recurrent state beside a sliding window, and n-gram inputs, are kept for
+// one sequence.
 enum kvf_status kvf_engine_init(void * ctx, kvf_engine ** engine);
 void            kvf_engine_free(kvf_engine * engine);
 void            kvf_get_info   (const kvf_engine * engine, kvf_info * info);

@@ -32,6 +32,8 @@ class Text(Protocol):
     table: PageTable
     draft_rows: DraftRows | None
 
+    def settle(self) -> None: ...
+
 
 class Pool:
     """The pool of a context. It computes the steps of the texts on it, one or several in one step of the engine.
@@ -109,9 +111,16 @@ class Pool:
     def run(self, steps: Sequence[Step]) -> None:
         """Compute prepared steps of different texts together, whose moves are made, and note the result in each.
 
-        Their rows lie side by side, in this order. Logits of other texts are at hand no longer. Nothing else steps the
-        engine. Raises what `Engine.step` raises: nothing of any step was computed then.
+        Their rows lie side by side, in this order. Logits of other texts are at hand no longer. Their draft rows are
+        settled where they could not be taken back behind the step. Nothing else steps the engine. Raises what
+        `Engine.step` raises: nothing of any step was computed then.
         """
+        taken = {step.seq for step in steps}
+        others = [] if len(self.shares) == 1 else [text for seq, text in self.texts.items() if seq not in taken]
+        if self.engine.info.recurrent or self.engine.info.n_swa:
+            for text in others:
+                if text.draft_rows is not None and text.draft_rows.state is None:
+                    text.settle()  # the step may take what it goes back to
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
         for step in steps:
             first, start, n, branches = end, step.start, len(step.tokens), step.branches
@@ -138,10 +147,8 @@ class Pool:
                 step.mask.fill_tree(start, slots, branches.parent, first)
             if not step.queries.rows:
                 engine.query_row[first:end] = -1
-        taken = {step.seq for step in steps}
-        if len(self.shares) > 1:
-            for seq in set(self.texts).difference(taken):
-                self.texts[seq].logits = NO_LOGITS
+        for text in others:
+            text.logits = NO_LOGITS
         if self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
             engine.step(end, wait, codes, steps[0].streamed)
             return

@@ -233,6 +233,15 @@ def test_recurrent_state_of_several_sequences_advances_by_equally_many_tokens(ba
     assert (engine.cells(0, 1024) == -1).all()
 
 
+def test_sliding_windows_of_several_sequences_need_room(bare: Make) -> None:
+    """llama.cpp gives them no more cells than the context has."""
+    bare("iswa", pool=1536, n_ctx=512, n_ubatch=128, n_seq_max=3)
+    with pytest.raises(
+        UnsupportedModelError, match="windows of 4 sequences and a step need 640 cells, and there are 512"
+    ):
+        bare("iswa", pool=1536, n_ctx=512, n_ubatch=128, n_seq_max=4)
+
+
 def test_several_sequences_need_flash_attention(bare: Make) -> None:
     with pytest.raises(UnsupportedModelError, match="without flash attention a pool serves one"):
         bare(pool=512, n_ctx=512, n_seq_max=2, flash=False)
