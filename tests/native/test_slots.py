@@ -58,11 +58,12 @@ def same(mine: Sequence[int], its: Sequence[int]) -> bool:
     return list(mine[: MOST // 2]) == list(its[: MOST // 2])
 
 
-def test_each_answer_is_that_of_a_lone_run(llama: Callable[..., Any], tokens: Tokens) -> None:
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_each_answer_is_that_of_a_lone_run(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
     """Twice as many as there are slots, which together outgrow the pool four times over: all of them finish."""
     prompts = prompts_of(tokens, 2 * SLOTS)
-    wanted = lone(llama, prompts)
-    with served(llama) as scheduler:
+    wanted = lone(llama, prompts, kind)
+    with served(llama, kind) as scheduler:
         asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts]
         scheduler.start()
         ends = [one.wait() for one in asked]

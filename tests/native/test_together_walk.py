@@ -120,7 +120,6 @@ class Walk:
             text.reset()
             extend(text, np.array(self.some(150), np.int32))
             check(self.run)
-            print(action.__name__, [(t.length, t.table.resident) for t in self.run.sessions])
             restore.load(text, saved)
         finally:
             saved.release()
