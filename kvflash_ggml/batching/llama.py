@@ -157,13 +157,14 @@ class LlamaModel:
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
         pending = [step for step in steps if isinstance(step, Pending)]
-        errors: Sequence[Exception | None]
         try:
-            errors = together.compute([(step.sequence, step.step) for step in pending])
+            errors = together.compute([(step.sequence, step.step) for step in pending], again=False)
         except Exception as err:  # a step could not be taken back: its device is lost
-            errors = [err] * len(pending)
+            for step in pending:
+                step.computed, step.error = True, err
+            return
         for step, error in zip(pending, errors, strict=True):
-            step.computed, step.error = True, error
+            step.computed, step.error = bool(step.step.codes), error
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), self._llm._sampler)

@@ -92,11 +92,15 @@ class Paused:
 class Pending(Protocol):
     """A step of an answer. Several, of different texts, can be computed together: see `Model.compute`.
 
-    alone: not this one. rows: of the step.
+    alone: not this one. rows: of the step. failed: it is computed alone when its answer goes on, and no logits of other
+    steps are at hand then.
     """
 
     @property
     def alone(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
 
     @property
     def rows(self) -> int: ...

@@ -338,7 +338,8 @@ class Scheduler:
         for group in _groups(several):
             if len(group) > 1:
                 self.model.compute([one.pending for one in group if one.pending is not None])
-            for one in group:  # each draws before the next step
+            # whoever can draw does so before the next step
+            for one in sorted(group, key=lambda one: one.pending is not None and one.pending.failed):
                 self._advance(one)
         for one in ready:
             if one not in several:

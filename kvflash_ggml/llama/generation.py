@@ -10,6 +10,7 @@ from typing import Any
 import llama_cpp
 
 from ..errors import KVFlashError, SnapshotError
+from ..sequence import together
 from ..sequence.sequence import Sequence
 from ..sequence.step import EVERY, LAST, Step
 from ..spec.draft import ROOT, Draft
@@ -44,7 +45,7 @@ class Verified:
 class Pending:
     """A step of an answer that may be computed with steps of other texts before the answer goes on.
 
-    computed: it was, and `error` is what went wrong. Otherwise the answer computes it when it goes on.
+    computed: it was, and `error` is what went wrong. Otherwise the answer computes it alone when it goes on.
     """
 
     sequence: Sequence
@@ -61,11 +62,17 @@ class Pending:
     def rows(self) -> int:
         return len(self.step.tokens)
 
+    @property
+    def failed(self) -> bool:
+        """Is there no token to draw yet?"""
+        return not self.computed or self.error is not None
+
     def finish(self) -> None:
-        """Compute the step, or tell what went wrong with it."""
+        """Compute the step alone unless it is computed, or tell what went wrong with it."""
         if not self.computed:
-            self.sequence.finish(self.step)
-        elif self.error is not None:
+            (self.error,) = together.compute([(self.sequence, self.step)])
+            self.computed = True
+        if self.error is not None:
             raise self.error
 
 

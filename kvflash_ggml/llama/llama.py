@@ -47,7 +47,7 @@ from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
 from .context import Closed, check_adapter
 from .generation import Generation, limited
-from .opening import open_pool, resize
+from .opening import allow_several, open_pool, resize
 from .reader import Reader, numbers
 from .samplers import chain_of
 from .saving import Saver
@@ -254,7 +254,7 @@ class Llama(llama_cpp.Llama):
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes
             if self._config.parallel > 1:
-                self.context_params.n_seq_max, self.context_params.kv_unified = self._config.parallel, True
+                allow_several(self.context_params, self._config.parallel, **self._steps)
             self._size = self._size_pool(self._config)
             self._pool_requests.enter_context(self._pool_request(self._size))
 

@@ -66,6 +66,16 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
         logger.info(llm.kvflash.banner())
 
 
+def allow_several(params: Any, sequences: int, *, n_batch: int, n_ubatch: int) -> None:
+    """Let a context that is to be made have so many sequences. ConfigError if a step has fewer rows than that."""
+    rows = min(n_batch, n_ubatch or n_batch)
+    if rows < sequences:
+        raise ConfigError(
+            f"n_ubatch = {rows} rows of a step for {sequences} sequences: give at least {sequences}, or fewer sequences"
+        )
+    params.n_seq_max, params.kv_unified = sequences, True
+
+
 def _open_text(llm: Any, sequence: Sequence) -> None:
     """Let a Llama hold the text of a sequence."""
     llm._reader.sequence = sequence

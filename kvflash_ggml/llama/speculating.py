@@ -15,7 +15,7 @@ import llama_cpp
 
 from ..config import KVFlashConfig, SpecConfig
 from ..drafter.model import COMPUTE_BYTES
-from ..errors import ConversionError, HostMemoryError, UnsupportedError
+from ..errors import ConfigError, ConversionError, HostMemoryError, UnsupportedError
 from ..native.engine import Engine
 from ..placement.sizing import address
 from ..spec.base import Callback, Drafter, FeatureRows, Target
@@ -191,6 +191,8 @@ def make_speculator(
     For a lossless answer the pool drafts too, and they draft for it. With measured costs whoever promises most is
     asked; with a fixed width the pool comes first.
     """
+    if llm.draft_model is not None and config.parallel > 1:
+        raise ConfigError(f"draft_model serves one sequence, and parallel is {config.parallel}: leave out one of them")
     given = [] if llm.draft_model is None else [Callback(llm.draft_model)]
     sources = [Asked(drafter) for drafter in (*given, *drafting.drafters)]
     spec = config.spec or SpecConfig()

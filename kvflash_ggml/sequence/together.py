@@ -12,7 +12,7 @@ from .step import NO_LOGITS, Step
 Prepared = tuple[Text, Step]
 
 
-def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
+def compute(prepared: Sequence[Prepared], *, again: bool = True) -> list[Exception | None]:
     """Compute prepared steps of different texts on one pool together, at most `n_ubatch` tokens in all.
 
     With recurrent state (`engine.info.recurrent`) all of them have equally many tokens: a prompt is read beside nobody.
@@ -23,11 +23,14 @@ def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
     are zeroed, and each is computed again alone, unless recurrent state had to go back further. Logits are at hand
     until the next step on the pool. Prompt steps without logits are not checked. A step that streams, or verifies a
     tree, is the only one: the stages hold one text.
+
+    again: False where tokens are drawn from the logits of other texts first. The caller then computes each step without
+    `codes` alone.
     """
     assert len(prepared) == 1 or all(step.view is None and step.branches is None for _, step in prepared)
     errors: dict[int, Exception] = {}
     try:
-        _attempt(prepared, errors)
+        _attempt(prepared, errors, again)
     except BaseException:
         for text, step in prepared:
             if text.unfinished.work is not None:
@@ -36,7 +39,7 @@ def compute(prepared: Sequence[Prepared]) -> list[Exception | None]:
     return [errors.get(step.seq) for _, step in prepared]
 
 
-def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None:
+def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception], again: bool) -> None:
     """Compute steps together, and note by sequence what went wrong."""
     ready: list[Prepared] = []
     for text, step in prepared:
@@ -66,9 +69,10 @@ def _attempt(prepared: Sequence[Prepared], errors: dict[int, Exception]) -> None
         for text, step in spoiled:
             if text.length != step.start:
                 continue  # recurrent state has gone back further: these tokens follow no more
-            errors.pop(step.seq)
             step.codes, step.wait = [], 0
-            _attempt([(text, step)], errors)
+            if again:
+                errors.pop(step.seq)
+                _attempt([(text, step)], errors, again)
 
 
 def _spoiled(ready: Sequence[Prepared]) -> list[Prepared]:

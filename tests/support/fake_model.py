@@ -52,6 +52,10 @@ class FakeStep:
     error: Exception | None = None
     computed: bool = False
 
+    @property
+    def failed(self) -> bool:
+        return not self.computed or self.error is not None
+
     def finish(self) -> None:
         if not self.computed:
             self.model._step()

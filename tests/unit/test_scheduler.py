@@ -665,8 +665,8 @@ def test_the_same_prompt_leaves_alone_what_was_put_aside(make: Make) -> None:
 
 def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> None:
     """Many who are told a time and stay away do not send the next one away for an hour."""
-    gate = Gate()
-    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1))
+    gate, now = Gate(), [0.0]
+    scheduler = make(FakeModel(on_step=gate), limits=Limits(most=1), clock=lambda: now[0])
 
     def refused() -> float:
         first = ask(scheduler, text(20), 2)
@@ -677,6 +677,7 @@ def test_places_that_nobody_came_for_are_free_when_nobody_waits(make: Make) -> N
         for i in range(99):
             with pytest.raises(QueueFull):
                 ask(scheduler, text(20, 3 + i), 2)
+        now[0] += 0.5
         gate.release()
         for one in (first, second):
             one.wait()

@@ -1,0 +1,224 @@
+"""Faults of one answer among several of a real model: the others are those of lone runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.inside import inside
+from support.served import Asked, ask
+
+from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.batching import scheduler
+from kvflash_ggml.batching.llama import LlamaModel
+from kvflash_ggml.batching.messages import Failed, Finished, Piece
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.errors import ConfigError, DecodeError, SnapshotError
+from kvflash_ggml.sequence import together
+
+Tokens = npt.NDArray[np.int32]
+
+SLOTS = 4
+SHARE = 512
+MOST = 48
+
+
+@pytest.fixture(autouse=True)
+def one_token_between_two_steps_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer ends before the last prompt is read, however slow the machine is."""
+    monkeypatch.setattr(scheduler, "DECODE_SHARE", 0.0)
+
+
+def settings(reading: str = "pool", parallel: int = SLOTS) -> dict[str, Any]:
+    config = KVFlashConfig(
+        pool=SHARE * parallel, policy="qk", tau=16, calibrate=False, reading=reading, parallel=parallel
+    )
+    return {"n_ctx": 4096, "kvflash": config}
+
+
+@contextmanager
+def served(llm: Any) -> Iterator[Scheduler]:
+    running = Scheduler(LlamaModel(llm))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers each step computed that was for several."""
+    found: list[int] = []
+    compute = together.compute
+
+    def counted(prepared: Sequence[together.Prepared], **more: bool) -> list[Exception | None]:
+        found.append(len(prepared))
+        return compute(prepared, **more)
+
+    monkeypatch.setattr(together, "compute", counted)
+    return found
+
+
+def wait_for(width: int, widths: list[int]) -> None:
+    until = time.monotonic() + 60
+    while width not in widths:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def prompts(tokens: Tokens, count: int = SLOTS) -> list[list[int]]:
+    """Texts of more than a share, each of another length."""
+    return [tokens[2000 * i : 2000 * i + 700 + 90 * i].tolist() for i in range(count)]
+
+
+def all_at_once(running: Scheduler, texts: Sequence[Sequence[int]], most: int = MOST, **more: Any) -> list[Asked]:
+    return [ask(running, text, most, logprobs=2, ignore_eos=True, **more) for text in texts]
+
+
+def lone(llm: Any, texts: Sequence[Sequence[int]], most: int = MOST, **more: Any) -> list[Asked]:
+    """The answers of one after the other, on a pool of the same size."""
+    found = []
+    with served(llm) as running:
+        for text in texts:
+            (asked,) = all_at_once(running, [text], most, **more)
+            asked.wait()
+            found.append(asked)
+    return found
+
+
+def assert_alike(mine: Asked, its: Asked) -> None:
+    """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there."""
+    end, its_end = mine.wait(), its.wait()
+    assert isinstance(end, Finished), end
+    assert isinstance(its_end, Finished)
+    rows = [
+        [one for event in asked.events if isinstance(event, Piece) for one in event.logprobs] for asked in (mine, its)
+    ]
+    assert len(end.tokens) == len(its_end.tokens) == len(rows[0]) == len(rows[1])
+    for one, other in zip(*rows, strict=True):
+        if one.token != other.token:
+            assert abs(other.top[0][2] - other.top[1][2]) < 0.05
+            return
+        assert abs(one.logprob - other.logprob) < 0.05
+
+
+def test_others_decode_between_two_steps_of_a_prompt(llama: Callable[..., Any], tokens: Tokens) -> None:
+    with served(llama(**settings(parallel=2))) as running:
+        first = ask(running, tokens[:100].tolist(), 400, ignore_eos=True)
+        while not any(isinstance(event, Piece) for event in first.events):
+            first.next()
+        second = ask(running, tokens[1000:4000].tolist(), 1)
+        order: list[str] = []
+        while not isinstance(second.next(), Finished):
+            order.append(type(second.events[-1]).__name__)
+        done = running.generated
+        assert 3 < done < 400
+        assert isinstance(first.wait(), Finished)
+
+
+def test_numbers_that_are_none_end_their_answer_only(
+    llama: Callable[..., Any], tokens: Tokens, widths: list[int]
+) -> None:
+    texts = prompts(tokens)
+    wanted = lone(llama(**settings()), texts)
+    with served(llama(**settings())) as running:
+        asked = all_at_once(running, texts)
+        wait_for(SLOTS, widths)
+        victim = asked[2].request
+
+        def spoil() -> None:
+            (slot,) = (slot for slot in running.slots if slot.request is victim)
+            model = slot.model
+            assert isinstance(model, LlamaModel)
+            session = inside(model.llm).session
+            engine, size = session.engine, session.engine.info.page_bytes
+            image = engine.alloc(size)
+            engine.view(image, size)[:] = np.full(size // 2, np.nan, np.float16).tobytes()
+            engine.wait(engine.page_in([session.table.chunks[0].block], [image]))
+            engine.free(image)
+
+        running.call(spoil).result()
+        end = asked[2].wait()
+        assert isinstance(end, Failed)
+        assert end.code == "numerical"
+        for i in (0, 1, 3):
+            assert_alike(asked[i], wanted[i])
+        (again,) = all_at_once(running, [texts[2]])
+        assert_alike(again, wanted[2])
+
+
+def test_a_step_that_fails_is_done_for_each_alone(
+    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = prompts(tokens)
+    wanted = lone(llama(**settings()), texts)
+    llm = llama(**settings())
+    engine, failed = inside(llm).session.engine, []
+    step = engine.step
+
+    def failing(n: int, *rest: Any) -> Any:
+        if 1 < n <= SLOTS and len(failed) < 3:
+            failed.append(n)
+            raise DecodeError("a failed step of several", 1)
+        return step(n, *rest)
+
+    monkeypatch.setattr(engine, "step", failing)
+    with served(llm) as running:
+        for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
+            assert_alike(mine, its)
+    assert len(failed) == 3
+
+
+def test_a_page_of_one_is_lost(llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is read again, with steps of its own, before or after the others have drawn their tokens."""
+    texts = prompts(tokens)
+    wanted = lone(llama(**settings()), texts)
+    llm, lost = llama(**settings()), list[int]()
+    compute = together.compute
+
+    def losing(prepared: Sequence[together.Prepared], **more: bool) -> list[Exception | None]:
+        if not lost and len(prepared) == SLOTS:
+            lost.append(prepared[1][0].seq)
+        if lost and len(prepared) == 1 and prepared[0][0].seq == lost[0] and len(lost) == 1:
+            lost.append(-1)
+            return [SnapshotError("a page is lost")]
+        if len(lost) == 1:
+            (i,) = (i for i, (text, _) in enumerate(prepared) if text.seq == lost[0])
+            found = compute([*prepared[:i], *prepared[i + 1 :]], **more)
+            return [*found[:i], SnapshotError("a page is lost"), *found[i:]]
+        return compute(prepared, **more)
+
+    monkeypatch.setattr(together, "compute", losing)
+    with served(llm) as running:
+        for i, asked in enumerate(all_at_once(running, texts)):
+            end = asked.wait()
+            assert isinstance(end, Finished), end
+            assert len(end.tokens) == MOST
+            if i != 1:  # a text that is read again is read in other steps
+                assert_alike(asked, wanted[i])
+    assert len(lost) == 2
+
+
+def test_a_step_has_room_for_fewer_rows_than_there_are_slots(llama: Callable[..., Any], tokens: Tokens) -> None:
+    texts = [tokens[500 * i : 500 * i + 40].tolist() for i in range(6)]
+    given = {**settings(parallel=6), "n_ctx": 1024, "n_batch": 8, "n_ubatch": 6}
+    wanted = lone(llama(**given), texts, 8)
+    with served(llama(**given)) as running:
+        for mine, its in zip(all_at_once(running, texts, 8), wanted, strict=True):
+            assert_alike(mine, its)
+    with pytest.raises(ConfigError, match=r"n_ubatch = 5 .* 6 sequences"):
+        llama(**{**given, "n_ubatch": 5})
+
+
+def test_a_draft_model_serves_one_sequence(llama: Callable[..., Any]) -> None:
+    def nothing(tokens: Tokens, **more: Any) -> Tokens:
+        return tokens[:0]
+
+    with pytest.raises(ConfigError, match="draft_model serves one sequence"):
+        llama(**settings(parallel=2), draft_model=nothing)
