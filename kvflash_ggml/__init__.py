@@ -19,6 +19,8 @@ from .native.library import build_info
 from .placement.sizes import Fit
 
 if TYPE_CHECKING:
+    from .batching.engine import Engine
+    from .batching.messages import Sampling
     from .llama.install import install
     from .llama.llama import Llama
     from .store.prefixes import PrefixCache
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Engine",
     "Fit",
     "KVFlashConfig",
     "KVFlashError",
     "Llama",
     "PrefixCache",
+    "Sampling",
     "SpecConfig",
     "__version__",
     "build_info",
@@ -43,9 +47,10 @@ library.announce()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PrefixCache":
-        return import_module(".store.prefixes", __name__).PrefixCache
-    rooms = {"Llama": ".llama.llama", "install": ".llama.install"}
+    plain = {"PrefixCache": ".store.prefixes", "Sampling": ".batching.messages"}
+    if name in plain:
+        return getattr(import_module(plain[name], __name__), name)
+    rooms = {"Engine": ".batching.engine", "Llama": ".llama.llama", "install": ".llama.install"}
     if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library.load()

@@ -49,6 +49,8 @@ def render() -> str:
     for name in sorted(set(kvflash_ggml.__all__) - {"errors", "__version__"}):
         value = getattr(kvflash_ggml, name)
         parts.append(_section(f"{name}{_signature(value)}" if name != "Llama" else name, value))
+        if value is kvflash_ggml.Engine:
+            parts.append(_members(value))
         if value is Llama:
             parts += [_members(Llama), "### `llm.kvflash`\n\nThe state of the pool.\n\n" + _members(stats)]
     found = inspect.getmembers(kvflash_ggml.errors, inspect.isclass)

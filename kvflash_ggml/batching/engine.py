@@ -1,0 +1,179 @@
+"""Many answers of one model at once, for programs: a scheduler without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count, islice
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from . import llama
+from .messages import CONTEXT, INVALID, NUMERICAL, Event, Failed, Finished, Piece, Request, Sampling, Started, Usage
+from .scheduler import Limits, Scheduler
+
+if TYPE_CHECKING:
+    from ..llama.llama import Llama
+
+AHEAD = 2
+"""Prompts of `generate_many` that are with the scheduler, for each slot: one that is answered, and one that waits."""
+
+_ERRORS: Mapping[str, type[KVFlashError]] = {CONTEXT: ContextFull, INVALID: ConfigError, NUMERICAL: NotFinite}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An answer of `Engine.generate_many`.
+
+    reason: "stop", "length" at a limit, or "error". error: why there is no more of it, None where it has come to its
+    end. usage: what it took; tokens and seconds.
+    """
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    reason: str = "error"
+    usage: Usage = field(default_factory=Usage)
+    error: str | None = None
+
+
+class Engine:
+    """Answers many prompts at once on one pool. It takes a `Llama` with a pool over, and closes it.
+
+    The `Llama` decides how many answers are computed in one step: give it `kvflash=KVFlashConfig(parallel=8)`. Other
+    answers wait. Nothing else may use the `Llama` meanwhile.
+
+    KVFlashError for a `Llama` without a pool.
+    """
+
+    def __init__(self, llm: Llama) -> None:
+        self._llm = llm
+        # a program bounds its requests itself
+        self._scheduler = Scheduler(llama.LlamaModel(llm), limits=Limits(most=1 << 30, most_tokens=1 << 60))
+        self._numbers = count()
+        self._scheduler.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all answers that are not finished, and free the model."""
+        self._scheduler.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int = 256,
+        stop: Sequence[str] = (),
+    ) -> AsyncIterator[Piece | Finished]:
+        """Answer a prompt, text or tokens: yield its pieces as they come, and what it took at the end.
+
+        The answer ends behind `max_tokens` tokens, before one of the texts `stop`, or where the model ends it. It is
+        cancelled if the caller leaves the iterator. sampling: llama.cpp's defaults unless given.
+
+        ContextFull for a prompt without room in the context, KVFlashError for what else goes wrong with it.
+        """
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        id = self._name()
+
+        def tell(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody reads any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop), tell)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Failed):
+                    raise _ERRORS.get(event.code, KVFlashError)(event.message)
+                if not isinstance(event, Started):
+                    yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            self._scheduler.cancel(id)
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int = 256,
+        stop: Sequence[str] = (),
+        progress: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Answer all prompts, and return the answers in the order of the prompts. Arguments: those of `generate`.
+
+        Prompts are taken as slots become free, so they may be a generator. progress: called on this thread with the
+        number of a prompt, from 0 on, and its answer, in the order in which the answers end. An answer that fails says
+        why, and the others go on. After Ctrl-C, and after an error of `progress`, all answers that run are cancelled.
+        """
+        ended: queue.SimpleQueue[tuple[int, Completion]] = queue.SimpleQueue()
+        waiting, running, done = enumerate(prompts), dict[int, str](), dict[int, Completion]()
+        most = AHEAD * len(self._scheduler.slots)
+        try:
+            while True:
+                for number, prompt in islice(waiting, most - len(running)):
+                    id = running[number] = self._name()
+                    collected = _Collected(number, ended)
+                    try:
+                        self._scheduler.submit(self._request(id, prompt, sampling, max_tokens, stop), collected)
+                    except KVFlashError as err:
+                        collected(Failed(code=INVALID, message=str(err)))
+                if not running:
+                    return [done[number] for number in range(len(done))]
+                number, completion = ended.get()
+                del running[number]
+                done[number] = completion
+                if progress is not None:
+                    progress(number, completion)
+        finally:
+            for id in running.values():
+                self._scheduler.cancel(id)
+
+    def _name(self) -> str:
+        return f"e{next(self._numbers)}"
+
+    def _request(
+        self, id: str, prompt: str | Sequence[int], sampling: Sampling | None, max_tokens: int, stop: Sequence[str]
+    ) -> Request:
+        """ConfigError for a prompt without tokens, or with some that the model does not have."""
+        if isinstance(prompt, str):
+            prompt = self._llm.tokenize(prompt.encode("utf-8", "replace"), special=True)
+        if not len(prompt):
+            raise ConfigError("the prompt has no tokens, and this model puts none before it: give it at least one")
+        return Request(
+            id=id,
+            tokens=self._llm._reader.known(prompt),
+            max_tokens=max_tokens,
+            sampling=Sampling() if sampling is None else sampling,
+            stop=tuple(stop),
+        )
+
+
+class _Collected:
+    """The sink of a request: puts its answer to `ended` once it has ended."""
+
+    def __init__(self, number: int, ended: queue.SimpleQueue[tuple[int, Completion]]) -> None:
+        self._number = number
+        self._ended = ended
+        self._text = ""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._text += event.text
+        elif isinstance(event, Failed):
+            self._ended.put((self._number, Completion(text=self._text, error=event.message)))
+        elif isinstance(event, Finished):
+            completion = Completion(text=self._text, tokens=event.tokens, reason=event.reason, usage=event.usage)
+            self._ended.put((self._number, completion))

@@ -1,0 +1,155 @@
+"""Many answers for a program: `Engine` over a model of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_model import FakeModel
+
+from kvflash_ggml.batching import llama
+from kvflash_ggml.batching.engine import AHEAD, Completion, Engine
+from kvflash_ggml.batching.messages import Finished, Piece
+from kvflash_ggml.errors import ConfigError, ContextFull, KVFlashError
+
+Make = Callable[[FakeModel], Engine]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made: list[tuple[Engine, FakeModel]] = []
+
+    def start(model: FakeModel) -> Engine:
+        monkeypatch.setattr(llama, "LlamaModel", lambda llm: model)
+        reader = SimpleNamespace(known=lambda tokens: np.asarray(tokens, np.int32))
+        llm: Any = SimpleNamespace(tokenize=lambda data, special: list(data), _reader=reader)
+        made.append((Engine(llm), model))
+        return made[-1][0]
+
+    yield start
+    for engine, model in made:
+        engine.close()
+        assert model.closed
+        assert model.held == 0
+
+
+def echo(prompt: bytes) -> bytes:
+    return b"to " + prompt
+
+
+def test_answers_in_the_order_of_the_prompts(make: Make) -> None:
+    engine = make(FakeModel(reply=echo))
+    told: list[tuple[int, Completion]] = []
+    found = engine.generate_many(["one", list(b"two"), "three"], progress=lambda *one: told.append(one))
+    assert [one.text for one in found] == ["to one", "to two", "to three"]
+    assert [one.reason for one in found] == ["stop"] * 3
+    assert bytes(found[1].tokens) == b"to two"
+    assert found[1].usage.generated == 6
+    assert sorted(told, key=lambda one: one[0]) == list(enumerate(found))
+    assert engine.generate_many([]) == []
+
+
+def test_a_limit_and_a_stop(make: Make) -> None:
+    engine = make(FakeModel(reply=echo))
+    (short,) = engine.generate_many(["prompt"], max_tokens=2)
+    (stopped,) = engine.generate_many(["prompt"], stop=["pro"])
+    assert (short.text, short.reason) == ("to", "length")
+    assert (stopped.text, stopped.reason) == ("to ", "stop")
+
+
+def test_prompts_are_taken_as_slots_become_free(make: Make) -> None:
+    taken: list[int] = []
+    done: list[int] = []
+
+    def prompts() -> Iterator[str]:
+        for number in range(20):
+            taken.append(number)
+            assert len(taken) - len(done) <= AHEAD
+            yield f"prompt {number}"
+
+    found = make(FakeModel(reply=echo)).generate_many(prompts(), progress=lambda number, _: done.append(number))
+    assert [one.text for one in found] == [f"to prompt {number}" for number in range(20)]
+
+
+def test_one_that_fails_leaves_the_others_alone(make: Make) -> None:
+    engine = make(FakeModel(n_ctx=64, reply=echo))
+    found = engine.generate_many(["one", "x" * 64, "", "four"])
+    assert [one.reason for one in found] == ["stop", "error", "error", "stop"]
+    assert "context window of 64" in str(found[1].error)
+    assert "no tokens" in str(found[2].error)
+    assert [one.text for one in found] == ["to one", "", "", "to four"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_an_error_of_the_caller_cancels_what_runs(make: Make, kind: type[BaseException]) -> None:
+    reached, more = threading.Event(), threading.Semaphore(4 + 7 + 1)
+
+    def step() -> None:
+        if not more.acquire(blocking=False):
+            reached.set()
+            more.acquire(timeout=20)
+
+    def progress(number: int, answer: Completion) -> None:
+        assert reached.wait(20)
+        raise kind
+
+    model = FakeModel(reply=lambda prompt: b"x" * 5, on_step=step)
+    engine = make(model)
+    with pytest.raises(kind):
+        engine.generate_many((f"prompt {number}" for number in range(9)), progress=progress)
+    more.release(10_000)
+    (after,) = engine.generate_many(["again"])
+    assert after.text == "xxxxx"
+    assert model.steps < 9 * 7
+
+
+def test_pieces_as_they_come(make: Make) -> None:
+    engine = make(FakeModel(reply=echo))
+
+    async def collect(prompt: str) -> list[Piece | Finished]:
+        return [event async for event in engine.generate(prompt)]
+
+    async def both() -> list[list[Piece | Finished]]:
+        return await asyncio.gather(collect("one"), collect("two"))
+
+    for prompt, events in zip(("one", "two"), asyncio.run(both()), strict=True):
+        *pieces, end = events
+        assert isinstance(end, Finished)
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Piece)) == f"to {prompt}"
+        assert end.usage.generated == 6
+
+
+def test_who_leaves_cancels(make: Make) -> None:
+    model = FakeModel(n_ctx=1 << 20, reply=lambda prompt: b"x" * 100_000)
+    engine = make(model)
+
+    async def leave() -> None:
+        stream = engine.generate("prompt", max_tokens=100_000)
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    (after,) = engine.generate_many(["again"], max_tokens=1)
+    assert after.text == "x"
+    assert model.steps < 100_000
+
+
+def test_errors_are_raised(make: Make) -> None:
+    engine = make(FakeModel(n_ctx=64))
+
+    async def ask(prompt: str) -> None:
+        async for _ in engine.generate(prompt):
+            pass
+
+    with pytest.raises(ContextFull):
+        asyncio.run(ask("x" * 64))
+    with pytest.raises(ConfigError, match="no tokens"):
+        asyncio.run(ask(""))
+    engine.close()
+    with pytest.raises(KVFlashError, match="shutting down"):
+        asyncio.run(ask("x"))
