@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..arrays import Int32s
 from ..constants import CHUNK, POOL_STEP, round_up
-from .plan import ABSENT, Layout
+from .plan import Layout
 from .residency import Ranking, known
 
 FREE = -1
@@ -161,7 +161,8 @@ class View:
 
 def everything_is_resident(layout: Layout, start: int) -> bool:
     """Would a step at `start` see the whole text before it in the pool?"""
-    return all(chunk.block != ABSENT for chunk in layout.chunks[: -(-start // CHUNK)])
+    first, here = -(-start // CHUNK), layout.resident_chunks
+    return first == 0 or (len(here) >= first and here[first - 1] == first - 1)  # they ascend
 
 
 def lies_in_order(layout: Layout, first: int = 0) -> bool:

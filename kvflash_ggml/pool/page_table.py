@@ -172,7 +172,7 @@ class PageTable:
     def would_recall(self, start: int, ranking: Ranking) -> bool:
         """Would reselection bring anything back, for the tokens from `start` on?"""
         keep = self.protected(start // CHUNK, max(0, self.length - 1) // CHUNK)
-        return any(self.chunks[c].block == ABSENT for c in self._best(self.chunks, keep, ranking))
+        return not self._best(self.resident_chunks, keep, ranking).issubset(self.resident_chunks)
 
     def room(self, start: int, *, spare: bool = False) -> int:
         """How many tokens can be appended at `start` in one span without evicting the span itself.
@@ -233,20 +233,23 @@ class PageTable:
         first, last = start // CHUNK, (start + count - 1) // CHUNK
         if old.settled and not rebuild and places is None and first == last and start % CHUNK:
             # once a token: not `replace`, which looks at every field
-            return Plan(Layout(old.chunks, start + count, old.clock, old.epoch, True), NO_MOVES)
+            return Plan(Layout(old.chunks, start + count, old.clock, old.epoch, True, old.resident_chunks), NO_MOVES)
         known = old.chunks if places is None else self._placed(places)
+        here = old.resident_chunks if places is None else residency.resident(known)
         keep = self.protected(first, last)
         if rebuild and ranking is not None:
-            keep |= self._best(known, keep, ranking)
+            keep |= self._best(here, keep, ranking)
         missing = sorted(c for c in keep if c >= len(known) or known[c].block == ABSENT)
-        victims = self._victims(known, len(missing) - len(self._free(known)), keep, ranking)
+        short = len(missing) - len(self._free_beside([known[c].block for c in here]))
+        victims = self._victims(known, here, short, keep, ranking)
 
         moves, clock = Moves(), max(old.clock, 0 if places is None else places.clock) + 1
         chunks = known + [Chunk() for _ in range(len(known), last + 1)]
         for c in victims:
             moves.evict.append((c, chunks[c].block))
             chunks[c] = replace(chunks[c], block=ABSENT)
-        free = self._free(chunks)
+        stay = set(here).difference(victims)
+        free = self._free_beside([chunks[c].block for c in stay])
         assert len(free) >= len(missing), "a text longer than the pool that holds it"
         for c, block in zip(missing, free, strict=False):
             (moves.recall if c in self.images else moves.fresh).append((c, block))
@@ -257,8 +260,9 @@ class PageTable:
             moves = moves_between(old.chunks, chunks, self.images)
         if first in self.images:
             moves.drop.append(first)  # its bytes are about to change
-        layout = Layout(chunks=chunks, length=start + count, clock=clock, epoch=old.epoch + bool(moves))
-        return Plan(layout, moves)
+        there = tuple(sorted(stay.union(missing)))
+        epoch = old.epoch + bool(moves)
+        return Plan(Layout(chunks, start + count, clock, epoch, True, there), moves)
 
     def truncate(self, length: int) -> Plan:
         """The text without positions >= `length`, on both tiers."""
@@ -272,7 +276,8 @@ class PageTable:
                 moves.evict.append((c, chunk.block))
         if length % CHUNK and chunks[-1].block != ABSENT:
             moves.drop.append(keep - 1)  # open again: the block is the only true copy
-        return Plan(Layout(chunks=chunks, length=length, clock=old.clock, epoch=old.epoch + 1, settled=False), moves)
+        there = tuple(c for c in old.resident_chunks if c < keep)
+        return Plan(Layout(chunks, length, old.clock, old.epoch + 1, False, there), moves)
 
     def commit(self, plan: Plan) -> None:
         """What was planned has been done. To be done again if it is interrupted."""
@@ -292,14 +297,16 @@ class PageTable:
             moves.evict.append((c, old.chunks[c].block))
         # the window before the span was that of its last chunk, which may be gone
         settled = old.settled and not moves
-        return Plan(replace(old, chunks=chunks, length=length, epoch=old.epoch + bool(moves), settled=settled), moves)
+        there = tuple(c for c in old.resident_chunks if c < len(chunks))
+        return Plan(Layout(chunks, length, old.clock, old.epoch + bool(moves), settled, there), moves)
 
     def strand(self, c: int) -> None:
         """The block of a chunk has lost its bytes, and they cannot be brought back: it is on the host only."""
         old = self.layout
         chunks = [*old.chunks]
         chunks[c] = replace(chunks[c], block=ABSENT)
-        self.layout = replace(old, chunks=chunks, epoch=old.epoch + 1, settled=False)
+        there = tuple(other for other in old.resident_chunks if other != c)
+        self.layout = Layout(chunks, old.length, old.clock, old.epoch + 1, False, there)
 
     def state(self, ranking: Ranking | None = None) -> PageTableState:
         """The table as it is, to be loaded later."""
@@ -343,28 +350,27 @@ class PageTable:
         ]
         self.pins |= table.pins
         head = max(0, length - 1) // CHUNK
-        there = all(chunks[c].block != ABSENT for c in self.protected(head, head) if c < len(chunks))
+        here = residency.resident(chunks)
+        there = all(c in here for c in self.protected(head, head) if c < len(chunks))
         self.layout = Layout(
             chunks=chunks,
             length=length,
             clock=table.clock,
             epoch=self.epoch + 1,
             settled=table.settled and there and places == table.blocks,
+            resident_chunks=here,
         )
 
     def reset(self) -> None:
         """Forget the text. Pins stay, as positions of the next one."""
         self.layout = Layout(clock=self.layout.clock, epoch=self.epoch + 1)
 
-    def _free(self, chunks: Sequence[Chunk]) -> list[int]:
-        return self._free_beside([chunk.block for chunk in chunks])
-
     def _free_beside(self, taken: Sequence[int]) -> list[int]:
         return self.blocks.free(self, taken)
 
-    def _best(self, chunks: list[Chunk], keep: set[int], ranking: Ranking) -> set[int]:
-        """The chunks that rank best, as many as fit beside the protected ones."""
-        return residency.best(chunks, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
+    def _best(self, here: Sequence[int], keep: set[int], ranking: Ranking) -> set[int]:
+        """The chunks that rank best, as many as fit beside the protected ones. here: resident ones."""
+        return residency.best(here, self.length // CHUNK, self.images, keep, ranking, self.quota - len(keep))
 
     def _placed(self, table: PageTableState) -> list[Chunk]:
         """The chunks where a table of this text has them. One that is in the pool only stays where it is."""
@@ -379,10 +385,12 @@ class PageTable:
             for block, use in zip(places, table.last_use, strict=True)
         ]
 
-    def _victims(self, chunks: list[Chunk], count: int, keep: set[int], ranking: Ranking | None) -> list[int]:
+    def _victims(
+        self, chunks: list[Chunk], here: Sequence[int], count: int, keep: set[int], ranking: Ranking | None
+    ) -> list[int]:
         if count <= 0:
             return []
-        able = residency.victims(chunks, self.images, keep, ranking)
+        able = residency.victims(chunks, here, self.images, keep, ranking)
         if len(able) < count:
             raise PoolExhausted(
                 f"{count} blocks are needed and {len(able)} can be evicted from a pool of {self.quota}: "

@@ -77,7 +77,8 @@ class Layout:
     """The table at one moment. A change makes another one aside, which takes its place in a single statement.
 
     length: committed tokens. clock: of the last change. epoch: changes whenever a block changes its chunk. settled:
-    whatever must stay beside the append head is resident.
+    whatever must stay beside the append head is resident. resident_chunks: those that have a block, ascending; kept,
+    so that a step of a text of 16,384 chunks looks at the few in the pool only.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -85,14 +86,11 @@ class Layout:
     clock: int = 0
     epoch: int = 0
     settled: bool = True
-
-    @property
-    def resident_chunks(self) -> tuple[int, ...]:
-        return tuple(c for c, chunk in enumerate(self.chunks) if chunk.block != ABSENT)
+    resident_chunks: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> frozenset[int]:
-        return frozenset(chunk.block for chunk in self.chunks if chunk.block != ABSENT)
+        return frozenset(self.chunks[c].block for c in self.resident_chunks)
 
     def slot_of(self, pos: int) -> int:
         """The slot of a position, or ABSENT."""

@@ -37,9 +37,9 @@ def known(ranking: Ranking | None, count: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-def resident(chunks: Sequence[Chunk]) -> list[int]:
-    """Those that have a block: few of a long text, and what follows is about these alone where it can be."""
-    return [c for c, chunk in enumerate(chunks) if chunk.block != ABSENT]
+def resident(chunks: Iterable[Chunk]) -> tuple[int, ...]:
+    """Return the chunks that have a block, ascending. It looks at every chunk: a `Layout` keeps what it returns."""
+    return tuple(c for c, chunk in enumerate(chunks) if chunk.block != ABSENT)
 
 
 def others(count: int, without: Iterable[int]) -> Chunks:
@@ -50,29 +50,32 @@ def others(count: int, without: Iterable[int]) -> Chunks:
 
 
 def best(
-    chunks: Sequence[Chunk], sealed: int, images: Images, keep: set[int], ranking: Ranking | None, room: int
+    here: Iterable[int], sealed: int, images: Images, keep: set[int], ranking: Ranking | None, room: int
 ) -> set[int]:
     """The `room` best of the sealed chunks that are not kept anyway; of equals, the newest text stays.
 
-    images: the chunks that the host has. The others cannot leave, and come first.
+    here: resident chunks. images: the chunks that the host has. The others cannot leave, and come first.
     """
     able = others(sealed, keep)
-    can_leave = np.ones(len(chunks), np.bool_)
-    can_leave[[c for c in resident(chunks) if c not in images]] = False
-    order = np.lexsort((-able, -known(ranking, len(chunks))[able], can_leave[able]))
+    can_leave = np.ones(sealed, np.bool_)
+    can_leave[[c for c in here if c < sealed and c not in images]] = False
+    order = np.lexsort((-able, -known(ranking, sealed)[able], can_leave[able]))
     return set(able[order[: max(0, room)]].tolist())
 
 
-def victims(chunks: Sequence[Chunk], images: Images, keep: set[int], ranking: Ranking | None) -> list[int]:
+def victims(
+    chunks: Sequence[Chunk], here: Iterable[int], images: Images, keep: set[int], ranking: Ranking | None
+) -> list[int]:
     """The chunks that could leave, the first to go first: lowest score, or least recently used without a ranking.
 
-    Only `images`, the chunks that the host has, can leave: eviction itself moves nothing and cannot fail.
+    here: resident chunks. Only `images`, the chunks that the host has, can leave: eviction itself moves nothing and
+    cannot fail.
     """
 
     def value(c: int) -> float:
         return float(ranking[c]) if ranking is not None and c < len(ranking) else math.inf
 
-    able = [c for c in resident(chunks) if c in images and c not in keep]
+    able = [c for c in here if c in images and c not in keep]
     return sorted(able, key=lambda c: (value(c), chunks[c].last_use, c))
 
 

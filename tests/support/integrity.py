@@ -9,6 +9,8 @@ from kvflash_ggml.pool.plan import ABSENT
 
 def check_table(table: PageTable) -> None:
     """Raise AssertionError unless blocks and chunks are in one-to-one order and no token is lost."""
+    here = tuple(c for c, chunk in enumerate(table.chunks) if chunk.block != ABSENT)
+    assert table.resident_chunks == here, "the layout names other chunks as resident"
     taken = [chunk.block for chunk in table.chunks if chunk.block != ABSENT]
     assert len(taken) == len(set(taken)), "two chunks share a block"
     assert set(taken) <= set(table.blocks.order), "there is no such block"

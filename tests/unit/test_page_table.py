@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.on_host import OnHost, save
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, PoolExhausted
 from kvflash_ggml.pool import residency
+from kvflash_ggml.pool.masks import everything_is_resident
 from kvflash_ggml.pool.page_table import BlockAllocator, PageTable, PageTableState
 from kvflash_ggml.pool.plan import ABSENT, NO_MOVES, Chunk, Moves
 from kvflash_ggml.pool.residency import Ranking
@@ -417,3 +419,39 @@ class TestAhead:
         self.accept(pager, pager.length + 2)
         reserve(pager, 1)
         assert pager.protected(7, 7) <= set(pager.resident_chunks)
+
+
+# --- what a long text costs
+
+
+class Seen(Chunk):
+    """Counts who looks where it is."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "block":
+            Seen.looks += 1
+        return super().__getattribute__(name)
+
+
+def looks_of_a_step(count: int, size: int) -> int:
+    """How often a step of `size` tokens looks where a chunk is, behind `count` sealed chunks; seven are resident."""
+    pager = make(8)
+    blocks = [0, *[ABSENT] * (count - 7), *range(1, 7)]
+    pager.images.update(range(count))  # type: ignore[attr-defined]
+    uses = [1] * count
+    saved = PageTableState(blocks=blocks, last_use=uses, clock=1, settled=True, pins=frozenset(), scores=None)
+    pager.load(count * CHUNK, saved)
+    pager.layout = replace(pager.layout, chunks=[Seen(chunk.block, chunk.last_use) for chunk in pager.chunks])
+    Seen.looks = 0
+    plan = pager.reserve(pager.length, size, np.arange(count, dtype=np.float32))
+    assert len(plan.moves.evict) == len(plan.moves.fresh) - 1 == -(-size // CHUNK) - 1, "one block was free"
+    assert everything_is_resident(plan.layout, plan.layout.length) is False
+    assert len(plan.layout.blocks) == 8
+    return Seen.looks
+
+
+@pytest.mark.parametrize("size", [1, 2 * CHUNK])
+def test_a_step_of_a_long_text_looks_at_no_more_chunks_than_one_of_a_short_text(size: int) -> None:
+    assert 0 < looks_of_a_step(100, size) == looks_of_a_step(10_000, size) < 100

@@ -50,7 +50,7 @@ def test_a_view_is_always_in_order_and_no_larger_than_its_room(
 
 
 def test_what_is_resident() -> None:
-    layout = Layout(chunks=[Chunk(3), Chunk(ABSENT), Chunk(0)])
+    layout = Layout(chunks=[Chunk(3), Chunk(ABSENT), Chunk(0)], resident_chunks=(0, 2))
     assert everything_is_resident(layout, 0)
     assert everything_is_resident(layout, CHUNK)
     assert not everything_is_resident(layout, CHUNK + 1)
