@@ -13,7 +13,7 @@ import click
 
 from kvflash_ggml.constants import CHUNK, round_up
 
-from . import clients, report, stock, together
+from . import clients, report, stock
 from .conversing import tokens_of
 from .load import cut
 from .opening import opened
@@ -53,6 +53,8 @@ def _tell(**now: Any) -> None:
 
 def _decode(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """The medians of each batch. of_stock: at the same batch. gain: over one sequence of its own."""
+    from . import together  # here: it needs the library
+
     shape: dict[str, Any] = {"length": plan.length, "share": plan.share, "decode": plan.steps, "options": options}
     found: list[Row] = []
     for count in plan.batches:
@@ -84,6 +86,8 @@ def _decode(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 def _recall(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """Of the same questions. same: answered right alone and together, or wrong both times."""
+    from . import together  # here: it needs the library
+
     trials = Trials(tasks=("single",), depths=(0.5,), trials=plan.trials, seed=plan.seed, fact_set="choose")
     found, alone = [], list[bool]()
     for count in (1, *(count for count in plan.batches if count > 1)):

@@ -13,8 +13,6 @@ from ..arrays import Floats, Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
 from ..llama.bias import with_bias
-from ..llama.generation import Pending
-from ..llama.opening import open_beside
 from ..llama.overrides import answers, manner, readings
 from ..logs import Progress
 from ..sequence import together
@@ -25,6 +23,7 @@ from .messages import Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
 if TYPE_CHECKING:
+    from ..llama.generation import Pending
     from ..llama.llama import Llama
 
 
@@ -66,6 +65,8 @@ class LlamaModel:
         if llm.kvflash is None or llm._config is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
         import llama_cpp
+
+        from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp
 
         self._llm = llm
         self.beside: Sequence[LlamaModel] = ()
@@ -156,6 +157,8 @@ class LlamaModel:
             llm.kvflash_samplers = None
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
+        from ..llama.generation import Pending
+
         pending = [step for step in steps if isinstance(step, Pending)]
         try:
             errors = together.compute([(step.sequence, step.step) for step in pending], again=False)

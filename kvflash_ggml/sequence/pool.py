@@ -115,8 +115,7 @@ class Pool:
         settled where they could not be taken back behind the step. Nothing else steps the engine. Raises what
         `Engine.step` raises: nothing of any step was computed then.
         """
-        taken = {step.seq for step in steps}
-        others = [] if len(self.shares) == 1 else [text for seq, text in self.texts.items() if seq not in taken]
+        others = [] if len(self.shares) == 1 else self._others(steps)
         if self.engine.info.recurrent or self.engine.info.n_swa:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:
@@ -153,7 +152,7 @@ class Pool:
             engine.step(end, wait, codes, steps[0].streamed)
             return
         try:
-            engine.step(self.padding.fill(end, taken), wait, codes)
+            engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
         finally:
             self.padding.clear(end)
 
@@ -163,6 +162,11 @@ class Pool:
         if text is None:
             return 0
         return text.table.layout.length if text.draft_rows is None else text.draft_rows.end
+
+    def _others(self, steps: Sequence[Step]) -> list[Text]:
+        """Return the texts that these steps are not of."""
+        taken = {step.seq for step in steps}
+        return [text for seq, text in self.texts.items() if seq not in taken]
 
     def take_images(self, other: Pool) -> None:
         """The images that both have are this pool's from now on; it closes them, and the other no longer does.

@@ -260,7 +260,8 @@ class Sequence:
         try:
             if step.plan.moves is not NO_MOVES or self.events.scores is not None:
                 self.apply(step)
-            self.run(step)
+            if step.view is None or not self._stream(step):  # as `run`, but a call less for each token
+                self.pool.run([step])
             self.commit(step)
         except BaseException as err:
             self.fail(step, err)

@@ -135,13 +135,13 @@ def test_backends_are_loaded_once_and_from_the_folder_of_the_build() -> None:
 def plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> build.Plan:
     """A build whose compiler is a stub, and whose self-check is the script `native/trial.py`."""
 
-    def make(p: build.Plan, work: Path, target: str) -> None:
+    def make(made_with: toolchain.Toolchain, work: Path, target: str) -> None:
         (work / "bin").mkdir(parents=True, exist_ok=True)
         (work / "bin" / "libllama.so").touch()
 
     monkeypatch.setattr(build, "_sync_sources", lambda p: 0)
     monkeypatch.setattr(build, "_configure_llama", lambda p: None)
-    monkeypatch.setattr(build, "_make", make)
+    monkeypatch.setattr(build, "make", make)
     monkeypatch.setattr(build, "NATIVE", tmp_path / "native")
     (tmp_path / "native").mkdir()
     (tmp_path / "ggml" / "lib").mkdir(parents=True)
