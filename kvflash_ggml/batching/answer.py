@@ -103,6 +103,7 @@ class Answer:
         self._began = clock()
         self._started = self._first = self._last = 0.0
         self._to_read = 1
+        self._read_yet: int | None = None
         self._tokens: list[int] = []
         self._before: Mapping[str, Any] = {}
         self._text = TextStream(job.request.stop)
@@ -113,6 +114,12 @@ class Answer:
     def generated(self) -> int:
         """Tokens so far."""
         return len(self._tokens)
+
+    @property
+    def reading(self) -> tuple[int, int] | None:
+        """Tokens of the prompt that were read for it, and that are to be; None before, and once they are."""
+        done = self._read_yet
+        return None if done is None or self._first else (done, self._to_read)
 
     @property
     def usage(self) -> Usage:
@@ -200,7 +207,7 @@ class Answer:
 
     def _progress(self, done: int, total: int) -> None:
         if not self._first:
-            self._to_read = total
+            self._to_read, self._read_yet = total, done
         self._check()
         if done < total:  # behind the last step the logits are needed
             self._between()

@@ -156,6 +156,12 @@ class Scheduler:
         return [one.job.request for one in self._running.copy()]
 
     @property
+    def reading(self) -> list[tuple[Request, tuple[int, int]]]:
+        """Return the requests whose prompts are being read, each with the tokens read and those to read."""
+        known = [(one.job.request, one.answer.reading) for one in self._running.copy()]
+        return [(request, read) for request, read in known if read is not None]
+
+    @property
     def slot(self) -> Slot:
         """Return the slot that was taken last."""
         return self.conversations.slot

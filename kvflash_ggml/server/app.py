@@ -22,6 +22,7 @@ from . import (
     events,
     fields,
     llamacpp,
+    markdown,
     ollama,
     responses,
 )
@@ -105,6 +106,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/kvflash/state", conversations.state),
         route("/kvflash/events", events.events),
         route("/kvflash/words", events.words),
+        route("/kvflash/markdown", markdown.markdown, "POST"),
         route("/kvflash/conversations", conversations.conversations),
         route("/kvflash/conversations/{id}", conversations.erase, "DELETE"),
         route("/kvflash/conversations/{id}/{action}", conversations.action, "POST"),

@@ -30,6 +30,7 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
     scheduler, slot = front.scheduler, front.scheduler.slot
     model, counts, swapped = slot.model, scheduler.counts, scheduler.swapped
     running = [one.id for one in scheduler.running if access.may(one.salt)]
+    reading = [(one.id, *read) for one, read in scheduler.reading if access.may(one.salt)]
     seen = scheduler.conversations.seen(access, lambda: (model.counters(), model.residency(), slot.conversation))
     pool, now, at_hand = seen or ({**model.counters(), **_OF_TEXT}, Residency(), None)
     if access.owner:
@@ -43,6 +44,7 @@ def snapshot(front: Front, access: Access) -> tuple[dict[str, Any], Residency]:
             "waiting": len(scheduler.waiting),
             "put_aside": scheduler.put_aside,  # for readers who have enough for now
         },
+        "reading": [dict(zip(("id", "done", "total"), one, strict=True)) for one in reading],
         "conversations": {
             **scheduler.conversations.places(access),
             "parked_bytes": None if access.owner else swapped.size,

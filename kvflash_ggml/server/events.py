@@ -132,7 +132,11 @@ async def words(front: Front, request: HttpRequest) -> Response:
 @cache
 def _page() -> tuple[bytes, str]:
     """The page, and a policy under which nothing runs in it but what it came with."""
-    text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text, style, script = (
+        resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "page.js")
+    )
+    text = text.replace("/* page.css */", style, 1).replace("/* page.js */", script, 1)
     hashes = {kind: _hashes(text, kind) for kind in ("script", "style")}
     policy = (
         f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']}; connect-src 'self'; "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +16,215 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "tests"))
-from support.serving import Served, serve  # noqa: E402
+from support.serving import serve  # noqa: E402
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MODEL = REPO / "tests/models/recall-qwen3-q8_0.gguf"
 CODE = "4820917"
+FACT = f"The access code for silver harbor is {CODE}."
+QUESTION = "What is the access code for silver harbor?"
+SHOTS = os.environ.get("KVFLASH_TEST_SCREENSHOTS")
+
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+HOSTILE = """Look: <script>window.hurt = 1</script> <img src=x onerror="window.hurt = 2"> ![i](x:y)
+[go](javascript:window.hurt=3) [out](https://example.org)
+
+| a | b |
+| - | - |
+| 1 | <svg onload="window.hurt = 4"> |
+
+```python
+print("</code></pre><script>window.hurt = 5</script>")
+```
+"""
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+class Driven:
+    """A page, with what its console said."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.errors = page, list[str]()
+        page.on("console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def until(self, condition: str) -> None:
+        """Not by wait_for_function, which evaluates text: the page's policy forbids that."""
+        for _ in range(1200):
+            if self.page.evaluate(condition):
+                return
+            time.sleep(0.1)
+        raise AssertionError(condition)
+
+    def open(self, port: int) -> None:
+        self.page.goto(f"http://127.0.0.1:{port}/")
+        self.until("document.getElementById('status').textContent.startsWith('idle')")
+
+    def press(self, wanted: str, key: str = "Enter") -> None:
+        """Go to a control by Tab alone, and press a key there."""
+        for _ in range(60):
+            if self.page.evaluate(f"document.activeElement.matches({wanted!r})"):
+                assert self.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+                self.page.keyboard.press(key)
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"Tab does not lead to {wanted}")
+
+    def set(self, **values: str) -> None:
+        """Fill in settings, which are folded away at first."""
+        self.page.evaluate("document.getElementById('settings').open = true")
+        for name, value in values.items():
+            self.page.fill(f"#{name}", value)
+
+    def ask(self, text: str) -> None:
+        self.page.focus("#input")
+        self.page.keyboard.type(text)
+        self.page.keyboard.press("Enter")
+
+    def shot(self, name: str) -> None:
+        if SHOTS is not None:
+            self.page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
+
+    def fits(self, width: int) -> None:
+        assert self.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@contextmanager
+def browsing(profile: Path, scheme: str, width: int) -> Iterator[Driven]:
+    playwright = pytest.importorskip("playwright.sync_api")
     if BROWSER is None:
         pytest.skip("there is no chromium")
-    with serve(MODEL, "--kvflash", "1024", "-c", "16384", "-q") as server:
-        yield server
-
-
-def until(page: Any, condition: str) -> None:
-    """Not by wait_for_function, which evaluates text: the page's policy forbids that."""
-    for _ in range(600):
-        if page.evaluate(condition):
-            return
-        time.sleep(0.1)
-    raise AssertionError(condition)
-
-
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 320)])
-def test_a_chat_by_keyboard(scheme: str, width: int, served: Served) -> None:
-    playwright = pytest.importorskip("playwright.sync_api")
-    text = (REPO / "tests/text/licences.txt").read_text(encoding="utf-8")
-    fact = f"The access code for silver harbor is {CODE}."
-    document = f"{text[:6000]}\n{fact}\n{text[6000:16000]}\nWhat is the access code for silver harbor?"
-    errors: list[str] = []
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800}).new_page()
-        page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"http://127.0.0.1:{served.port}/")
-        until(page, "document.getElementById('status').textContent === 'idle'")
-        page.fill("#temperature", "0")
-        page.fill("#input", document)
+        browser = driver.chromium.launch_persistent_context(
+            str(profile), executable_path=BROWSER, args=FLAGS, color_scheme=scheme, headless=True,
+            viewport={"width": width, "height": 800},
+        )  # fmt: skip
+        driven = Driven(browser.new_page())
+        try:
+            yield driven
+        finally:
+            browser.close()
+        assert driven.errors == []
+
+
+ANSWER = "(document.querySelectorAll('.message.assistant')[{}]?.innerText ?? '')"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_a_document_and_the_next_day(scheme: str, width: int, tmp_path: Path) -> None:
+    """A file of 100 KB is dropped in and asked about; the server ends, and its successor goes on with it."""
+    text = (REPO / "tests/text/licences.txt").read_text(encoding="utf-8")
+    while len(text) < 100_000:
+        text += text
+    file = tmp_path / "licences.txt"
+    file.write_text(f"{text[:30_000]}\n{FACT}\n{text[30_000:100_000]}\n", encoding="utf-8")
+    options = ("--kvflash", "2048", "-c", "65536", "-q", "--session-dir", str(tmp_path / "sessions"))
+    with browsing(tmp_path / "profile", scheme, width) as driven:
+        page, until = driven.page, driven.until
+        with serve(MODEL, *options) as served:
+            port = served.port
+            driven.open(port)
+            page.focus("#fresh")
+            driven.press("#settings > summary")
+            driven.set(temperature="0", most="40")
+            driven.shot(f"{width}-1-empty")
+            page.set_input_files("#picker", str(file))
+            until("document.getElementById('files').textContent.includes('tokens Remove')")
+            driven.ask(QUESTION)
+            until("!document.getElementById('reading').hidden && $('left').textContent.includes('left')")
+            assert 0 < page.evaluate("document.getElementById('bar').value / document.getElementById('bar').max") < 1
+            driven.shot(f"{width}-2-reading")
+            until(ANSWER.format(0) + ".includes('tokens a second')")
+            assert CODE in page.evaluate(ANSWER.format(0))
+            until("map.why.size > 0 && mine")
+            assert page.evaluate("document.getElementById('reading').hidden")
+            shown = page.evaluate("document.getElementById('pool').textContent")
+            here, _, chunks = shown.partition(" chunks are on the device")[0].partition(" of ")
+            assert 0 < int(here) <= 32 < int(chunks)
+            page.focus("#map")
+            page.keyboard.press("End")
+            until("document.getElementById('why').textContent.includes('access code')")
+            driven.fits(width)
+            driven.shot(f"{width}-3-answered")
+            until("chat.kept !== null && localStorage.getItem(STORE + chat.name).includes(chat.kept)")
+            assert served.stop() == 0
+        driven.errors.clear()  # the page has lost its server
+        page.close()
+        with serve(MODEL, *options, "--port", str(port)) as served:
+            driven = Driven(page.context.new_page())
+            page, until = driven.page, driven.until
+            driven.open(port)
+            assert page.evaluate("chat.messages.length") == 0, "a new tab has a new conversation"
+            driven.press("#past > summary")
+            until("document.getElementById('list').textContent.includes('in a file')")
+            driven.shot(f"{width}-4-list")
+            driven.press("#list button")
+            until("document.querySelectorAll('.message').length === 2")
+            driven.set(temperature="0", most="40")
+            driven.ask(QUESTION)
+            until(ANSWER.format(1) + ".includes('tokens a second')")
+            known = page.evaluate("chat.messages[3].meta")
+            total, cached = (
+                int(found.replace(",", "")) for found in re.findall(r"([\d,]+) (?:tokens,|of them known)", known)
+            )
+            assert total - cached < 128, "the document is not read again"
+            assert CODE in page.evaluate(ANSWER.format(1))
+            driven.shot(f"{width}-5-next-day")
+            driven.fits(width)
+            assert driven.errors == []
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 390)])
+def test_answers_by_keyboard(scheme: str, width: int, tmp_path: Path) -> None:
+    """Cut-off marks, Escape, a reload, and Markdown of an answer that wants to run."""
+    options = ("--kvflash", "1024", "-c", "16384", "-q")
+    with serve(MODEL, *options) as served, browsing(tmp_path / "profile", scheme, width) as driven:
+        page, until = driven.page, driven.until
+        driven.open(served.port)
+        driven.set(most="5", system="Answer in numbers.")
+        page.focus("#input")
+        page.keyboard.type("one")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("two")
         page.keyboard.press("Enter")
-        until(page, "document.querySelector('.message.assistant .meta')?.textContent.includes('tok/s')")
-        assert CODE in page.inner_text(".message.assistant p")
-        until(page, "map.why.size > 0 && mine")
-        page.focus("#map")
-        page.keyboard.press("End")
-        until(page, "document.getElementById('why').textContent.includes('What is the access code')")
-        reasons = page.evaluate("[...map.why.values()].filter((why) => why !== null).length")
-        assert reasons > 0, "no chunk has a reason"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate("Boolean(getComputedStyle(document.body).backgroundColor)")
-        page.fill("#most", "4000")
-        page.fill("#temperature", "2")
-        page.fill("#input", "Tell me more.")
+        until("running === null && chat.messages.length === 2")
+        assert page.evaluate("chat.messages[0].content") == "one\ntwo"
+        assert "Stopped at the limit: 5 tokens" in page.evaluate(ANSWER.format(0))
+        driven.set(most="8000", temperature="2")
+        long = (REPO / "tests/text/licences.txt").read_text(encoding="utf-8")[:30_000]
+        page.fill("#input", f"{long}\nTell me more.")  # which takes seconds to read
+        page.focus("#input")
         page.keyboard.press("Enter")
-        until(page, "document.querySelectorAll('.message.assistant p')[1]?.textContent.length > 5")
-        page.evaluate("document.getElementById('stop').click()")
-        until(page, "running === null")
-        many = """() => {
-            map = { chunks: 2048, length: 131072, bits: new Uint8Array(256).fill(0x55), why: new Map() };
-            const begun = performance.now();
-            for (let i = 0; i < 20; i++) paint();
-            return (performance.now() - begun) / 20;
-        }"""
-        assert page.evaluate(many) < 16
-        browser.close()
-    assert errors == []
+        until("running !== null && chat.messages.length === 4")
+        page.keyboard.press("Escape")
+        until("running === null")
+        assert "Cancelled." in page.evaluate(ANSWER.format(1))
+        driven.press("#again")
+        until("running !== null")
+        page.reload()
+        until("document.querySelectorAll('.message').length === 4")
+        assert "Cut off: the page was closed." in page.evaluate(ANSWER.format(1))
+        assert page.input_value("#system") == "Answer in numbers."
+        said = "(text) => { chat.messages[3] = { role: 'assistant', content: text, meta: '', cut: '' }; draw(); }"
+        page.evaluate(said, HOSTILE)
+        until("document.querySelectorAll('.message table, .message pre').length === 2")
+        assert page.evaluate("document.querySelectorAll('#log script, #log img, #log svg').length") == 0
+        links = page.evaluate("[...document.querySelectorAll('#log a')].map((a) => [a.href, a.rel, a.target])")
+        assert links == [["https://example.org/", "noopener noreferrer", "_blank"]]
+        driven.shot(f"{width}-6-markdown")
+        spoiled = '<img src=x onerror="window.hurt = 6"><a href="javascript:hurt=7">x</a>'
+        page.evaluate("(html) => put(document.querySelector('.said'), html)", spoiled)
+        time.sleep(0.3)
+        assert page.evaluate("window.hurt") is None, "the policy forbids what the sanitiser would let through"
+        driven.errors.clear()  # the browser tells what the policy has blocked
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.evaluate("draw()")
+        until("document.querySelector('pre + button') !== null")
+        page.focus("#log")
+        driven.press("pre + button")
+        until("document.querySelector('pre + button').textContent === 'Copied'")
+        assert "print(" in page.evaluate("navigator.clipboard.readText()")
+        driven.fits(width)

@@ -85,6 +85,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
         "/tokenize": [("/tokenize", {"content": "x"})],
         "/detokenize": [("/detokenize", {"tokens": [120]})],
         "/apply-template": [("/apply-template", {"messages": [{"role": "user", "content": "x"}]})],
+        "/kvflash/markdown": [("/kvflash/markdown", {"text": "x"})],
         "/kvflash/words": [(f"/kvflash/words?conversation={NAME}&chunk=0", None)],
         "/kvflash/conversations/{id}": [(f"/kvflash/conversations/{id}", None)],
         "/kvflash/conversations/{id}/{action}": [

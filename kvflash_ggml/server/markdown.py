@@ -1,0 +1,39 @@
+"""`/kvflash/markdown`: an answer's Markdown as HTML in which nothing can run, for the page."""
+
+from __future__ import annotations
+
+import nh3
+from markdown_it import MarkdownIt
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from .errors import ApiError
+from .front import Front
+
+MAX_TEXT = 256 << 10
+"""Characters of a text. Rendering holds the interpreter meanwhile; the page shows a longer one as it is."""
+
+_TAGS = {
+    "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
+    "s", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+}  # fmt: skip
+"""What Markdown itself makes, but for images: an address in an answer must not be fetched."""
+
+_ATTRIBUTES = {"a": {"href", "title"}, "ol": {"start"}}
+
+
+def html(text: str) -> str:
+    """Render Markdown. Tags that the text itself has are shown as text."""
+    # a parser for each text: two threads may render at once
+    made = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).render(text)
+    return nh3.clean(made, tags=_TAGS, attributes=_ATTRIBUTES, url_schemes={"http", "https", "mailto"})
+
+
+async def markdown(front: Front, request: HttpRequest) -> Response:
+    data = await front.body(request)
+    text = data.get("text") if isinstance(data, dict) else None
+    if not isinstance(text, str):
+        raise ApiError(400, "the body is {text}: Markdown", param="text")
+    if len(text) > MAX_TEXT:
+        raise ApiError(413, f"the text has {len(text)} characters, and {MAX_TEXT} is the most: show it as it is")
+    return JSONResponse({"html": await front.work(request, html, text)})
