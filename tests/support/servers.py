@@ -66,12 +66,14 @@ class Server:
 class Wire:
     """Between a client and a server: counts the messages by what they are, and can cut the connection at one.
 
-    sent: by name. cut: which of them, and how many more come through; or None.
+    sent: by name. cut: which of them, and how many more come through; or None. at_least: the bytes that a "get"
+    asks for when it counts.
     """
 
     def __init__(self, server: Server) -> None:
         self.sent: Counter[str] = Counter()
         self.cut: tuple[Collection[str], int] | None = None
+        self.at_least = 0
         self.server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -95,14 +97,16 @@ class Wire:
         while True:
             head = _take(client, 9)
             command, size = struct.unpack("<BQ", head)
+            body = _take(client, size)
             name = NAMES.get(command, "other")
-            if self.cut is not None and name in self.cut[0]:
+            counts = name != "get" or struct.unpack("<Q", body[-8:])[0] >= self.at_least
+            if self.cut is not None and name in self.cut[0] and counts:
                 which, left = self.cut
                 if left == 0:
                     return
                 self.cut = which, left - 1
             self.sent[name] += 1
-            server.sendall(head + _take(client, size))
+            server.sendall(head + body)
             if hello or command in REPLIES:
                 reply = _take(server, 8)
                 client.sendall(reply + _take(server, struct.unpack("<Q", reply)[0]))
