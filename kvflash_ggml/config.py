@@ -57,7 +57,7 @@ class SpecConfig:
         help="Newest tokens that a drafting model sees.",
     )  # fmt: skip
     n_gpu_layers: int | None = _spec(
-        int, "-ngld", "--spec-draft-ngl",
+        int, "-ngld", "--spec-draft-ngl", "--gpu-layers-draft", "--n-gpu-layers-draft",
         help="0 keeps a drafting model off the GPU, any other number puts all of it there.  [default: as the model]",
     )  # fmt: skip
 

@@ -86,6 +86,13 @@ def switch(text: str) -> bool:
         raise ValueError(f"{text!r} is neither on nor off") from None
 
 
+def prefix(text: str) -> str:
+    """The beginning of a path, as /llm; nothing, or /, for none. ValueError for any other text."""
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", text.rstrip("/")):
+        raise ValueError(f"{text!r} is not the beginning of a path, as /llm")
+    return text.rstrip("/")
+
+
 def calibrate(text: str) -> bool | str:
     """On, off, or the file of a calibration."""
     return _SWITCH.get(text.strip().lower(), text)

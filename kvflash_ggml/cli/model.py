@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -80,7 +80,7 @@ def open_model(
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
-    settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
+    settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts)
     if settings["kvflash"] is not None:
         settings["kvflash"] = replace(settings["kvflash"], embedding=embedding, parallel=parallel)
     if (cache := pool.prefix_cache()) is not None:
@@ -90,11 +90,12 @@ def open_model(
 
 
 def keywords(
-    *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions
+    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions
 ) -> dict[str, Any]:
     """The keywords of `Llama` that say how a model is loaded, and where it goes."""
     config = {"kvflash": _with_drafts(pool.config(), drafts)}
-    return config | offloading(loading, devices) | loading.settings() | devices.settings()
+    settings = config | offloading(loading, devices) | loading.settings() | devices.settings()
+    return settings | loading.for_model(path, loading.ctx_size)
 
 
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:
@@ -174,17 +175,36 @@ def in_words(error: BaseException) -> str:
 def log_to_stderr(output: LogOptions) -> None:
     """The package's log: warnings, with -v everything, with -q errors only."""
     level = logging.DEBUG if output.verbose else logging.ERROR if output.quiet else logging.WARNING
-    logs.show_on(_StderrHandler(), level)
+    logs.show_on(_LogHandler(output), level)
 
 
-def log_requests(name: str) -> None:
+def log_requests(name: str, output: LogOptions) -> None:
     """A server's log, one line of JSON a request, beside the package's."""
     logger = logging.getLogger(name)
-    logger.handlers[:] = [_StderrHandler()]
+    logger.handlers[:] = [_LogHandler(output)]
     logger.propagate = False
     logger.setLevel(logging.INFO)
 
 
-class _StderrHandler(logging.Handler):
+class _LogHandler(logging.Handler):
+    """To stderr, and to the file that was asked for. UsageError if it cannot be written."""
+
+    def __init__(self, output: LogOptions) -> None:
+        super().__init__()
+        self._file: TextIO | None = None
+        if output.log_file is not None:
+            try:
+                self._file = output.log_file.open("a", encoding="utf-8", buffering=1)
+            except OSError as err:
+                raise click.UsageError(f"--log-file {output.log_file}: {err.strerror}") from err
+
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(self.format(record), err=True)
+        text = self.format(record)
+        click.echo(text, err=True)
+        if self._file is not None:
+            self._file.write(f"{text}\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()

@@ -23,6 +23,7 @@ from ..sampling import Samplers
 from ..settings import in_section, setting, settings
 from ..store.prefixes import PrefixCache
 from .child import check_first_run
+from .rope import RopeOptions
 from .sections import collected, option
 
 _model = in_section("Model")
@@ -49,6 +50,35 @@ def read_limit(text: str) -> int:
     if word == "-1" or (word.isdecimal() and int(word) > 0):
         return int(word)
     raise ValueError(f"{text!r} is not a number of tokens (-1: no limit)")
+
+
+def read_scaled(text: str) -> tuple[str, float]:
+    """A file and its weight, as adapter.gguf:0.5. ValueError for any other text."""
+    path, _, weight = text.rpartition(":")
+    try:
+        scale = float(weight) if path else math.nan
+    except ValueError:
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ValueError(f"{text!r} is not a file and its weight, as adapter.gguf:0.5")
+    return path, scale
+
+
+_KINDS: dict[str, Callable[[str], bool | int | float | str]] = {
+    "int": int,
+    "float": float,
+    "bool": notation.switch,
+    "str": str,
+}
+
+
+def read_override(text: str) -> tuple[str, bool | int | float | str]:
+    """A field and its value, as qwen3.context_length=int:65536. ValueError for any other text."""
+    key, _, typed = text.partition("=")
+    kind, colon, value = typed.partition(":")
+    if not (key and colon) or kind not in _KINDS:
+        raise ValueError(f"{text!r} is not a field and its value, as qwen3.context_length=int:65536")
+    return key, _KINDS[kind](value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +134,14 @@ class WeightOptions:
         help="Map the file into memory, or read it into memory.  [default: mmap]",
     )  # fmt: skip
     mlock: bool = _model(bool, default=False, help="Keep the weights in memory: the system must not swap them out.")
+    lora: str | None = _model(word, metavar="FILE", help="A LoRA adapter that is added to the weights.")
+    lora_scaled: tuple[str, float] | None = _model(
+        read_scaled, metavar="FILE:SCALE", help="The same, with this weight."
+    )
+    override_kv: tuple[tuple[str, bool | int | float | str], ...] = _model(
+        read_override, default=(), many=True, metavar="KEY=TYPE:VALUE",
+        help="A field of the model's file that is another: int, float, bool or str.",
+    )  # fmt: skip
 
     def settings(self) -> dict[str, Any]:
         """Keywords of `Llama` for what was given, less the layers on the GPU."""
@@ -115,15 +153,25 @@ class WeightOptions:
             n_threads_batch=self.threads,
             rpc=self.rpc,
             rpc_trust=None if self.rpc is None else self.rpc_trust,
+            kv_overrides=dict(self.override_kv) or None,
+            **self._adapter(),
         )
+
+    def _adapter(self) -> dict[str, Any]:
+        if self.lora_scaled is None:
+            return {"lora_path": self.lora}
+        if self.lora is not None:
+            raise click.UsageError("--lora and --lora-scaled are two adapters, and one can be used: leave one out")
+        path, scale = self.lora_scaled
+        return {"lora_path": path, "lora_scale": scale}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(WeightOptions, ContextOptions):
+class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
     """How the weights are loaded, and the context that is made for them."""
 
     def settings(self) -> dict[str, Any]:
-        """Keywords of `Llama` for what was given, less the layers on the GPU."""
+        """Keywords of `Llama` for what was given, less the layers on the GPU and RoPE, see `for_model`."""
         return WeightOptions.settings(self) | _given(
             n_ctx=self.ctx_size,
             flash_attn=self.flash_attn != "off",
@@ -165,6 +213,7 @@ class LogOptions:
 
     verbose: bool = _output(bool, "-v", default=False, help="llama.cpp's log, and tracebacks, on stderr.")
     quiet: bool = _output(bool, "-q", default=False, help="Nothing but errors on stderr.")
+    log_file: Path | None = _output(Path, metavar="FILE", help="The log is added to FILE too.")
 
 
 @dataclass(frozen=True, kw_only=True)

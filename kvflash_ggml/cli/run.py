@@ -220,8 +220,8 @@ def run(
     log_to_stderr(output)
     with plain_errors(verbose=output.verbose):
         if asked.dry_run:
-            settings = keywords(loading=loading, devices=devices, pool=pool, drafts=drafts)
             path = located(model, quiet=output.quiet)
+            settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
         system = as_typed(asked.system, "the system message")

@@ -186,7 +186,7 @@ def serve(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
         if not log.quiet:
-            log_requests(requestlog.NAME)
+            log_requests(requestlog.NAME, log)
         file = server.chat_template_file
         template = None if file is None else file.read_text(encoding="utf-8")
 

@@ -9,8 +9,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import (
     about,
@@ -114,9 +115,33 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=front.settings)],
+        middleware=[
+            *([Middleware(Below, prefix=front.settings.api_prefix)] if front.settings.api_prefix else []),
+            Middleware(Guard, settings=front.settings),
+        ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _any_error},
     )
+
+
+class Below:
+    """ASGI middleware: all that is served lies below this path, and there is nothing elsewhere."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if path == self._prefix:  # relative addresses of the page need the slash
+                await RedirectResponse(f"{path}/")(scope, receive, send)
+                return
+            if not path.startswith(f"{self._prefix}/"):
+                elsewhere = ApiError(404, f"everything is below {self._prefix}").response(path)
+                await elsewhere(scope, receive, send)
+                return
+            scope = {**scope, "path": path[len(self._prefix) :]}
+        await self._app(scope, receive, send)
 
 
 async def _api_error(request: Request, err: Exception) -> Response:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -89,7 +90,11 @@ def serve(
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Take the address of the server: clients that connect wait until it serves. ConfigError if it is taken."""
+    """Take the address of the server: clients that connect wait until it serves.
+
+    ConfigError if it is taken, or a certificate cannot be used.
+    """
+    _check_certificate(settings)
     host, port = settings.host, settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -97,6 +102,20 @@ def listen(settings: ServerSettings) -> socket.socket:
     except OSError as err:
         raise ConfigError(
             f"cannot listen at {host}, port {port}: {err.strerror or err}: give another --port or --host"
+        ) from err
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    certificate, key = settings.ssl_cert_file, settings.ssl_key_file
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise ConfigError("https needs both: give --ssl-cert-file and --ssl-key-file")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password=lambda: b"")
+    except (OSError, ValueError) as err:  # an SSLError is an OSError
+        raise ConfigError(
+            f"{certificate} and {key} are not a certificate in PEM and its key without a password: {err}"
         ) from err
 
 
@@ -112,6 +131,8 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         limit_concurrency=settings.max_queue + MAX_OTHERS,
+        ssl_keyfile=settings.ssl_key_file,
+        ssl_certfile=settings.ssl_cert_file,
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
@@ -131,7 +152,7 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
-            ready(f"http://{host}:{port}")
+            ready(f"{'http' if settings.ssl_cert_file is None else 'https'}://{host}:{port}{settings.api_prefix}")
         await serving
     finally:
         front.close()

@@ -24,7 +24,9 @@ class ServerSettings:
 
     alias: str
     keys: tuple[str, ...] = ()
-    page: bool = _server(bool, "--page/--no-page", "--webui/--no-webui", default=True, help="Serve the chat page at /.")
+    page: bool = _server(
+        bool, "--page/--no-page", "--ui/--no-ui", "--webui/--no-webui", default=True, help="Serve the chat page at /."
+    )
     strict: bool = _server(
         bool, default=False, help="Answer 400 to a field that the server does not know, which it ignores otherwise."
     )
@@ -38,6 +40,13 @@ class ServerSettings:
         notation.origin, "--cors-origins", default=(), many=True, metavar="ORIGIN",
         help="Pages that may ask; may be repeated.  [default: none]",
     )  # fmt: skip
+    ssl_key_file: Path | None = _net(Path, metavar="FILE", exists=True, help="Key of the certificate, in PEM.")
+    ssl_cert_file: Path | None = _net(
+        Path, metavar="FILE", exists=True, help="Serve https with this certificate, in PEM."
+    )
+    api_prefix: str = _net(
+        notation.prefix, default="", metavar="PATH", shown=False, help="Serve everything below this path, as /llm."
+    )
     isolate_keys: bool = _net(bool, default=False, help="A key sees, uses and changes its own conversations only.")
     public_metrics: bool = _net(bool, "--metrics-public", default=False, help="/metrics needs no key.")
     park_bytes: int = _conversations(
@@ -62,7 +71,7 @@ class ServerSettings:
         int, "--max-tokens-limit", least=1, help="Tokens of any answer at most.  [default: the context]"
     )
     timeout_s: float = _limits(
-        float, "--timeout", least=0, above=True, default=3600, metavar="S",
+        float, "--timeout", "-to", least=0, above=True, default=3600, metavar="S",
         help="Seconds for a request, from its arrival to its end.",
     )  # fmt: skip
     queue_timeout_s: float = _limits(

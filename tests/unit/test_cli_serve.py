@@ -10,30 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import options_table
 import pytest
 from click.testing import Result
 from support.fake_llama import Stage, staged
 
 from kvflash_ggml.batching.messages import Sampling
 from kvflash_ggml.cli.llama_flags import ANSWERED, TAKEN
+from kvflash_ggml.cli.run import run
+from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError
 from kvflash_ggml.server import start
 from kvflash_ggml.server.settings import ServerSettings
 
-SERVED = (
-    "--embedding",
-    "--embeddings",
-    "--pooling",
-    "--rerank",
-    "--reranking",
-    "-np",
-    "--parallel",
-    "--host",
-    "--port",
-    "--api-key",
-)
-DOCS = Path(__file__).parents[2] / "docs"
+VERBS = {"run": run, "serve": serving}
+
+
+def answers(verb: str) -> list[str]:
+    """The options that it answers: those that it has not itself."""
+    own = {name for param in VERBS[verb].params if not getattr(param, "hidden", False) for name in param.opts}
+    return [name for names in ANSWERED for name in names if name not in own]
 
 
 @dataclass
@@ -114,23 +111,64 @@ def test_what_is_so_anyway_is_taken(verb: str, serve: Serving) -> None:
     assert serve.cli(verb, "m.gguf", *TAKEN, *(["-p", "hi"] if verb == "run" else [])).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("verb", "name"),
-    [("run", name) for names in ANSWERED for name in names]
-    + [("serve", name) for names in ANSWERED for name in names if name not in SERVED],
-)
-def test_other_options_of_llama_cpp_are_answered(verb: str, name: str, serve: Serving) -> None:
-    for line in ([name], [name, "4", "-q"], ["-q", name, "a b"]):
-        result = serve.cli(verb, "m.gguf", *line)
-        assert result.exit_code == 2
-        assert f"{name} is llama.cpp's: " in result.stderr.replace("\n", " ")
+@pytest.mark.parametrize("verb", VERBS)
+def test_other_options_of_llama_cpp_are_answered(verb: str, serve: Serving) -> None:
+    for name in answers(verb):
+        result = serve.cli(verb, "m.gguf", name)
+        assert (result.exit_code, f"{name} is llama.cpp's: " in result.stderr.replace("\n", " ")) == (2, True), name
+    for line in (["--cache-reuse", "4", "-q"], ["-q", "--cache-reuse", "a b"]):
+        assert "--cache-reuse is llama.cpp's: " in serve.cli(verb, "m.gguf", *line).stderr.replace("\n", " ")
     assert not serve.cli.made
 
 
 def test_the_documents_have_all_of_them() -> None:
-    page = (DOCS / "server.md").read_text(encoding="utf-8")
-    told = {*re.findall(r"`(--?[a-z-]+)\b", page.partition("## Options of llama-server")[2])}
-    assert [name for names in (TAKEN, *ANSWERED) for name in names if name not in told] == []
+    page = options_table.PAGE.read_text(encoding="utf-8")
+    assert page == options_table.render(page), "run python scripts/options_table.py"
+
+
+def test_no_option_is_there_twice_and_no_answer_is_empty() -> None:
+    names = [*TAKEN, *(name for names in ANSWERED for name in names)]
+    assert len(names) == len({*names})
+    assert all(ANSWERED.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--rope-scaling linear --rope-scale 4", {"rope_scaling_type": 1, "rope_freq_scale": 0.25}),
+        ("--rope-freq-base 1e6 --yarn-ext-factor 0", {"rope_freq_base": 1e6, "yarn_ext_factor": 0.0}),
+        ("--lora a.gguf", {"lora_path": "a.gguf"}),
+        ("--lora-scaled C:/a.gguf:0.5", {"lora_path": "C:/a.gguf", "lora_scale": 0.5}),
+        (
+            "--override-kv a.b=int:4 --override-kv c=bool:true --override-kv d=str:x:y",
+            {"kv_overrides": {"a.b": 4, "c": True, "d": "x:y"}},
+        ),
+    ],
+)
+def test_what_llama_takes_as_keywords(words: str, expected: dict[str, Any], serve: Serving) -> None:
+    result = serve("m.gguf", *words.split())
+    assert result.exit_code == 0, result.output
+    assert {name: serve.cli.settings.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--rope-scale 2 --rope-freq-scale 0.5", "give one of them"),
+        ("--lora a --lora-scaled b:1", "leave one out"),
+        ("--lora-scaled a.gguf", "as adapter.gguf:0.5"),
+        ("--lora-scaled a.gguf:nan", "as adapter.gguf:0.5"),
+        ("--override-kv a=4", "as qwen3.context_length=int:65536"),
+        ("--override-kv a=int:four", "four"),
+        ("--yarn -c 8192", "the file says no length"),
+        ("--api-prefix llm", "as /llm"),
+        ("--log-file /nowhere/at/all", "No such file"),
+    ],
+)
+def test_what_llama_could_not_take(words: str, told: str, serve: Serving) -> None:
+    result = serve("m.gguf", *words.split())
+    assert result.exit_code == 2
+    assert told in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize("verb", ["serve", "run"])
