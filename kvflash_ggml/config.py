@@ -186,6 +186,11 @@ class KVFlashConfig:
         help="The same text brings the same chunks. Each prompt is read from its beginning, tau does not adapt, and"
         " heads that are found meanwhile count in the next run.",
     )  # fmt: skip
+    deterministic_batch: bool = _pool(
+        bool, "--deterministic-batch", default=False,
+        help="Steps of --parallel sequences have a row for each, whoever answers, so that others change no bit of an"
+        " answer. Needs --kvflash-tau or --kvflash-deterministic, and a model whose memory is pooled as a whole.",
+    )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1
     tail: int = 4
@@ -288,11 +293,14 @@ class KVFlashConfig:
         for name, asked in alone.items():
             if asked and self.parallel > 1:
                 raise ConfigError(f"{name} serves one sequence, and parallel is {self.parallel}: leave out one of them")
+        if self.deterministic_batch and self.tau is None and not self.deterministic:
+            raise ConfigError("deterministic_batch: tau adapts to the clock, and chunks with it: give a tau")
 
     @property
     def minimum_pool(self) -> int:
         """Slots below which no chunk of a sequence could ever be evicted, rounded up to the pool step."""
-        return round_up((self.sinks + self.tail + 2) * CHUNK * self.parallel, POOL_STEP)
+        padding = round_up(self.parallel, CHUNK) if self.deterministic_batch else 0
+        return round_up((self.sinks + self.tail + 2) * CHUNK * self.parallel + padding, POOL_STEP)
 
     @property
     def sees_all(self) -> bool:

@@ -249,9 +249,9 @@ class PageHeap:
         """Bring the first of its pages to memory, as many as fit together, or `lease.least` at the least."""
         readers = Readers()
         reads: list[Future[None]] = []
-        count = 0
+        count = self._pin_present(lease)
         try:
-            for page in lease.wanted:
+            for page in lease.wanted[count:]:
                 try:
                     read = self._pin(page, lease, readers)
                 except HostMemoryError:
@@ -269,6 +269,19 @@ class PageHeap:
         for read in reads:
             read.result()
         return [page.address for page in lease.wanted[:count]]
+
+    def _pin_present(self, lease: Lease) -> int:
+        """Keep those in memory there, up to the first one that is elsewhere: a look at a long text wants thousands."""
+        count = 0
+        with self._lock:
+            for page in lease.wanted:
+                if not (page.holders and page.address):
+                    break
+                lease.pages.add(page)
+                self._pages[page] = None  # which an interrupt may have kept from the books
+                self._pages.move_to_end(page)
+                count += 1
+        return count
 
     def _pin(self, page: PageImage, lease: Lease, readers: Readers) -> Future[None] | None:
         """Bring a page to memory, where it stays for the lease, or begin to read it from its source."""

@@ -51,7 +51,14 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
     sizing.warn_if_tight(engine.info.devices, n_ubatch)
     mapped = llm.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
     limit = sizing.image_limit(config, sizing.address(llm._model), size, engine.info.page_bytes, mapped=mapped)
-    pool = Pool(engine, n_ubatch=n_ubatch, host_limit=limit, spill=config.spill, beside=beside)
+    pool = Pool(
+        engine,
+        n_ubatch=n_ubatch,
+        host_limit=limit,
+        spill=config.spill,
+        beside=beside,
+        fixed_rows=config.deterministic_batch,
+    )
     sequence = open_session(llm, config, pool, llm._scorer)
     context = llm._ctx
     _open_text(llm, sequence)

@@ -155,7 +155,8 @@ def boost_successors(
     [columns, n]. chunks: whose keys may be looked at. scores: one per chunk, changed in place. penalty: of each column,
     [columns, 1].
     """
-    order = sorted(chunks, key=lambda c: (-scores[c], c))[:FOLLOWED]
+    ordered = np.sort(np.asarray(chunks, np.int64))
+    order = ordered[np.argsort(-scores[ordered], kind="stable")[:FOLLOWED]].tolist()
     best = (log_shares(masses)[:, order] - penalty).argmax(axis=0)
     for chunk, column in zip(order, best.tolist(), strict=True):
         after = chunk + 1

@@ -27,7 +27,10 @@ class Padding:
         info = engine.info
         if info.recurrent or info.n_swa:
             what = "recurrent state" if info.recurrent else "a sliding window"
-            raise ConfigError(f"steps of a fixed number of rows need memory that is pooled; this model has {what}")
+            raise ConfigError(
+                f"deterministic_batch: steps of a fixed number of rows need memory that is pooled, and this model has"
+                f" {what}: leave it out"
+            )
         self.width = info.n_seq
         self._engine = engine
         self._rows = rows

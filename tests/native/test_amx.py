@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vendoring.build import upstream_llama
@@ -82,3 +83,10 @@ def test_some_compilers_need_the_patch_for_that(flag: str, tmp_path: Path) -> No
     if got == CONFIGURATION:
         pytest.skip("this compiler keeps the stores")
     assert got[0] == 1, "the palette is within the bytes that every compiler keeps"
+
+
+def test_weights_of_three_dimensions_stay_out_of_its_buffers(llama: Any, tokens: Any) -> None:
+    """A model with latent attention has some. On a CPU with AMX a context for it ended the process."""
+    llm = llama("latent heads", kvflash=512)
+    llm.eval((tokens[:64] % llm.n_vocab()).tolist())
+    assert llm.n_tokens == 64

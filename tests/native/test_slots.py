@@ -13,7 +13,7 @@ from support.served import Asked, ask
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching.llama import LlamaModel
-from kvflash_ggml.batching.messages import Failed, Finished
+from kvflash_ggml.batching.messages import Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
@@ -22,8 +22,10 @@ SLOTS, SHARE, N_CTX, MOST = 4, 512, 4096, 24
 
 
 @contextmanager
-def served(llama: Callable[..., Any], kind: str = "dense", **settings: Any) -> Iterator[Scheduler]:
-    config = KVFlashConfig(pool=SLOTS * SHARE, parallel=SLOTS, tau=16, **settings)
+def served(
+    llama: Callable[..., Any], kind: str = "dense", *, slots: int = SLOTS, **settings: Any
+) -> Iterator[Scheduler]:
+    config = KVFlashConfig(pool=slots * SHARE, parallel=slots, tau=16, **settings)
     scheduler = Scheduler(LlamaModel(llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=config)))
     try:
         yield scheduler
@@ -91,6 +93,32 @@ def test_the_next_turn_is_prefilled_from_where_it_was(llama: Callable[..., Any],
             assert isinstance(end, Finished)
             assert end.usage.prompt - end.usage.cached <= 21
         assert scheduler.counts.lost == 0
+
+
+def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """The same server answers each prompt alone, and then all of them together. CPUs differ in whether others would."""
+    found = []
+    for together in (False, True):
+        with served(llama, "packed", slots=6, deterministic_batch=True, calibrate=False) as scheduler:
+            asked = []
+            for prompt in prompts_of(tokens % 256, 6):
+                asked.append(ask(scheduler, prompt[:600], 96, ignore_eos=True, logprobs=1))
+                if not together:
+                    if len(asked) == 1:
+                        scheduler.start()
+                    asked[-1].wait()
+            if together:
+                scheduler.start()
+            assert all(isinstance(one.wait(), Finished) for one in asked)
+            assert scheduler.counters()["page_ins"] > 0
+            found.append([[p.logprobs for p in one.events if isinstance(p, Piece)] for one in asked])
+    assert found[0] == found[1]
+
+
+def test_a_deterministic_batch_needs_memory_that_is_pooled(llama: Callable[..., Any]) -> None:
+    for kind in ("hybrid", "iswa"):
+        with pytest.raises(ConfigError, match=r"deterministic_batch: .*: leave it out"):
+            llama(kind, kvflash=KVFlashConfig(pool=2048, parallel=2, tau=16, deterministic_batch=True))
 
 
 def test_a_cancelled_answer_changes_no_other(llama: Callable[..., Any], tokens: Tokens) -> None:

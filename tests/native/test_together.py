@@ -57,12 +57,9 @@ def test_alone_or_among_others_is_a_matter_of_rounding(bare: Make, tokens: Any) 
     assert text.paging.page_ins > 0
 
 
-@pytest.mark.parametrize("fixed_rows", [True, False])
-def test_with_a_fixed_number_of_rows_alone_or_among_others_are_the_same_bits(
-    fixed_rows: bool, bare: Make, tokens: Any
-) -> None:
-    """Among others or alone, beside texts that wait, have drafts, or are not there."""
-    settings = {"kind": "packed", "fixed_rows": fixed_rows}
+def test_with_a_fixed_number_of_rows_alone_or_among_others_are_the_same_bits(bare: Make, tokens: Any) -> None:
+    """Among others or alone, beside texts that wait, have drafts, or are not there. It matters on some CPUs only."""
+    settings = {"kind": "packed", "fixed_rows": True}
     alone, among = make(bare, 8, **settings), make(bare, 8, **settings)
     mine, its = alone.sessions[2], among.sessions[2]
     ids = tokens % alone.n_vocab
@@ -77,7 +74,7 @@ def test_with_a_fixed_number_of_rows_alone_or_among_others_are_the_same_bits(
         (row,) = decode(alone, [mine], [token])
         rows = decode(among, [its, *beside], [token, *script])
         found.append(same_bits(row, rows[0]))
-    assert all(found) == fixed_rows
+    assert all(found)
 
 
 def test_a_prompt_beside_texts_that_decode(bare: Make, tokens: Any) -> None:
