@@ -156,6 +156,8 @@ class KVFlashConfig:
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
     parallel: sequences that are computed together. Each has an equal share of the pool.
+    deterministic_batch: a step has a row for each of them, whoever answers: others change no bit of an answer. Needs a
+        tau or deterministic, and a model whose memory is pooled as a whole.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
     """
 
@@ -185,11 +187,6 @@ class KVFlashConfig:
         bool, "--kvflash-deterministic", default=False,
         help="The same text brings the same chunks. Each prompt is read from its beginning, tau does not adapt, and"
         " heads that are found meanwhile count in the next run.",
-    )  # fmt: skip
-    deterministic_batch: bool = _pool(
-        bool, "--deterministic-batch", default=False,
-        help="Steps of --parallel sequences have a row for each, whoever answers, so that others change no bit of an"
-        " answer. Needs --kvflash-tau or --kvflash-deterministic, and a model whose memory is pooled as a whole.",
     )  # fmt: skip
     reselect_prefill: bool = True
     sinks: int = 1
@@ -239,6 +236,7 @@ class KVFlashConfig:
     checkpoints: int = 8
     embedding: int = 0
     parallel: int = 1
+    deterministic_batch: bool = False
 
     def __post_init__(self) -> None:
         check(self)

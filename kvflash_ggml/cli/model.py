@@ -74,15 +74,18 @@ def open_model(
     verbose: bool,
     embedding: int = 0,
     parallel: int = 1,
+    deterministic_batch: bool = False,
 ) -> Iterator[Any]:
-    """The loaded model, closed at the end. embedding, parallel: see KVFlashConfig.
+    """The loaded model, closed at the end. embedding, parallel, deterministic_batch: see KVFlashConfig.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts)
     if settings["kvflash"] is not None:
-        settings["kvflash"] = replace(settings["kvflash"], embedding=embedding, parallel=parallel)
+        settings["kvflash"] = replace(
+            settings["kvflash"], embedding=embedding, parallel=parallel, deterministic_batch=deterministic_batch
+        )
     if (cache := pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
     with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:

@@ -76,6 +76,11 @@ class ServerOptions:
         help="Answers that are decoded together. Each has an equal share of the pool; any number of conversations is"
         " kept.",
     )  # fmt: skip
+    deterministic_batch: bool = _limits(
+        bool, default=False,
+        help="Others change no bit of an answer: each step has a row for each of --parallel. Needs --kvflash-tau or"
+        " --kvflash-deterministic, and a model without recurrent state or sliding windows.",
+    )  # fmt: skip
     embeddings: bool = _server(
         bool, "--embeddings", "--embedding", default=False,
         help="Serve /v1/embeddings too, from a further context on the same weights.",
@@ -205,6 +210,7 @@ def serve(
                 verbose=log.verbose,
                 embedding=embedding,
                 parallel=server.parallel,
+                deterministic_batch=server.deterministic_batch,
             ) as llm,
         ):
             if not log.quiet and not log.verbose:
