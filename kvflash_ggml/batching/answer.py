@@ -137,8 +137,10 @@ class Answer:
             missed=self._missed,
         )
 
-    def make(self, slot: Slot) -> Generator[Pending | None, None, Finished]:
+    def make(self, slot: Slot, beside: Sequence[Slot] = ()) -> Generator[Pending | None, None, Finished]:
         """Make the answer in a slot, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside.
+
+        beside: see `Slot.take`.
 
         Yields each step that may be computed with others, and None when a token has been drawn and told.
         """
@@ -151,7 +153,7 @@ class Answer:
             )
         if self._paused is None:
             self._missed = missed_of(request, slot.differs(request), model.piece)
-        conversation = slot.take(request, drawn=self._tokens)
+        conversation = slot.take(request, drawn=self._tokens, beside=beside)
         if self._paused is None:
             self._before = model.counters()
             sink(Started(conversation=conversation.id))

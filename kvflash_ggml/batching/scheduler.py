@@ -315,7 +315,8 @@ class Scheduler:
         answer = self._begun.pop(request.id, None)
         if answer is None:
             answer = Answer(job, self._clock, check=lambda: self._check(job), between=lambda: self._between(job))
-        running = _Running(job, answer, slot, now, answer.make(slot), stepped=now)
+        beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
+        running = _Running(job, answer, slot, now, answer.make(slot, beside), stepped=now)
         self._running.append(running)
         self._advance(running, check=True)
 

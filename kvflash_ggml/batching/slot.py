@@ -76,10 +76,11 @@ class Slot:
         shared = common_prefix(self.model.tokens, tokens)
         return self.model.usable(tokens), _goes_on(shared, mine.prompt, len(self.model.tokens))
 
-    def take(self, request: Request, *, drawn: Sequence[int] = ()) -> Conversation:
+    def take(self, request: Request, *, drawn: Sequence[int] = (), beside: Sequence[Slot] = ()) -> Conversation:
         """Bring the text to hand that a request goes on from; another one there is swapped out.
 
-        drawn: what there is of its answer already, if that was put aside.
+        drawn: what there is of its answer already, if that was put aside. beside: slots whose answers are being made,
+        and whose texts can be copied.
         """
         if drawn:
             return self._take_again(request, drawn)
@@ -88,6 +89,14 @@ class Slot:
         tokens, mine, now = request.tokens, self.conversation, self._clock()
         live, goes_on = self._live(request)
         found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
+        source = max(beside, key=lambda slot: slot.gain(request), default=None)
+        if (
+            source is not None
+            and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK)
+            and self._copy(source)
+        ):
+            self.conversation, self._private = _named(request), False
+            return self.conversation
         if (
             found is not None
             and length > live
@@ -107,6 +116,25 @@ class Slot:
         mine.name, mine.used = request.conversation or mine.name, now
         mine.prompt = len(tokens)
         return mine
+
+    def _copy(self, source: Slot) -> bool:
+        """Put a copy of the text in another slot in place of the one at hand; False if there is no memory for it."""
+        try:
+            copy = source.model.swap_out()
+        except HostMemoryError as err:
+            logger.warning("a beginning that another answer has is read again: %s", err)
+            return False
+        try:
+            self._swap_out()
+            self.model.swap_in(copy)
+        except BaseException:
+            self.clear()
+            raise
+        finally:
+            copy.release()
+        self.model.unpin()
+        self.counts.forks += 1
+        return True
 
     def _take_again(self, request: Request, drawn: Sequence[int]) -> Conversation:
         """Bring the text back whose answer was interrupted after the tokens `drawn`. One that was lost is prefilled."""

@@ -17,7 +17,7 @@ from ..arrays import Int32s, Int64s
 from ..errors import CLOSED, ConfigError, ContextFull, KVFlashError, NotFinite, SnapshotError
 from ..sequence import prefill
 from ..sequence.sequence import Sequence
-from ..sequence.step import Logits
+from ..sequence.step import NO_LOGITS, Logits
 from ..spec.loop import Speculator
 from ..state.session import SessionState
 from ..store.prefixes import Prefixes
@@ -239,6 +239,8 @@ class Reader:
         """Make `row` [n_vocab] the logits of the token at `pos`, the only ones at hand."""
         assert self.sequence is not None
         self.sequence.engine.set_logits(row)
+        for text in self.sequence.pool.texts.values():
+            text.logits = NO_LOGITS
         self.sequence.logits = Logits(pos, 1)
 
     def sample(self, pos: int, *args: Any, **kwargs: Any) -> int:

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <stdexcept>
 
 namespace {
@@ -193,7 +194,36 @@ std::vector<uint32_t> free_places(const kvf_engine & engine, llama_kv_cache & kv
     return res;
 }
 
-// Rows of a window of its own, of which empty cells are left out.
+// A sequence brings no more cells than its part of a window that several have: the newest, of which it sees fewer.
+void leave_out_oldest(std::vector<cell> & found, std::vector<uint32_t> & place, size_t most) {
+    if (place.size() <= most) {
+        return;
+    }
+    std::vector<int32_t> positions;
+    for (const auto & c : found) {
+        if (c.pos != -1) {
+            positions.push_back(c.pos);
+        }
+    }
+    std::nth_element(positions.begin(), positions.begin() + most, positions.end(), std::greater<>());
+    const int32_t before = positions[most];
+    std::vector<uint32_t> kept;
+    size_t n = 0;
+    for (auto & c : found) {
+        if (c.pos == -1) {
+            continue;
+        }
+        if (c.pos > before) {
+            kept.push_back(place[n]);
+        } else {
+            c.pos = -1;
+        }
+        n++;
+    }
+    place = std::move(kept);
+}
+
+// Rows of a window, of which empty cells are left out.
 void read_rows(llama_kv_cache & kv, llama_io_read_i & io, const std::vector<cell> & found, const std::vector<uint32_t> & place) {
     std::vector<uint8_t> empty;
     for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
@@ -238,6 +268,9 @@ void read_window(kvf_engine & engine, llama_kv_cache & kv, llama_io_read_i & io,
     if (head.head == SHARED) {
         io.read(place.data(), place.size()*sizeof(place[0]));
     }
+    if (shares) {
+        leave_out_oldest(found, place, cells.size()/engine.info.n_seq);
+    }
     place = free_places(engine, kv, place);
     size_t n = 0;
     for (const auto & c : found) {
@@ -255,15 +288,11 @@ void read_window(kvf_engine & engine, llama_kv_cache & kv, llama_io_read_i & io,
         cells.ext_set(i, ext);
         cells.seq_add(i, seq);
     }
-    if (head.head == SHARED) {
-        for_each_tensor(kv, 0, [&](ggml_tensor * t, size_t) {
-            for_each_run(place, [&](uint32_t first, size_t n) { io.read_tensor(t, first*t->nb[1], n*t->nb[1]); });
-        });
-    } else if (!shares) {
+    if (shares || head.head == SHARED) {
+        read_rows(kv, io, found, place);
+    } else {
         for_each_tensor(kv, head.count, [&](ggml_tensor * t, size_t n) { io.read_tensor(t, 0, n); });
         kvf_access::head(kv) = head.head;
-    } else {
-        read_rows(kv, io, found, place);
     }
 }
 

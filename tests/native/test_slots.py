@@ -77,9 +77,10 @@ def test_each_answer_is_that_of_a_lone_run(kind: str, llama: Callable[..., Any],
     assert all(same(mine, its) for mine, its in zip(found, wanted, strict=True))
 
 
-def test_the_next_turn_is_prefilled_from_where_it_was(llama: Callable[..., Any], tokens: Tokens) -> None:
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_the_next_turn_is_prefilled_from_where_it_was(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
     prompts = prompts_of(tokens, SLOTS + 2)
-    with served(llama) as scheduler:
+    with served(llama, kind) as scheduler:
         asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts]
         scheduler.start()
         texts = []
@@ -93,6 +94,24 @@ def test_the_next_turn_is_prefilled_from_where_it_was(llama: Callable[..., Any],
             assert isinstance(end, Finished)
             assert end.usage.prompt - end.usage.cached <= 21
         assert scheduler.counts.lost == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_answers_to_one_prompt_read_it_once(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    """As with `n` of a request: each but the first goes on from a copy, and is the lone run's answer."""
+    (prompt,) = prompts_of(tokens, 1)
+    (wanted,) = lone(llama, [prompt], kind)
+    with served(llama, kind) as scheduler:
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for _ in range(SLOTS)]
+        scheduler.start()
+        ends = [one.wait() for one in asked]
+        assert scheduler.counts.forks == SLOTS - 1
+        assert scheduler.counters()["page_ins"] > 0
+        for number, end in enumerate(ends):
+            assert isinstance(end, Finished)
+            assert same(end.tokens, wanted)
+            # a state can be gone on from where it was kept: at the last question's beginning
+            assert number == 0 or end.usage.cached >= len(prompt) - (1 if kind == "dense" else 64)
 
 
 def test_a_deterministic_batch_has_the_bits_of_a_lone_answer(llama: Callable[..., Any], tokens: Tokens) -> None:

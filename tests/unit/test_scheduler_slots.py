@@ -104,6 +104,26 @@ def test_a_turn_finds_its_conversation_wherever_it_is(make: Make) -> None:
         assert end.usage.prompt - end.usage.cached <= 21, "what is new, and the token that was not read"
 
 
+@pytest.mark.parametrize("salt", ["", "mine"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_beginning_that_another_answer_has_is_copied(stateful: bool, salt: str, make: Make) -> None:
+    """What an agent's requests share is prefilled once, though they run at the same time; not across keys."""
+    model = FakeModel(parallel=SLOTS, reply=spelled, stateful=stateful, on_step=lambda: time.sleep(0.0005))
+    scheduler = make(model)
+    shared = text(2000)
+    one = ask(scheduler, [*shared, *text(30, 1)], 200, shared_until=2000)
+    one.next()  # it has begun
+    one.next()
+    two = ask(scheduler, [*shared, *text(40, 2)], 5, salt=salt)
+    both = [two.wait(), one.wait()]
+    assert all(isinstance(end, Finished) for end in both)
+    assert two.text == spelled(bytes([*shared, *text(40, 2)]))[:5].decode()
+    assert one.text == spelled(bytes(shared))[:200].decode()
+    known = both[0].usage.cached  # type: ignore[union-attr]
+    assert known == (0 if salt else 2000)
+    assert scheduler.counts.forks == (0 if salt else 1)
+
+
 def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
     """A long prompt takes many steps; a running answer has tokens between them."""
     scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.0005)), begin=False)
