@@ -161,6 +161,14 @@ class Scheduler:
         known = [(one.job.request, one.answer.reading) for one in self._running.copy()]
         return [(request, read) for request, read in known if read is not None]
 
+    def doing(self, request: Request) -> str:
+        """What becomes of a request that was submitted, in a word or two: "queued", "reading 512/2048", "parked"."""
+        for one in self._running.copy():
+            if one.job.request is request:
+                read = one.answer.reading
+                return "generating" if read is None else f"reading {read[0]}/{read[1]}"
+        return "parked" if any(job.request is request for job in self._aside.copy()) else "queued"
+
     @property
     def slot(self) -> Slot:
         """Return the slot that was taken last."""

@@ -238,7 +238,7 @@ class MessageAnswer(Answer):
         """How much was not read again is known at the end only."""
         return _event("message_start", message=self._message(Usage(prompt=self._prompt))) + self.ping()
 
-    def ping(self) -> bytes:
+    def ping(self, doing: str = "", /) -> bytes:
         return _event("ping")
 
     def frames(self, event: Event) -> Iterator[bytes]:

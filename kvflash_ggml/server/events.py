@@ -20,7 +20,7 @@ from ..batching.model import Residency
 from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError
-from .exchange import PING, frame
+from .exchange import frame
 from .front import KEY, Front
 
 MAX_VIEWERS = 16
@@ -30,6 +30,7 @@ PAUSE_S = 0.25
 """Between two states that a viewer is sent."""
 
 PING_S = 15.0
+PING = b": ping\n\n"
 
 
 def state(front: Front, access: Access) -> dict[str, Any]:

@@ -22,7 +22,6 @@ MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 
 
 class Answer(Protocol):
@@ -41,9 +40,9 @@ class Answer(Protocol):
         """Of a stream, behind the last of several answers; finished: of all of them together."""
         ...
 
-    def ping(self) -> bytes:
-        """Of a stream, where there is nothing to say for a while."""
-        return PING
+    def ping(self, doing: str, /) -> bytes:
+        """Of a stream, where there is nothing to say for a while. doing: see `Scheduler.doing`."""
+        return f": {doing}\n\n".encode()
 
     def failed(self, error: ApiError, /) -> bytes:
         """Of a stream, the last of it if it cannot come to its end."""
@@ -143,6 +142,10 @@ class Exchange:
             pass
         self.cancel()
 
+    @property
+    def doing(self) -> str:
+        return self._scheduler.doing(self.request)
+
     def cancel(self) -> None:
         self._scheduler.cancel(self.request.id)
         self._inbox.put(Failed(code=CANCELLED, message="the client has left"))
@@ -221,7 +224,9 @@ class EventStream(Response):
                     if event.code != CANCELLED:
                         await self._bytes(send, answer.failed(exchange.error(event)))
                     return event.code == CANCELLED
-                await self._bytes(send, answer.ping() if event is None else b"".join(answer.frames(event)))
+                await self._bytes(
+                    send, answer.ping(exchange.doing) if event is None else b"".join(answer.frames(event))
+                )
                 if isinstance(event, Finished):
                     ended.append(event)
         await self._bytes(send, b"".join(answer.ending(together(ended, each=self._each))))

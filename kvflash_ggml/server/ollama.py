@@ -262,7 +262,7 @@ class OllamaAnswer(Answer):
     def opening(self) -> bytes:
         return b""
 
-    def ping(self) -> bytes:
+    def ping(self, doing: str, /) -> bytes:
         """Every line must be an object: clients parse each."""
         return self._line()
 

@@ -361,7 +361,7 @@ class ResponseAnswer(Answer):
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def ping(self) -> bytes:
+    def ping(self, doing: str, /) -> bytes:
         """An event, since Codex gives up where none comes for five minutes, whatever else does."""
         return self._event("response.in_progress", response=self._response("in_progress"))
 
