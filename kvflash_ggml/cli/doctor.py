@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -250,6 +250,24 @@ def _library(child: Child) -> Check:
     )
 
 
+_BESIDE, _BETWEEN = "pages move beside the compute, as on CUDA", "pages move by plain copies, between two steps"
+_UNMEASURED = {
+    "ROCm": _BESIDE, "MUSA": _BESIDE, "Vulkan": _BETWEEN, "MTL": _BETWEEN, "Metal": _BETWEEN, "SYCL": _BETWEEN,
+    "CANN": _BETWEEN, "OpenCL": _BETWEEN,
+}  # fmt: skip
+"""By the beginnings of devices' names: how it would work there. Nobody has seen it, or measured how fast it is."""
+
+
+def _unmeasured(names: Iterable[str]) -> list[str]:
+    """What is told of devices on which this was never run."""
+    kinds = {kind for kind in _UNMEASURED for name in names if name.startswith(kind)}
+    return [
+        f"{kind}: never measured. A pool should work, and {_UNMEASURED[kind]}; try one with -v, and compare its answers"
+        " with --kvflash off"
+        for kind in sorted(kinds)
+    ]
+
+
 def _devices(child: Child) -> Check:
     if _failed(child, "devices"):
         return Check(name="devices", status="error", detail=child.failure, remedy="nvidia-smi")
@@ -259,7 +277,9 @@ def _devices(child: Child) -> Check:
     lines = [
         f"{d['name']}: {d['description']}, {d['free'] / 2**30:.1f} of {d['total'] / 2**30:.1f} GiB free" for d in found
     ]
-    status: Status = "ok"
+    unmeasured = _unmeasured(d["name"] for d in found)
+    lines += unmeasured
+    status: Status = "warning" if unmeasured else "ok"
     remedy = ""
     if not child.said["gpu"] and _NVIDIA_DRIVER.exists():
         status = "warning"

@@ -182,6 +182,17 @@ def test_json(healthy: None) -> None:
     assert document["checks"]["devices"]["devices"] == SAID["devices"]
 
 
+@pytest.mark.parametrize(("name", "told"), [("Vulkan0", "between two steps"), ("ROCm1", "beside the compute")])
+def test_a_backend_that_was_never_measured_is_told(
+    name: str, told: str, healthy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [*SAID["devices"], {"name": name, "description": "Some GPU", "free": 1 << 30, "total": 1 << 30}]
+    say(monkeypatch, Child(said={**SAID, "devices": devices, "gpu": True}, doing="decode", failure=""))
+    text = " ".join(doctor("m.gguf").stdout.split())
+    assert f"{name[:-1]}: never measured. A pool should work, and pages move" in text
+    assert told in text
+
+
 def test_without_a_model_one_is_made(healthy: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "_TEST_MODEL", tmp_path / "none.gguf")
     result = doctor()
