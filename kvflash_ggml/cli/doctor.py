@@ -260,7 +260,7 @@ _UNMEASURED = {
 
 def _unmeasured(names: Iterable[str]) -> list[str]:
     """What is told of devices on which this was never run."""
-    kinds = {kind for kind in _UNMEASURED for name in names if name.startswith(kind)}
+    kinds = {kind for name in names for kind in _UNMEASURED if name.startswith(kind)}
     return [
         f"{kind}: never measured. A pool should work, and {_UNMEASURED[kind]}; try one with -v, and compare its answers"
         " with --kvflash off"
