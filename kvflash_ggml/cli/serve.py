@@ -50,6 +50,13 @@ docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does no
 Every option has a variable: --api-key is KVFLASH_API_KEY, --kvflash is KVFLASH_POOL."""
 
 
+def read_template(text: str) -> str:
+    """A Jinja template. ValueError for a text that is none, as a name."""
+    if "{%" not in text and "{{" not in text:
+        raise ValueError(f"{text[:40]!r} is no Jinja template: --chat-template-file reads one from a file")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """What only a command line says of a server. fields: of `ServerSettings`, by name."""
@@ -61,6 +68,9 @@ class ServerOptions:
     )  # fmt: skip
     alias: str | None = _server(
         notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name, or the hub's]"
+    )
+    chat_template: str | None = _server(
+        read_template, metavar="JINJA", help="Jinja template in place of the model's own, as text."
     )
     chat_template_file: Path | None = _server(
         Path, metavar="FILE", exists=True, help="Jinja template in place of the model's own."
@@ -193,7 +203,7 @@ def serve(
         if not log.quiet:
             log_requests(requestlog.NAME, log)
         file = server.chat_template_file
-        template = None if file is None else file.read_text(encoding="utf-8")
+        template = server.chat_template if file is None else file.read_text(encoding="utf-8")
 
         def found(count: int) -> None:
             if settings.session_dir is not None and not log.quiet:

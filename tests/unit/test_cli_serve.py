@@ -108,6 +108,13 @@ def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
     assert "-np" not in serve("m.gguf", "-np", "1").stderr
 
 
+def test_a_template_is_given_as_text(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+    monkeypatch.setattr(start, "start", lambda *_, template, **__: given.append(template))
+    assert serve("m.gguf", "--chat-template", "{{ messages[0].content }}").exit_code == 0
+    assert given == ["{{ messages[0].content }}"]
+
+
 @pytest.mark.parametrize("verb", ["serve", "run"])
 def test_what_is_so_anyway_is_taken(verb: str, serve: Serving) -> None:
     assert serve.cli(verb, "m.gguf", *TAKEN, *(["-p", "hi"] if verb == "run" else [])).exit_code == 0
@@ -164,6 +171,7 @@ def test_what_llama_takes_as_keywords(words: str, expected: dict[str, Any], serv
         ("--override-kv a=int:four", "four"),
         ("--yarn -c 8192", "the file says no length"),
         ("--api-prefix llm", "as /llm"),
+        ("--chat-template chatml", "--chat-template-file reads one"),
         ("--log-file /nowhere/at/all", "No such file"),
     ],
 )
