@@ -41,7 +41,7 @@ from ..sampling import Samplers
 from ..spec.find import Found
 from ..state.session import SessionState
 from ..store.prefixes import PrefixCache
-from . import embedding, fitting, parameters
+from . import embedding, fitting, parameters, vision
 from .bias import with_bias
 from .call_lock import CallLock, changing, locked, writing
 from .chatting import PARAMETERS, Chatting
@@ -550,6 +550,8 @@ class Llama(llama_cpp.Llama):
 
         ConfigError for messages that the template refuses, and a `tool_choice` that names no tool.
         """
+        if self._reader.sequence is not None and isinstance(self.chat_handler, vision.HANDLERS):
+            return vision.answer(self, *args, **settings)
         made = Chatting(self).answer(args, settings) if self._own_template else None
         return super().create_chat_completion(*args, **settings) if made is None else made
 

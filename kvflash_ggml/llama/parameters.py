@@ -11,7 +11,6 @@ from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_cache import BaseLlamaCache
-from llama_cpp.llama_chat_format import Llava15ChatHandler
 
 from .. import notation
 from ..calibration import choice
@@ -243,8 +242,6 @@ def _check_features(config: KVFlashConfig, upstream: dict[str, Any], *, by_defau
     upstream["flash_attn"] = True
     if upstream.get("attention_type") == llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL:
         raise ConfigError("attention_type=1 (non-causal): in a pool tokens see those before them: use kvflash=None")
-    if isinstance(upstream.get("chat_handler"), Llava15ChatHandler):
-        raise ConfigError("multimodal chat handlers decode behind the pool's back: use kvflash=None with them")
     return config
 
 

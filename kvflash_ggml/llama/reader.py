@@ -113,10 +113,14 @@ class Reader:
     def known(self, tokens: abc.Sequence[int] | Int64s, at_hand: int = 0) -> Int32s:
         """The tokens as an array. ConfigError for one that the model does not have, TypeError for what is no number.
 
-        at_hand: so many of them are not read. An image that a chat handler has evaluated has places without tokens.
+        at_hand: so many of them are not read. Without a pool, an image that a chat handler has evaluated has places
+        without tokens. With one its rows have negative numbers, see `MediaRows`.
         """
         ids, n_vocab = numbers(tokens), self.llm._n_vocab
         strange = np.flatnonzero((ids[at_hand:] < 0) | (ids[at_hand:] >= n_vocab))
+        if len(strange) and self.sequence is not None:
+            media = self.sequence.pool.media
+            strange = np.array([at for at in strange if ids[at_hand + at] not in media], np.intp)
         if len(strange):
             at = at_hand + strange[0]
             raise ConfigError(f"token {ids[at]} at {at} of {len(ids)}: this model has 0 to {n_vocab - 1}")

@@ -122,5 +122,6 @@ def _back(llm: Any, tokens: int) -> int:
 def _told(made: Any, text: Any, last: int) -> Any:
     """The sampler, after it has been told the last tokens of a text."""
     for token in text[max(0, len(text) - last) :] if last else ():
-        llama_cpp.llama_sampler_accept(made, int(token))
+        if token >= 0:  # a media row has no token
+            llama_cpp.llama_sampler_accept(made, int(token))
     return made

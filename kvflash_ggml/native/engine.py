@@ -121,12 +121,15 @@ class Engine:
         """The transfer after which the newest streamed step has read its page images."""
         return int(lib.kvf_streamed_ticket(self._engine))
 
-    def step(self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None) -> None:
+    def step(
+        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, rows: Floats | None = None
+    ) -> None:
         """Evaluate the first `count` entries of the arrays under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none.
         codes: empty; takes 0 if all went well, and another number if no token was kept.
         streamed: what the step attends to if that is not the pool. Images may move after `streamed_ticket`.
+        rows: embeddings [count, info.n_embd] that are evaluated in place of tokens.
 
         Raises:
             DecodeError: llama_decode failed. Recurrent state and captured queries may have changed.
@@ -139,6 +142,9 @@ class Engine:
             raise EngineError("a streamed step over 0 page images, at least 1 is needed: let it read the pool")
         self._plan.n_tokens = count
         self._plan.wait = wait
+        if rows is not None:
+            self._step_media(codes, streamed, rows)
+            return
         # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
         if streamed is None:
             codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
@@ -147,6 +153,17 @@ class Engine:
                 codes.extend(map(lib.kvf_step, [self._engine], [self._plan]))
         if codes[0] != lib.KVF_STATUS_SUCCESS:
             check(codes[0])
+
+    def _step_media(self, codes: list[int], streamed: Streamed | None, rows: Floats) -> None:
+        shape = self._plan.n_tokens, self.info.n_embd
+        if rows.shape != shape or rows.dtype != np.float32:
+            raise EngineError(f"media rows are {rows.dtype} {rows.shape}, the engine reads float32 {shape}")
+        data = ffi.from_buffer("float[]", np.ascontiguousarray(rows))
+        try:
+            self._plan.embd = data
+            self.step(shape[0], self._plan.wait, codes, streamed)
+        finally:
+            self._plan.embd = ffi.NULL
 
     @contextlib.contextmanager
     def _attending(self, streamed: Streamed) -> Iterator[None]:
@@ -228,7 +245,8 @@ class Engine:
 
     def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int) -> None:
         """The slots from `slot` on hold these tokens, at the positions from `pos` on."""
-        data = ffi.from_buffer("int32_t[]", np.ascontiguousarray(tokens, np.int32))
+        known = np.maximum(np.ascontiguousarray(tokens, np.int32), -1)  # to llama.cpp a media row has no token, -1
+        data = ffi.from_buffer("int32_t[]", known)
         check(lib.kvf_cells_set(self._engine, seq, slot, len(tokens), pos, data))
 
     def cells(self, slot: int, count: int) -> Int32s:

@@ -81,7 +81,7 @@ class Layer:
 class EngineInfo:
     """What the pooled cache looks like; `n_swa` and `recurrent` tell what else the memory holds. Sizes are bytes.
 
-    n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
+    n_embd: values of a media row. n_seq: sequences that can be named. query_rows: rows for captured queries, per layer.
     branches: can tokens of a step be siblings, of one position?
     rs_planes: tokens that recurrent state can go back within a step, 0 if it cannot.
     rotated: bit 0 if keys are stored rotated, bit 1 if values are.
@@ -92,6 +92,7 @@ class EngineInfo:
     n_layers: int
     n_seq: int
     n_pos: int
+    n_embd: int
     n_swa: int
     recurrent: bool
     rs_planes: int
@@ -134,6 +135,7 @@ def read_info(engine: object) -> EngineInfo:
         n_layers=raw.n_layers,
         n_seq=raw.n_seq,
         n_pos=raw.n_pos,
+        n_embd=raw.n_embd,
         n_swa=raw.n_swa,
         recurrent=bool(raw.recurrent),
         rs_planes=raw.rs_planes,

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   9
+#define KVF_ABI   10
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -34,6 +34,7 @@ typedef struct kvf_info {
     int32_t n_devices;     // devices that hold them
     int32_t n_seq;         // sequences: 0 .. n_seq - 1 can be named
     int32_t n_pos;         // position values per token (4 with M-RoPE)
+    int32_t n_embd;        // values of a row that is given as embedding
     int32_t n_swa;         // sliding window of the layers that are not pooled, 0 if there are none
     int32_t recurrent;     // 1 if the memory also holds recurrent state
     int32_t rs_planes;     // earlier states that it keeps of a step's last tokens, 0 if it cannot go back
@@ -119,6 +120,7 @@ typedef struct kvf_head {
 typedef struct kvf_plan {
     int32_t          n_tokens;
     const int32_t  * token;       // [n_tokens]
+    const float    * embd;        // [n_tokens][n_embd] in place of `token`, of media; null where these are tokens
     const int32_t  * seq;         // [n_tokens] below n_seq
     const int32_t  * pos;         // [n_tokens] logical positions, never decreasing within a sequence
     const int32_t  * slot;        // [n_tokens] distinct, each free

@@ -79,6 +79,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.n_layers     = layers.size();
     info.n_seq        = cparams.n_seq_max;
     info.n_pos        = model.hparams.n_pos_per_embd();
+    info.n_embd       = model.hparams.n_embd_inp();
     info.n_swa        = kvf_find_iswa(&memory) ? model.hparams.n_swa : 0;
     if (const auto * recurrent = kvf_find_recurrent(&memory)) {
         info.recurrent = 1;

@@ -4,6 +4,7 @@
 #include "kvf_stage.h"
 
 #include "llama-impl.h"
+#include "llama-model.h"
 
 #include <algorithm>
 #include <chrono>
@@ -132,6 +133,9 @@ kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
             return status;
         }
     }
+    if (plan.embd && (engine.info.n_pos != 1 || engine.ctx.get_model().hparams.ple_n_heads > 0)) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "this model places rows of media by more than a position, which a pool does not do");
+    }
     return plan.n_streamed == 0 ? KVF_STATUS_SUCCESS : kvf_stream_check(engine, plan);
 }
 
@@ -229,7 +233,8 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     }
     llama_batch batch {};
     batch.n_tokens = plan->n_tokens;
-    batch.token    = const_cast<int32_t *>(plan->token);
+    batch.token    = plan->embd ? nullptr : const_cast<int32_t *>(plan->token);
+    batch.embd     = const_cast<float *>(plan->embd);
     batch.pos      = const_cast<int32_t *>(plan->pos);
     batch.n_seq_id = engine->n_seq_id.data();
     batch.seq_id   = engine->seq_id.data();

@@ -10,9 +10,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from ..arrays import Floats, Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError
 from ..host.heap import PageHeap
+from ..media.rows import MediaRows
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator, PageTable
 from .device_states import DeviceStates
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 class Text(Protocol):
     """A text on the pool."""
 
+    ids: Int32s
     logits: Logits
     table: PageTable
     draft_rows: DraftRows | None
@@ -45,9 +48,10 @@ class Pool:
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
     streamed step can see, its own with them; 0 if none can be made. stage_bytes: what that takes on the devices.
-    device_states: where what is not pooled is kept in front of draft rows. beside: another pool of the same model and
-    devices, whose images this one's texts can have; `take_images` makes them its own. owns_images: closes them with
-    itself. fixed_rows: a step has a row for each sequence at least, see `Padding`, for which a block is set aside.
+    device_states: where what is not pooled is kept in front of draft rows. media: embeddings of the texts' images.
+    beside: another pool of the same model and devices, whose images this one's texts can have; `take_images` makes
+    them its own. owns_images: closes them with itself. fixed_rows: a step has a row for each sequence at least, see
+    `Padding`, for which a block is set aside.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Pool:
         engine.use_mask(self.rows.data)
         self.padding = Padding(engine, self.rows, self._end) if fixed_rows else None
         self.device_states = DeviceStates(engine)
+        self.media: MediaRows = MediaRows() if beside is None else beside.media
         self.stage_slots = 0
         self.stage_bytes = 0
         self.stage_mask = (AlibiStageMask if info.alibi else StageMask)(n_ubatch)
@@ -148,13 +153,19 @@ class Pool:
                 engine.query_row[first:end] = -1
         for text in others:
             text.logits = NO_LOGITS
-        if self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
-            engine.step(end, wait, codes, steps[0].streamed)
+        media = self._media(steps[0]) if engine.token[0] < 0 else None
+        if media is not None or self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
+            engine.step(end, wait, codes, steps[0].streamed, media)
             return
         try:
             engine.step(self.padding.fill(end, {step.seq for step in steps}), wait, codes)
         finally:
             self.padding.clear(end)
+
+    def _media(self, step: Step) -> Floats:
+        """The embeddings that a step of media computes."""
+        before = self.texts[step.seq].ids[max(0, step.start - 1) : step.start]
+        return self.media.rows(before, step.tokens)
 
     def _end(self, seq: int) -> int:
         """The position behind all that a sequence has in memory."""

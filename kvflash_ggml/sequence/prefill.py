@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import KVFlashError
@@ -59,6 +61,7 @@ class Prefill:
         self._after = after
         self._progress = progress
         self._checkpoint = checkpoint
+        self._stretches = [self._total] if tokens.min() >= 0 else list(text.pool.media.stretches(tokens))
 
     def read(self, known: Replay | None) -> None:
         """Evaluate the prompt, of which `known` was found when it was read before."""
@@ -130,9 +133,13 @@ class Prefill:
         return self._text.relevance.scoring is not None and self._text.config.reselect_prefill
 
     def _batch_end(self, last: int) -> int:
-        """Where stock llama.cpp would end the running batch, `last` at most."""
-        n_batch = self._text.n_batch
-        return min(last, (self._done // n_batch + 1) * n_batch)
+        """Where stock llama.cpp would end the running batch, `last` at most. Media have batches of their own."""
+        n_batch, begin, end = self._text.n_batch, 0, self._total
+        for end in self._stretches:
+            if self._done < end:
+                break
+            begin = end
+        return min(last, end, begin + ((self._done - begin) // n_batch + 1) * n_batch)
 
     def _next(self, end: int, *, spare: bool = False, question: bool = False) -> int:
         """Prepare the next step, which ends at token `end` of the prompt at most: how many tokens it has.
@@ -196,7 +203,9 @@ class Prefill:
         can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         if not pageable or not can_go_back:
             return 0
-        return min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.pool.n_ubatch)
+        size = min(total if total <= QUESTION_TOKENS + LEFT_OVER else QUESTION_TOKENS, text.pool.n_ubatch)
+        media = np.flatnonzero(self._tokens[total - size :] < 0)
+        return size - (int(media[-1]) + 1 if len(media) else 0)
 
     def _reread_question(self, tokens: Int32s, before: Before) -> None:
         """Recall what the end of the prompt asks for, and evaluate it again, so that its logits have seen it.

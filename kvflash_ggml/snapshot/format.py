@@ -365,7 +365,7 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
     """
     length, n_vocab = count(container, "length", most=limits.n_ctx), limits.n_vocab
     tokens = container.section("tokens").array("<i4", most=length).astype(np.int32, copy=False)
-    if length != len(tokens) or (length and not 0 <= tokens.min() <= tokens.max() < n_vocab):
+    if length != len(tokens) or (length and tokens.max() >= n_vocab):
         raise container.contradiction("tokens")
     queries = container.section("queries")
     if queries.size % 4:

@@ -227,8 +227,8 @@ class Small(ModelDrafter):
             super().__init__(path, context, stack.pop_all())
 
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
-        """See Drafter. It starts anew behind a token that it does not know."""
-        unknown = np.flatnonzero(tokens >= self._context.n_vocab)
+        """See Drafter. It starts anew behind a token that it does not know, and behind media."""
+        unknown = np.flatnonzero((tokens < 0) | (tokens >= self._context.n_vocab))
         if unknown.size:
             skipped = int(unknown[-1]) + 1
             start, tokens = start + skipped, tokens[skipped:]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from support.harness import MODELS, TEXT
+from support.vision import png, write_projector
 
 REPO = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/examples.md", "docs/snapshots.md", "docs/prefix-cache.md")
+PAGES = ("README.md", "docs/examples.md", "docs/snapshots.md", "docs/prefix-cache.md", "docs/images.md")
 ELSEWHERE = "langchain"
 """What tests/clients runs."""
 
@@ -29,6 +31,9 @@ def examples() -> list[object]:
 def test_an_example_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(MODELS / "recall-qwen3-q8_0.gguf", tmp_path / "model.gguf")
     (tmp_path / "book.txt").write_bytes(TEXT.read_bytes()[:16_000])  # some 5,000 tokens
+    if "mmproj.gguf" in example:
+        write_projector(tmp_path / "mmproj.gguf", 256)
+        (tmp_path / "photo.png").write_bytes(base64.b64decode(png((250, 20, 20)).partition(",")[2]))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(example, "an example", "exec"), names)

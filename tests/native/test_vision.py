@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import struct
 import subprocess
 import sys
-import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
-from support.harness import MODELS
+from support.harness import MODELS, TEXT
+from support.vision import ROWS, png, write_projector
 
 from kvflash_ggml import Llama
 from kvflash_ggml.errors import ConfigError
 from kvflash_ggml.native import library
 
 MODEL = MODELS / "recall-qwen3-q8_0.gguf"
-SIDE, PATCH, WIDTH = 28, 14, 32
-"""Pixels of an image's side and of a patch's, and the width of the image encoder."""
-
-
-def write_projector(path: Path, n_embd: int) -> Path:
-    """A CLIP encoder of two layers with LLaVA's projector: an image is (SIDE / PATCH)^2 embeddings."""
-    writer = gguf.GGUFWriter(path, "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", "mlp")
-    numbers = {"image_size": SIDE, "patch_size": PATCH, "embedding_length": WIDTH, "feed_forward_length": 2 * WIDTH,
-               "projection_dim": n_embd, "block_count": 2, "attention.head_count": 2}  # fmt: skip
-    for name, number in numbers.items():
-        writer.add_uint32(f"clip.vision.{name}", number)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
-    writer.add_array("clip.vision.image_mean", [0.5] * 3)
-    writer.add_array("clip.vision.image_std", [0.5] * 3)
-    shapes: dict[str, tuple[int, ...]] = {
-        "v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH),
-        "v.position_embd.weight": ((SIDE // PATCH) ** 2, WIDTH),
-        "mm.0.weight": (n_embd, WIDTH), "mm.0.bias": (n_embd,), "mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,),
-    }  # fmt: skip
-    for block in ("v.blk.0", "v.blk.1"):
-        shapes |= {f"{block}.attn_{name}.weight": (WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
-        shapes |= {f"{block}.{name}.{part}": (WIDTH,) for name in ("ln1", "ln2") for part in ("weight", "bias")}
-        shapes |= {f"{block}.ffn_up.weight": (2 * WIDTH, WIDTH), f"{block}.ffn_down.weight": (WIDTH, 2 * WIDTH)}
-    rng = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def png(colour: tuple[int, int, int]) -> str:
-    """An image of one colour, as a data URI."""
-    pixels = zlib.compress((b"\0" + bytes(colour) * SIDE) * SIDE)
-    parts = [(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)), (b"IDAT", pixels), (b"IEND", b"")]
-    data = b"".join(struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-                    for kind, body in parts)  # fmt: skip
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + data).decode()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +35,7 @@ def asked(kind: Any, projector: Path, colour: tuple[int, int, int]) -> tuple[str
     from llama_cpp.llama_chat_format import Llava15ChatHandler
 
     handler = Llava15ChatHandler(str(projector), verbose=False)
-    llm = kind(str(MODEL), n_ctx=512, n_gpu_layers=0, chat_handler=handler, logits_all=True, verbose=False)
+    llm = kind(str(MODEL), n_ctx=512, n_gpu_layers=0, chat_handler=handler, n_threads=1, logits_all=True, verbose=False)
     content = [{"type": "image_url", "image_url": png(colour)}, {"type": "text", "text": "Which colour?"}]
     answer = llm.create_chat_completion(
         [{"role": "user", "content": content}], max_tokens=4, temperature=0.0, repeat_penalty=1.0
@@ -98,12 +55,147 @@ def test_a_handler_answers_as_on_llama_cpps_own_class(projector: Path) -> None:
     assert not np.array_equal(logits, asked(Llama, projector, (10, 30, 240))[1])
 
 
-def test_a_pool_refuses_it(projector: Path) -> None:
-    from llama_cpp.llama_chat_format import Qwen25VLChatHandler
+RED, BLUE = (250, 20, 20), (10, 30, 240)
+SIZE = {"n_ctx": 2048, "n_batch": 128, "n_ubatch": 96, "n_gpu_layers": 0, "flash_attn": True, "verbose": False,
+        "n_threads": 1, "n_threads_batch": 1}  # fmt: skip
+EXACT = {"kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_answer": "exact"}
+WORDS = TEXT.read_text(encoding="utf-8")
 
-    handler = Qwen25VLChatHandler(str(projector), verbose=False)
-    with pytest.raises(ConfigError, match=r"multimodal chat handlers .* use kvflash=None"):
-        Llama(str(MODEL), n_ctx=512, kvflash=256, chat_handler=handler, verbose=False)
+
+class Asker:
+    """A chat with images on a Llama class."""
+
+    def __init__(self, projector: Path, kind: Any = Llama, **settings: Any) -> None:
+        from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+        handler = Llava15ChatHandler(str(projector), verbose=False)
+        ours = {"kvflash_calibrate": False} if "kvflash" in settings else {}
+        self.llm = kind(str(MODEL), chat_handler=handler, **{**SIZE, **ours, **settings})
+        self.messages: list[dict[str, Any]] = []
+
+    def ask(self, *parts: Any, most: int = 4) -> tuple[str, np.ndarray]:
+        """The answer to text and colours of images, and its last logits."""
+        content = [{"type": "text", "text": part} if isinstance(part, str) else
+                   {"type": "image_url", "image_url": png(part)} for part in parts]  # fmt: skip
+        self.messages.append({"role": "user", "content": content})
+        settings = {"max_tokens": most, "temperature": 0.0, "repeat_penalty": 1.0}
+        said = self.llm.create_chat_completion(self.messages, **settings)["choices"][0]["message"]["content"]
+        self.messages.append({"role": "assistant", "content": said})
+        return said, self.logits()
+
+    def logits(self) -> np.ndarray:
+        row = self.llm._ctx.get_logits_ith(-1)
+        return np.ctypeslib.as_array(row, shape=(self.llm.n_vocab(),)).copy()
+
+
+@pytest.fixture
+def asker(projector: Path) -> Iterator[Any]:
+    with ExitStack() as stack:
+
+        def made(kind: Any = Llama, **settings: Any) -> Asker:
+            one = Asker(projector, kind, **settings)
+            stack.callback(one.llm.close)
+            return one
+
+        yield made
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each run of the image encoder."""
+    from llama_cpp import mtmd_cpp
+
+    runs: list[int] = []
+    stock = mtmd_cpp.mtmd_encode_chunk
+    monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
+    return runs
+
+
+def test_a_pool_that_holds_everything_equals_stock(asker: Any) -> None:
+    """Of two images in a row, in steps that cut them."""
+    import llama_cpp
+
+    images, ours, theirs = (RED, BLUE), asker(kvflash=2048), asker(llama_cpp.llama.Llama)
+    for one, other in zip(ours.ask(*images, "Which?"), theirs.ask(*images, "Which?"), strict=True):
+        np.testing.assert_array_equal(one, other)
+    text = ours.llm.input_ids[: ours.llm.n_tokens]
+    assert (text < 0).sum() == ROWS * len(images)
+    ours.messages, before = [], ours.logits()
+    assert not np.array_equal(before, ours.ask((99, 9, 9), BLUE, "Which?")[1])
+
+
+def test_ten_turns_encode_an_image_once(asker: Any, encoded: list[int]) -> None:
+    """And read what is new: the turns before it, with the image, are known."""
+    chat, read = asker(kvflash=2048), []
+    for turn in range(10):
+        before = chat.llm.n_tokens
+        chat.ask(*((RED,) if turn == 0 else ()), f"Question {turn}: which colour?")
+        read.append((chat.llm.kvflash.last.read, chat.llm.n_tokens - before))
+    assert len(encoded) == 1
+    assert read[0][0] > ROWS
+    assert all(0 < count < new + 8 for count, new in read[1:]), read  # of an answer, other tokens may be made again
+    chat.messages = []
+    chat.ask(BLUE, "Question 0: which colour?")
+    assert len(encoded) == 2
+
+
+def test_exact_reading_equals_the_full_cache(asker: Any, encoded: list[int], tmp_path: Path) -> None:
+    """An image at the front, a question far behind it, in a pool of an eighth of the context; also after a restore."""
+    paged, full = asker(kvflash=256, **EXACT), asker(kvflash=2048, **EXACT)
+    for chat in paged, full:
+        chat.ask(RED, WORDS[:1500])
+    paged.llm.save_snapshot(tmp_path / "text.kvs")
+    restored = asker(kvflash=256, **EXACT)
+    restored.llm.load_snapshot(tmp_path / "text.kvs")
+    restored.messages = list(paged.messages)
+    kept = restored.llm.n_tokens
+    one, other, third = (chat.ask(f"{WORDS[9000:9900]} Which?") for chat in (paged, full, restored))
+    assert one[0] == other[0] == third[0]
+    np.testing.assert_array_equal(one[1], other[1])
+    np.testing.assert_array_equal(third[1], other[1])
+    assert restored.llm.n_tokens > kept > 2 * 256
+    assert len(encoded) == 3  # once by each process
+    assert paged.llm.kvflash.streamed_steps > 5
+
+
+def test_a_small_pool_brings_an_image_back(asker: Any) -> None:
+    """The pages of an image move like any others, and its chat can be cut back to within the image and read again."""
+    chat = asker(kvflash=512, n_batch=64, n_ubatch=64, kvflash_policy="qk", kvflash_reading="pool")
+    chat.ask(RED, WORDS[:2200])
+    chat.ask(WORDS[9000:10000])
+    llm = chat.llm
+    assert llm.kvflash.page_ins > 0
+    first = int(np.flatnonzero(llm.input_ids < 0)[0])
+    text = llm.input_ids[: llm.n_tokens].copy()
+    llm.n_tokens = first + 70
+    llm.eval(text[first + 70 : first + ROWS + 100].tolist())
+    np.testing.assert_array_equal(llm.input_ids[: llm.n_tokens], text[: first + ROWS + 100])
+
+
+def test_an_image_that_is_none_costs_one_request(asker: Any) -> None:
+    chat = asker(kvflash=2048)
+    first = chat.ask(RED, "Which?")
+    bad = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,iVBORw0KGgpub25l"}]}]
+    with pytest.raises(ValueError, match="Failed to create bitmap"):
+        chat.llm.create_chat_completion(bad)
+    chat.messages = []
+    np.testing.assert_array_equal(chat.ask(RED, "Which?")[1], first[1])
+
+
+@pytest.mark.parametrize(("name", "why"), [("use_mrope", "M-RoPE"), ("use_non_causal", "non-causal")])
+def test_what_a_pool_cannot_place_is_refused_by_name(
+    name: str, why: str, asker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_cpp import mtmd_cpp
+
+    monkeypatch.setattr(mtmd_cpp, f"mtmd_decode_{name}", lambda *args: True)
+    with pytest.raises(ConfigError, match=f"{why}.* use kvflash=None"):
+        asker(kvflash=512).ask(RED, "Which?")
+
+
+def test_drafts_beside_images_are_refused(asker: Any) -> None:
+    with pytest.raises(ConfigError, match="nothing drafts across images"):
+        asker(kvflash=512, kvflash_spec="ngram").ask(RED, "Which?")
 
 
 @pytest.mark.parametrize("first", ["import kvflash_ggml", "pass"])

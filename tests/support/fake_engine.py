@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvflash_ggml.arrays import Floats
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
@@ -180,11 +181,15 @@ class FakeEngine(FakeHost):
         assert count == len(self.seen), "logits of another step"
         return np.array(self.seen, np.int32)
 
-    def step(self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None) -> None:
+    def step(
+        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, rows: Floats | None = None
+    ) -> None:
         start = len(self.truth)
         assert not codes
-        slots = self.slot[:count]
+        slots, media = self.slot[:count], self.token[:count] < 0
         assert 0 < count <= self._max_tokens
+        assert media.all() if rows is not None else not media.any(), "tokens and media in one step"
+        assert rows is None or len(rows) == count
         follows = [len(truth) for truth in self.truths]
         for seq, pos in zip(self.seq[:count].tolist(), self.pos[:count].tolist(), strict=True):
             assert pos == follows[seq], "positions have a gap"
@@ -221,7 +226,7 @@ class FakeEngine(FakeHost):
             self.seq[:count].tolist(), slots.tolist(), self.token[:count].tolist(), strict=True
         ):
             self._serial += 1
-            row = b"".join(x.to_bytes(4, "little") for x in (token, self._serial))
+            row = b"".join(x.to_bytes(4, "little") for x in (token & 0xFFFFFFFF, self._serial))
             self.pool[slot] = np.frombuffer(row, np.uint8)
             self.cell_pos[slot] = len(self.truths[seq])
             self.cell_seq[slot] = seq

@@ -30,7 +30,7 @@ FLOORS = [
     {"policy"},
     {"chat", "state"},
     {"native", "pool", "trace"},
-    {"host", "gguf"},
+    {"host", "gguf", "media"},
     {
         "arrays",
         "constants",

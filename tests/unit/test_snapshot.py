@@ -567,7 +567,6 @@ HARM: dict[str, Harm] = {
     "half a token": section("tokens", lambda data: data[:-1]),
     "a chunk of tokens less": section("tokens", lambda data: data[: -4 * CHUNK]),
     "a foreign token": section("tokens", lambda data: data[:-4] + b"\xe8\x03\0\0"),
-    "a negative token": section("tokens", lambda data: data[:-4] + b"\xff" * 4),
     "a ledger row less": section("ledger", lambda data: data[:-24]),
     "a ledger row more": section("ledger", lambda data: data + data[:24]),
     "half a ledger row": section("ledger", lambda data: data[:-1]),

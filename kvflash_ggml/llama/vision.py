@@ -1,0 +1,148 @@
+"""Upstream's vision chat handlers on a pool: an image is encoded once, and its rows are read once."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import mmap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
+
+from ..arrays import Floats
+from ..errors import ConfigError, DecodeError
+from ..media.rows import MediaRows
+
+HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
+"""Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
+
+
+def answer(llm: Any, *args: Any, **settings: Any) -> Any:
+    """What `create_chat_completion` of a Llama with one of the `HANDLERS` and a pool returns.
+
+    The handler collects its prompt in a `Seat`, where upstream would evaluate it after it has cleared the cache. The
+    prompt is then read like any other: from where it differs from the text at hand. ConfigError for a projector whose
+    rows a pool cannot place, and where something drafts.
+    """
+    seat: Any = Seat(llm)
+    return llama_cpp.Llama.create_chat_completion(seat, *args, **settings)
+
+
+class Seat:
+    """What a handler sees of a `Llama` while it makes a prompt. All else is that of the model."""
+
+    def __init__(self, llm: Any) -> None:
+        handler, pool = llm.chat_handler, llm._reader.sequence.pool
+        if llm._reader.speculator is not None:
+            raise ConfigError(
+                "drafts beside a chat handler for images: nothing drafts across images yet, so leave out spec"
+            )
+        with llm._call_lock.lock:
+            handler._init_mtmd_context(llm)
+            encoder = _digest(handler)
+        self._llm = llm
+        self.chat_handler = copy.copy(handler)  # the model's own stays as upstream made it
+        self.chat_handler._mtmd_cpp = _Mtmd(handler._mtmd_cpp, self, encoder, pool.engine.info.n_embd)
+        self.media: MediaRows = pool.media
+        self.reset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    @property
+    def _ctx(self) -> Any:
+        return _Uncleared(self._llm._ctx)
+
+    def reset(self) -> None:
+        """Begin a prompt. The text of the model stays."""
+        self.n_tokens = 0
+        self.input_ids = np.zeros(self._llm.n_ctx(), np.intc)
+        self.media.begin()
+
+    def eval(self, tokens: Any) -> None:
+        """Add tokens, or numbers of media rows, to the prompt."""
+        self.input_ids[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        self.n_tokens += len(tokens)
+
+
+class _Uncleared:
+    """A context whose memory a handler cannot clear."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def kv_cache_clear(self) -> None:
+        """Nothing: the text at hand is what the prompt is compared with."""
+
+
+class _Mtmd:
+    """`llama_cpp.mtmd_cpp` for one prompt: images are known by their bytes, and evaluated by the pool."""
+
+    def __init__(self, stock: Any, seat: Seat, encoder: bytes, width: int) -> None:
+        self._stock = stock
+        self._seat = seat
+        self._encoder = encoder
+        self._width = width
+        self._parts: Counter[bytes] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def mtmd_helper_bitmap_init_from_buf(self, ctx: Any, data: Any, *rest: Any) -> Any:
+        """As upstream. The image is named by its bytes, and its chunks by it."""
+        bitmap = self._stock.mtmd_helper_bitmap_init_from_buf(ctx, data, *rest)
+        if bitmap:
+            self._stock.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
+        return bitmap
+
+    def mtmd_helper_eval_chunk_single(
+        self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any
+    ) -> int:
+        """Add an image, or a part of one, to the prompt; 0. Its encoder runs unless its embeddings are kept."""
+        if self._stock.mtmd_decode_use_mrope(ctx):
+            raise ConfigError("images of an M-RoPE model in a pool: their rows share positions, so use kvflash=None")
+        if self._stock.mtmd_decode_use_non_causal(ctx, chunk):
+            raise ConfigError("images whose rows see each other (non-causal) in a pool: use kvflash=None")
+        if self._stock.mtmd_input_chunk_get_type(chunk) != self._stock.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+            raise ConfigError("audio in a pool is not served yet: use kvflash=None")
+        name = self._stock.mtmd_input_chunk_get_id(chunk) or b""
+        self._parts[name] += 1
+        part = self._parts[name].to_bytes(8, "little")  # of an image that is cut in several
+        key = hashlib.sha256(self._encoder + hashlib.sha256(name).digest() + part).digest()
+        seat = self._seat
+        numbers = seat.media.find(key)
+        if numbers is None:
+            numbers = seat.media.add(key, self._encode(ctx, chunk))
+        seat.eval(numbers)
+        new_n_past._obj.value = seat.n_tokens
+        return 0
+
+    def _encode(self, ctx: Any, chunk: Any) -> Floats:
+        """The embeddings of a chunk, [rows, width]. DecodeError if the encoder fails."""
+        count = self._stock.mtmd_input_chunk_get_n_tokens(chunk)
+        with self._seat._llm._call_lock.lock:
+            code = self._stock.mtmd_encode_chunk(ctx, chunk)
+            if code:
+                raise DecodeError(f"the image encoder answered {code} for an image of {count} rows")
+            data = self._stock.mtmd_get_output_embd(ctx)
+            rows: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
+            return rows
+
+
+def _digest(handler: Any) -> bytes:
+    """SHA-256 of a handler's projector file, which is read once."""
+    known: bytes | None = getattr(handler, "_kvflash_digest", None)
+    if known is None:
+        with (
+            Path(handler.clip_model_path).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            known = handler._kvflash_digest = hashlib.sha256(data).digest()
+    return known

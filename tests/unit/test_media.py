@@ -1,0 +1,86 @@
+"""Embeddings of media by the numbers that stand for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.fake_engine import FakeEngine, make_session
+from support.saving import Digest
+
+from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import KVFlashError
+from kvflash_ggml.media.rows import MediaRows, numbers_of
+from kvflash_ggml.sequence.prefill import extend
+
+NONE = np.empty(0, np.int32)
+
+
+def rows(count: int, start: float = 0.0) -> np.ndarray:
+    return np.arange(start, start + 2 * count, dtype=np.float32).reshape(count, 2)
+
+
+def test_numbers_are_negative_and_those_of_the_key() -> None:
+    numbers = numbers_of(b"a", 500)
+    assert numbers.dtype == np.int32
+    assert (numbers < 0).all()
+    assert np.array_equal(numbers, numbers_of(b"a", 500))
+    assert not (numbers == numbers_of(b"b", 500)).any()
+    assert not (numbers[:400] == numbers_of(b"a", 400)).any()  # of another size it is another medium
+
+
+def test_any_part_of_a_medium_is_found() -> None:
+    media = MediaRows()
+    a, b = media.add(b"a", rows(9)), media.add(b"b", rows(5, 100))
+    assert np.array_equal(media.rows(NONE, a), rows(9))
+    assert np.array_equal(media.rows(a[2:3], a[3:7]), rows(9)[3:7])
+    assert np.array_equal(media.rows(a[-1:], b[:1]), rows(5, 100)[:1])
+    with pytest.raises(KVFlashError, match="images again"):
+        media.rows(NONE, numbers_of(b"c", 2))
+
+
+def test_a_number_of_two_media_is_told_apart_by_the_one_before_it() -> None:
+    media = MediaRows()
+    a, b = media.add(b"a", rows(3)), media.add(b"b", rows(3, 100))
+    b[1] = a[1]  # the array that is kept
+    media._places[int(a[1])].append((b"b", 1))
+    assert np.array_equal(media.rows(a[:1], a[1:2]), rows(3)[1:2])
+    assert np.array_equal(media.rows(b[:1], b[1:2]), rows(3, 100)[1:2])
+
+
+def test_the_oldest_leave_but_none_of_the_newest_request() -> None:
+    media = MediaRows(limit=2 * rows(4).nbytes)
+    a, b = media.add(b"a", rows(4)), media.add(b"b", rows(4))
+    media.begin()
+    assert media.find(b"a") is not None
+    media.add(b"c", rows(4))
+    assert media.find(b"b") is None
+    assert int(b[0]) not in media
+    assert int(a[0]) in media
+    media.add(b"d", rows(4))
+    assert media.find(b"a") is not None, "of the same request, though there is no room"
+
+
+def test_where_media_end() -> None:
+    media = MediaRows()
+    a, b, text = media.add(b"a", rows(3)), media.add(b"b", rows(2)), np.array([7, 8], np.int32)
+    unknown = numbers_of(b"c", 4)
+    assert list(media.stretches(np.concatenate([text, a, b, text]))) == [2, 5, 7, 9]
+    assert list(media.stretches(np.concatenate([a[1:], text]))) == [2, 4]
+    assert list(media.stretches(np.concatenate([text, unknown]))) == [2, 6]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_step_has_tokens_or_media(scored: bool) -> None:
+    """Also of a text that is cut within an image, and whose prompt ends a few tokens behind one."""
+    engine, scorer = FakeEngine(448, 100, query_rows=4), Digest() if scored else None
+    session = make_session(engine, KVFlashConfig(tail=2), n_ctx=4096, n_batch=100, n_ubatch=100, scorer=scorer)
+    image = session.pool.media.add(b"a", rows(300))
+    words = np.arange(1, 71, dtype=np.int32)
+    for part in (words, np.concatenate([words, image, image, words[:9]]), image):
+        extend(session, part)  # FakeEngine refuses what is mixed
+    text = session.tokens.copy()
+    session.truncate(180)
+    extend(session, text[180:])
+    assert np.array_equal(session.tokens, text)
+    assert session.length == len(text) == 70 + 79 + 900
+    session.close()
