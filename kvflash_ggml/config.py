@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,8 @@ SPEC_DEFAULT_WINDOW = 4096
 """Tokens that it sees, if nothing else is asked for."""
 
 _ALSO_NGRAM = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+
+REPAIR = "kvflash_repair does nothing: measurements showed no gain. Remove it."
 
 _spec = in_section("Speculative decoding")
 _pool = in_section("KVFlash")
@@ -224,8 +227,7 @@ class KVFlashConfig:
     )  # fmt: skip
     repair: int | None = _pool(
         int, "--kvflash-repair", least=1,
-        help="Evaluate every N tokens of an answer again with the whole text in view, and count the tokens that would"
-        " have been different.  [default: never]",
+        help="Deprecated: does nothing. Measurements showed no gain from evaluating an answer's tokens again.",
     )  # fmt: skip
     spec: SpecConfig | None = _pool(
         _read_drafts, "--kvflash-spec", "--spec-type", metavar="auto|none|NAMES",
@@ -254,6 +256,8 @@ class KVFlashConfig:
         if limit not in (None, "auto") and (not is_whole(limit) or limit < 0):  # type: ignore[operator]
             raise ConfigError(f"host_limit is a number of bytes, 'auto' or None, not {limit!r}")
         self._check_combinations()
+        if self.repair is not None:
+            warnings.warn(REPAIR, DeprecationWarning, stacklevel=3)
 
     def _check_pool(self) -> None:
         if self.pool != "auto" and (not is_whole(self.pool) or self.pool <= 0):
@@ -268,9 +272,10 @@ class KVFlashConfig:
     def _check_combinations(self) -> None:
         if self.drafter is not None and self.policy != "drafter":
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
-        for name, asked in ((f"answer={self.answer!r}", self.answer != "pool"), (f"repair={self.repair}", self.repair)):
-            if asked and self.reading == "pool":
-                raise ConfigError(f"{name} sees the whole text, which reading='pool' does not: leave out one of them")
+        if self.answer != "pool" and self.reading == "pool":
+            raise ConfigError(
+                f"answer={self.answer!r} sees the whole text, which reading='pool' does not: leave out one of them"
+            )
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
         self._check_parallel()
@@ -282,7 +287,6 @@ class KVFlashConfig:
 
     def _check_parallel(self) -> None:
         alone = {
-            "repair": self.repair is not None,
             "spec": self.spec is not None,
             "answer='lossless'": self.answer == "lossless",
             "policy='drafter'": self.policy == "drafter",
@@ -303,7 +307,7 @@ class KVFlashConfig:
     @property
     def sees_all(self) -> bool:
         """Is there a token that has to see the whole text, whatever memory there is?"""
-        return self.reading == "exact" or self.answer != "pool" or self.repair is not None
+        return self.reading == "exact" or self.answer != "pool"
 
 
 def _is_span(span: object) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import report
-from .opening import opened, reads_exactly
+from .opening import opened
 from .outcomes import Arm, arms
 from .plans_texts import Loss
 from .reading import losses_at
@@ -38,25 +38,20 @@ def run(model: str, plan: Loss, options: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = []
     filler = plan.filler()
     for arm in arms(plan.contexts, (), plan.policies, pools=plan.pools):
-        for repair in (None, *(plan.repairs if reads_exactly(arm.policy) else ())):
-            forced = list(run_arm(model, arm, plan, filler, options, repair))
-            if arm.policy == "full":
-                full = forced
-            rows.append({**summary(arm, forced, full), "repair": repair})
-            name = f"{arm.policy} pool {arm.pool} of {arm.context}, repair {repair}"
-            click.echo(f"{name}: {rows[-1]['nats']:.4f} nats", err=True)
+        forced = list(run_arm(model, arm, plan, filler, options))
+        if arm.policy == "full":
+            full = forced
+        rows.append(summary(arm, forced, full))
+        click.echo(f"{arm.policy} pool {arm.pool} of {arm.context}: {rows[-1]['nats']:.4f} nats", err=True)
     report.rows(rows)
     report.told("loss", model, options | asdict(plan), "", rows=rows)
 
 
-def run_arm(
-    model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any], repair: int | None = None
-) -> Iterator[Forced]:
-    """Every document on one arm. repair: as `kvflash_repair`."""
+def run_arm(model: str, arm: Arm, plan: Loss, text: str, options: dict[str, Any]) -> Iterator[Forced]:
+    """Every document on one arm."""
     # a document may get a bos token
     n_ctx = arm.context + plan.tokens + 1
-    fields = {"repair": repair}
-    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm:
+    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy) as llm:
 
         def tokenize(words: str) -> list[int]:
             return list(llm.tokenize(words.encode(), add_bos=False, special=False))

@@ -12,9 +12,10 @@ from typing import Any, Literal, TypeVar
 import click
 
 from .. import notation
-from ..config import KVFlashConfig, PoolSettings, SpecConfig
+from ..config import REPAIR, KVFlashConfig, PoolSettings, SpecConfig
 from ..constants import KV_TYPES, MAX_CONTEXT, MAX_THREADS
 from ..errors import ConfigError
+from ..logs import warn_once
 from ..native import library
 from ..notation import word
 from ..placement.devices import EXPERTS, parse_overrides
@@ -276,6 +277,8 @@ class PoolOptions(PoolSettings):
         asked = notation.pool(self.kvflash)
         if asked is None:
             return None
+        if self.fields["repair"] is not None:
+            warn_once(REPAIR)  # a terminal shows no DeprecationWarning
         spec = self.fields["spec"]
         drafts = None if spec is None else SpecConfig.read(spec)
         return KVFlashConfig(**asked, **self.fields | {"spec": drafts})

@@ -108,15 +108,13 @@ def residency(stats: Any) -> list[str]:
 
 
 def losses(last: Any) -> list[str]:
-    """What a request has lost against full attention: how its prompt was read, and what repairs have found."""
+    """What a request has lost against full attention: how its prompt was read, and what ranked it."""
     parts = []
     if last.read:
         exact = last.read_whole == last.read
         parts.append("read exactly" if exact else f"read with {last.view * 100:.0f} % of the text in view")
     if last.ranked_why:
         parts.append(f"resident by the index, not by exact scores: {last.ranked_why}")
-    if last.repaired:
-        parts.append(f"{last.repaired} repaired, {last.changed} would have gone another way")
     return parts
 
 

@@ -177,8 +177,6 @@ class Generation:
                 sequence.finish(step)
             else:
                 pending.finish()
-            if verified is None and sequence.repair is not None:
-                sequence.repair_due(reader.after_step)
         except KVFlashError as err:
             if verified is not None:
                 self._refuse(verified, err)
@@ -221,7 +219,7 @@ class Generation:
         self._verified = Verified(draft, rows, speculator)
         try:
             reader.catch_up()
-            return sequence.prepare_drafts(rows.tokens, None if draft.is_chain else rows.branches, reader.after_step)
+            return sequence.prepare_drafts(rows.tokens, None if draft.is_chain else rows.branches)
         except KVFlashError as err:
             self._refuse(self._verified, err)
         return None
@@ -244,7 +242,7 @@ class Generation:
             verified.node = verified.child
             verified.path.append(verified.node)
             return True
-        sequence.accept(after=reader.after_step)
+        sequence.accept()
         verified.end()
         self._verified = None
         return False

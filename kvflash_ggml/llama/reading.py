@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..arrays import Int32s
 from ..config import KVFlashConfig
 from ..constants import POOL_STEP, round_up
 from ..errors import ConfigError, HostMemoryError, UnsupportedError
@@ -20,7 +15,7 @@ from ..logs import warn_once
 from ..placement.needs import buffer_row
 from ..placement.sizes import HOST
 from ..placement.sizing import address
-from ..sequence.reading import Reading, Repair
+from ..sequence.reading import Reading
 from ..sequence.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -76,38 +71,20 @@ def open_session(
             " streams the whole text. A smaller n_ubatch takes less memory."
         )
         n_batch = pool.n_ubatch
-    session = Sequence(pool, config, seq=seq, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
-    if config.repair is not None and reading.exact:
-        session.repair = Repair(config.repair, n_ctx, partial(likeliest, weakref.ref(llm)))
-    return session
-
-
-def likeliest(made: weakref.ref[Llama], count: int) -> Int32s:
-    """The likeliest next token after each of the last `count` rows, of which logits are at hand.
-
-    made: weakly, or the session would keep its owner until a garbage collector comes.
-    """
-    llm = made()
-    assert llm is not None
-    logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(count, llm.n_vocab()))
-    picks: Int32s = logits.argmax(axis=1).astype(np.int32)
-    return picks
+    return Sequence(pool, config, seq=seq, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
 
 
 def open_reading(config: KVFlashConfig, pool: Pool, *, n_ctx: int, free: Mapping[str, int]) -> Reading:
     """Make the stages that a configuration asks for, or that "auto" finds room for.
 
     free: bytes of each device by name, beside everything else. What was asked for and cannot be had is an error:
-    UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool, and for repair where
-    nothing is kept to go back to.
+    UnsupportedError, HostMemoryError, or ConfigError for stages that are no larger than the pool.
     """
     if pool.share >= n_ctx:
         return Reading(why="the pool holds the whole context")
     if config.reading == "pool":
         return Reading(why="asked for")
     info = pool.engine.info
-    if config.repair is not None and config.checkpoints == 0 and (info.recurrent or info.n_swa > 0):
-        raise ConfigError(f"repair={config.repair} goes back in the text, for which this model needs checkpoints >= 1")
     required = config.sees_all
     slots, why = stage_slots(
         config.stage, n_ctx=n_ctx, rooms=rooms(pool.engine.layers, info.devices, pool.n_ubatch, free)

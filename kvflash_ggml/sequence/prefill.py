@@ -172,8 +172,6 @@ class Prefill:
         """A step of so many tokens is done."""
         text = self._text
         text.stats.add_read(count, self._share_seen(count))
-        if text.repair is not None:
-            text.repair.start = text.length
         self._done += count
 
     def _share_seen(self, count: int) -> float:
@@ -263,7 +261,6 @@ def extend(
         known = in_one_step(sequence, sequence.scoring.replays.at(sequence.length, tokens))
     if len(tokens) == 1 and known is None and not (prompt and exact):
         sequence.finish(sequence.prepare_answer(tokens, EVERY if output_all else LAST, after))
-        sequence.repair_due(after)
         return
     read = Prefill(sequence, tokens, output_all=output_all, after=after, progress=progress, checkpoint=checkpoint)
     read.read(known)

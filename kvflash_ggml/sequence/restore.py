@@ -57,8 +57,6 @@ def _state(text: Sequence, length: int | None, *, drafts: bool) -> SessionState:
         if whole:
             saved.policy = text.relevance.state(length)
             saved.rebuild = text.relevance.rebuild
-            if text.repair is not None:
-                saved.repaired = text.repair.start
             if drafts and text.follower is not None:
                 saved.drafts = text.follower.state()
         else:
@@ -118,8 +116,6 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
         text.paging.load(saved.pages, text.length)
         text.checkpoints.load(saved.checkpoints, text.length, state)
         text.queries.load(saved.queries, saved.queries_valid_from, text.length)
-        if text.repair is not None:
-            text.repair.start = text.length if saved.repaired is None else saved.repaired
         text.relevance.load(saved.policy, text.tokens, saved.table.scores, rebuild=saved.rebuild)
         if text.follower is not None:
             text.follower.load(saved.drafts, text.tokens)

@@ -28,7 +28,7 @@ from .draft_rows import DraftRows, gather, goes_back
 from .paging import Paging
 from .pool import Pool
 from .query_ring import QueryRing
-from .reading import POOL, Reading, ReadStats, Repair
+from .reading import POOL, Reading, ReadStats
 from .recovery import Recovery
 from .relevance import Relevance
 from .scoring import Scoring
@@ -52,8 +52,7 @@ class Sequence:
 
     whole: [n_ctx], tokens that have seen the whole text before them. logits: the positions whose logits are at hand.
     draft_rows: rows that were written behind the text, until they are settled. streamed_steps: steps that saw more than
-    the pool. view: of the newest step. follower: hears what becomes of the text. stats: of the newest request. repair:
-    None where answers are not read again.
+    the pool. view: of the newest step. follower: hears what becomes of the text. stats: of the newest request.
     """
 
     follower: Follower | None = None
@@ -70,7 +69,6 @@ class Sequence:
         self.n_batch = n_batch
         self.n_ubatch = pool.n_ubatch
         self.reading = reading
-        self.repair: Repair | None = None
         self.stats = ReadStats()
         self.bounded = pool.share < n_ctx
         if self.bounded and engine.info.v_trans:
@@ -158,9 +156,6 @@ class Sequence:
         ahead: int = 0, branches: Branches | None = None,
     ) -> Step:  # fmt: skip
         """Prepare a step of an answer, which `begin` has made room for and `finish` computes. See `prepare`."""
-        if self.repair is not None and self.length == self.repair.start:
-            with self.recovery.told():
-                self.checkpoints.before_step(self.length, wanted=True)
         self.checkpoints.restored = None  # nothing goes on from where the text was put back
         if self.scoring is not None and self.scoring.pending and self.scoring.is_ready:
             self.relevance.take_ready()
@@ -172,39 +167,9 @@ class Sequence:
         """Compute a step of an answer, and count its tokens."""
         try:
             self.compute(step)
-            if self.repair is not None and step.branches is None:
-                self.repair.generated(step.start, len(step.tokens))
         finally:
             if not step.ahead and self.length > step.start:  # not after a step that failed
                 self.count_generated(self.length - step.start)
-
-    def repair_due(self, after: AfterStep | None) -> None:
-        """Read the newest tokens again with the whole text in view, where it is time. after: as in `prepare`.
-
-        What goes wrong is raised, and the text has all of its tokens all the same: tokens that were not reached are
-        read by the pool once more, and not repaired later.
-        """
-        repair = self.repair
-        if repair is None or self.ahead or not repair.is_due(self.length):
-            return
-        start, end, ranking = repair.start, self.length, self.relevance.ranking
-        tokens, picks = self.tokens.copy(), repair.picks(end)
-        try:
-            self.truncate(start)  # to a place further back, where the memory knows no other
-            self.relevance.ranking = ranking  # a cut forgets it: it chooses what is in view of a text beyond the stages
-            while self.length < end:
-                at = self.length
-                self.evaluate(tokens[at : at + min(self.n_ubatch, self.table.room(at))], EVERY, after, stream=True)
-                self.stats.changed += repair.changed(picks[at : self.length])
-                self.stats.repaired += max(0, self.length - max(at, start))
-        except BaseException:
-            self.unfinished.settle()
-            while (at := self.length) < end:
-                self.evaluate(tokens[at : at + min(self.n_ubatch, self.table.room(at))], EVERY, after)
-            raise
-        finally:
-            self.relevance.ranking = ranking
-            repair.start = self.length
 
     def count_generated(self, count: int) -> None:
         """Count the newest `count` tokens as generated, and score the chunks where it is time."""
@@ -397,20 +362,19 @@ class Sequence:
         """
         return self.draft_places if self.engine.info.branches and not self.reading.answers_exactly else 0
 
-    def verify(self, tokens: Int32s, branches: Branches | None = None, after: AfterStep | None = None) -> None:
+    def verify(self, tokens: Int32s, branches: Branches | None = None) -> None:
         """Evaluate tokens ahead of the text, in one step that keeps the logits of each of them.
 
         They fit the step and `room_ahead`, as does the room of a tree. `keep` says which of them are of the text, from
         then on in `length`, and whatever changes the text next settles them: until then nothing of them is saved or
-        scored, and the others have never been. after: of the steps of a repair that is due before, as in `extend`.
+        scored, and the others have never been.
         """
-        self.finish(self.prepare_drafts(tokens, branches, after))
+        self.finish(self.prepare_drafts(tokens, branches))
 
-    def prepare_drafts(self, tokens: Int32s, branches: Branches | None, after: AfterStep | None) -> Step:
+    def prepare_drafts(self, tokens: Int32s, branches: Branches | None) -> Step:
         """Prepare the step of `verify`, which `finish` computes."""
         room = len(tokens) if branches is None else branches.room
         self.begin(room)
-        self.repair_due(after)
         return self.prepare_answer(tokens, EVERY, ahead=room, branches=branches)
 
     def begin_self_draft(self, room: int) -> None:
@@ -419,12 +383,11 @@ class Sequence:
         if self.scoring is not None and self.scoring.is_ready:
             self.relevance.take_ready()
 
-    def accept(self, after: AfterStep | None = None) -> None:
-        """Those of the tokens that were verified are of the text which were kept. after: as in `verify`."""
+    def accept(self) -> None:
+        """Add the draft rows that were kept to the text, and drop the others."""
         self.unfinished.settle()
         if self.ahead:
             self.settle()
-            self.repair_due(after)
 
     def keep(self, row: int) -> None:
         """Accept one more draft row: `length` counts it, and whatever settles the rows keeps it.
@@ -567,8 +530,6 @@ class Sequence:
         """The text has been cut to `length` tokens. Can be called again."""
         if self.follower is not None:
             self.follower.truncated(length)
-        if self.repair is not None:
-            self.repair.truncated(length)
         self.relevance.truncated(length)
 
     # --- close

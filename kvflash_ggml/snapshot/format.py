@@ -262,8 +262,6 @@ def write_sections(writer: Writer, saved: SessionState) -> dict[str, Any]:
         "seed": saved.seed,
         "policy": None,
     }
-    if saved.repaired is not None:
-        facts["repaired"] = saved.repaired
     if policy is not None:
         for i, scores in enumerate(policy.looks):
             writer.section(f"look {i}", np.empty(0) if scores is None else scores.astype("<f8"))
@@ -388,7 +386,6 @@ def read_sections(container: Container, heap: PageHeap, limits: Limits) -> Sessi
         logits=_logits(container, n_vocab),
         rebuild="rebuild" in container.facts and bool(fact(container, "rebuild", bool)),
         seed=_seed(container),
-        repaired=count(container, "repaired", most=length) if "repaired" in container.facts else None,
     )
 
 

@@ -54,7 +54,7 @@ class SnapshotStore:
             "sinks": config.sinks,
             "tail": config.tail,
             "reading": "exact" if session.reading.exact else "pool",
-            "repair": config.repair,
+            "repair": None,  # of a removed option: the names of prefixes are hashes of these settings
         }
 
     def save(self, saved: SessionState, path: Path, *, compress: bool, sync: bool = True) -> Future[int]:

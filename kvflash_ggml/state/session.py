@@ -233,8 +233,7 @@ class SessionState:
     retained until `release`. state, checkpoints: what is not pooled, now and by position. queries: the captured ring,
     flat, true for positions from `queries_valid_from` on. logits: of the last token, if it was just evaluated. rebuild:
     does the next step bring the resident set to the scores of the table? seed: of the next random numbers. drafts: what
-    drafters know of the text. repaired: the tokens from there on are still to be read again with all of it in view;
-    None if none are.
+    drafters know of the text.
     """
 
     tokens: Int32s
@@ -251,7 +250,6 @@ class SessionState:
     rebuild: bool = False
     seed: int = 0
     drafts: Sequence[SavedDraft] = ()
-    repaired: int | None = None
     _released: bool = field(default=False, init=False)
 
     @property

@@ -353,5 +353,4 @@ def _at_checkpoint(saved: SessionState, pos: int) -> SessionState:
         policy=saved.policy and saved.policy.before(pos),
         logits=None,
         rebuild=False,
-        repaired=None,
     )

@@ -78,8 +78,7 @@ WAYS: list[Callable[[Any, list[int], Path], None]] = [parked, in_a_state, in_a_f
     ("kind", "settings"),
     [
         ("dense", {}), ("hybrid", {}), ("iswa", {}),
-        ("dense", {"kvflash_reading": "exact", "kvflash_repair": 12}),
-        ("hybrid", {"kvflash_reading": "exact", "kvflash_repair": 12}),
+        ("hybrid", {"kvflash_reading": "exact"}),
         ("dense", {"kvflash_reading": "exact", "kvflash_answer": "exact"}),
     ],
 )  # fmt: skip

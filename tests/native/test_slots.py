@@ -188,9 +188,7 @@ def test_exact_answers_beside_others(llama: Callable[..., Any], tokens: Tokens) 
         assert ends[0].report["answered_exactly"] > 0
 
 
-@pytest.mark.parametrize(
-    "more", [{"repair": 8}, {"answer": "lossless"}, {"policy": "drafter"}], ids=lambda more: next(iter(more))
-)
+@pytest.mark.parametrize("more", [{"answer": "lossless"}, {"policy": "drafter"}], ids=lambda more: next(iter(more)))
 def test_what_serves_one_sequence_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="serves one sequence, and parallel is 2"):
         KVFlashConfig(parallel=2, **more)

@@ -255,20 +255,6 @@ def test_what_has_failed_is_not_asked_again_with_another_draft_model(
     list(islice(llm.generate(prompt, temp=0.9), 20))
 
 
-def test_scores_are_those_of_the_text_as_it_is_repaired(llama: Any, tokens: Any) -> None:
-    settings = STRICT | {"kvflash": 256, "kvflash_reading": "exact", "kvflash_repair": 16, "logits_all": True}
-    plain = llama(**settings)
-    drafting = llama(**settings, kvflash_spec=SpecConfig(width=6, types=("ngram",)))
-    prompt = tokens[300:900].tolist()
-    text = [*prompt, *islice(plain.generate(prompt, temp=0.0), 60)]
-    drafting.draft_model = Knowing(text)
-    assert list(islice(drafting.generate(prompt, temp=0.0), 60)) == text[len(prompt) :]
-    assert drafting.kvflash.spec.last.accepted > 0
-    repaired = min(inside(one).session.repair.start for one in (plain, drafting))
-    assert repaired > len(prompt) + 16
-    assert np.array_equal(drafting.scores[:repaired], plain.scores[:repaired])
-
-
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_batch_that_has_no_room_for_drafts(kind: str, llama: Any, tokens: Any) -> None:
     llm = llama(kind, **(STRICT | {"n_batch": 1}), kvflash_spec=SpecConfig(types=("ngram",)))

@@ -208,32 +208,14 @@ def test_a_part_of_a_text_is_seen_as_a_pool_sees_it(
     assert np.abs(everything - part).max() > 0.05
 
 
-def test_repair_writes_what_exact_reading_writes(llama: Any, tokens: Any) -> None:
-    """The pages of repaired tokens, and their logits, are those of the same tokens read exactly in the same steps."""
-    size = {"n_ctx": N_CTX, "n_batch": 128, "n_ubatch": 128, "kvflash_policy": "qk", "kvflash_reading": "exact"}
-    repaired = llama("dense", kvflash=POOL, kvflash_repair=128, **size)
-    # of a repair every token has logits; fewer rows would be multiplied by another kernel on a GPU
-    read = llama("dense", kvflash=POOL, logits_all=True, **size)
-    prompt, answer = tokens[:1280], tokens[3000:3128]
-    for llm in (repaired, read):
-        llm.eval(prompt.tolist())
-    for token in answer.tolist():
-        repaired.eval([token])
-    read.eval(answer.tolist())
-    assert repaired.kvflash.last.repaired == 128
-    assert repaired.kvflash.last.changed > 0
-    assert pages(inside(repaired).session)[20:22] == pages(inside(read).session)[20:22]
-    assert same_bits(row(repaired), row(read))
-
-
-def test_without_repair_an_answer_is_of_the_pool(llama: Any, tokens: Any) -> None:
+def test_an_answer_is_of_the_pool(llama: Any, tokens: Any) -> None:
     llm = llama("dense", kvflash=POOL, n_ctx=N_CTX, kvflash_policy="qk", kvflash_reading="exact")
     llm.eval(tokens[:1280].tolist())
     steps = llm.kvflash.streamed_steps
     for token in tokens[3000:3010].tolist():
         llm.eval([token])
     last = llm.kvflash.last
-    assert (last.generated, last.generated_whole, last.repaired) == (10, 0, 0)
+    assert (last.generated, last.generated_whole) == (10, 0)
     assert llm.kvflash.streamed_steps == steps
 
 

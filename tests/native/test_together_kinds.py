@@ -121,7 +121,7 @@ def test_drafts_of_several_texts_go_back_each_by_itself(kind: str, planes: int, 
         steps = []
         for i, text in enumerate(run.sessions):
             rows = np.concatenate([tokens[at[i] : at[i] + 2], tokens[9000 + turn : 9002 + turn]])
-            steps.append((text, text.prepare_drafts(rows.astype(np.int32), None, None)))
+            steps.append((text, text.prepare_drafts(rows.astype(np.int32), None)))
         assert together.compute(steps) == [None] * 3
         kept = [1 + (turn + i) % 2 for i in range(3)]
         for i, text in enumerate(run.sessions):

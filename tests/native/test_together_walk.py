@@ -86,7 +86,7 @@ class Walk:
         steps = []
         for i in running:
             text = self.run.sessions[i]
-            steps.append((text, text.prepare_drafts(np.array(self.some(count), np.int32), None, None)))
+            steps.append((text, text.prepare_drafts(np.array(self.some(count), np.int32), None)))
         assert not running or together.compute(steps) == [None] * len(running)
         for i, (text, step) in zip(running, steps, strict=True):
             for row in range(self.dice.randint(1, count)):

@@ -25,7 +25,7 @@ from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, Snapsho
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.sequence.pool import Pool
-from kvflash_ggml.sequence.reading import POOL, Reading, Repair
+from kvflash_ggml.sequence.reading import POOL, Reading
 from kvflash_ggml.sequence.sequence import Sequence
 from support.fake_host import Bytes, FakeHost
 from support.fake_stages import FakeStages
@@ -175,11 +175,6 @@ class FakeEngine(FakeHost):
     @property
     def streamed_bytes(self) -> int:
         return self.stages.bytes
-
-    def likeliest(self, count: int) -> Int32s:
-        """What a token has seen decides what comes after it."""
-        assert count == len(self.seen), "logits of another step"
-        return np.array(self.seen, np.int32)
 
     def step(
         self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, rows: Floats | None = None
@@ -503,7 +498,4 @@ def make_session(
     if stage:
         pool.make_stages(stage)
         reading = Reading(exact=True, answers_exactly=config.answer == "exact")
-    session = Sequence(pool, config, seq=0, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)
-    if config.repair is not None:
-        session.repair = Repair(config.repair, n_ctx, engine.likeliest)
-    return session
+    return Sequence(pool, config, seq=0, n_ctx=n_ctx, n_batch=n_batch, scorer=scorer, reading=reading)

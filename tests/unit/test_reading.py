@@ -1,10 +1,9 @@
-"""What `reading`, `stage`, `answer` and `repair` come to: the settings, the stages, and what is said of a request."""
+"""What `reading`, `stage`, and `answer` come to: the settings, the stages, and what is said of a request."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from support.fake_engine import FakeDevice, FakeEngine, FakeLayer
 
@@ -13,7 +12,7 @@ from kvflash_ggml.errors import ConfigError, HostMemoryError, UnsupportedError
 from kvflash_ggml.llama.reading import SHARE, Room, open_reading, rooms, stage_slots
 from kvflash_ggml.placement.needs import MASK
 from kvflash_ggml.sequence.pool import Pool
-from kvflash_ggml.sequence.reading import ReadStats, Repair
+from kvflash_ggml.sequence.reading import ReadStats
 
 GIB = 1 << 30
 
@@ -30,7 +29,6 @@ GIB = 1 << 30
         ({"repair": 0}, "0"),
         ({"repair": "64"}, "'64'"),
         ({"reading": "pool", "answer": "exact"}, "answer='exact'"),
-        ({"reading": "pool", "repair": 64}, "repair=64"),
     ],
 )
 def test_refused(fields: dict[str, Any], named: str) -> None:
@@ -39,10 +37,16 @@ def test_refused(fields: dict[str, Any], named: str) -> None:
 
 
 def test_accepted() -> None:
-    config = KVFlashConfig(reading="exact", stage=1, answer="exact", repair=1)
-    assert (config.reading, config.stage, config.answer, config.repair) == ("exact", 1, "exact", 1)
-    KVFlashConfig(answer="exact", repair=64)
+    config = KVFlashConfig(reading="exact", stage=1, answer="exact")
+    assert (config.reading, config.stage, config.answer) == ("exact", 1, "exact")
     KVFlashConfig(reading="pool", stage=512)
+
+
+@pytest.mark.parametrize("also", [{}, {"reading": "pool"}, {"parallel": 2}])
+def test_repair_is_taken_and_does_nothing(also: dict[str, Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="kvflash_repair does nothing"):
+        config = KVFlashConfig(repair=64, **also)
+    assert not config.sees_all
 
 
 # --- how large
@@ -128,7 +132,7 @@ def test_the_pool_is_what_is_seen(config: dict[str, Any], why: str) -> None:
     assert engine.stages.slots == pool.stage_slots == 0
 
 
-REQUIRED: tuple[dict[str, Any], ...] = ({"reading": "exact"}, {"answer": "exact"}, {"repair": 64})
+REQUIRED: tuple[dict[str, Any], ...] = ({"reading": "exact"}, {"answer": "exact"})
 
 
 @pytest.mark.parametrize("config", REQUIRED)
@@ -155,14 +159,6 @@ def test_stages_that_are_refused(error: Exception, caplog: pytest.LogCaptureFixt
             reading(engine, **config)
 
 
-@pytest.mark.parametrize("kind", [{"recurrent": True}, {"n_swa": 128}])
-def test_a_repair_that_would_begin_at_the_beginning_each_time(kind: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="checkpoint"):
-        reading(FakeEngine(512, 64, **kind), repair=64, checkpoints=0)
-    assert reading(FakeEngine(512, 64, **kind), repair=64)[0].exact
-    assert reading(FakeEngine(512, 64), repair=64, checkpoints=0)[0].exact
-
-
 # --- what is counted
 
 
@@ -173,22 +169,3 @@ def test_what_was_lost() -> None:
     assert (loss.read, loss.read_whole, loss.view) == (100, 100, 1)
     loss.add_read(300, 0.5)
     assert (loss.read, loss.read_whole, loss.view) == (400, 100, 0.625)
-
-
-def test_a_repair_is_due_counts_what_changed_and_forgets_what_was_cut() -> None:
-    picks: list[int] = []
-    repair = Repair(4, 20, lambda count: np.array(picks[-count:], np.int32))
-    repair.start = 5
-    assert not repair.is_due(8)
-    assert repair.is_due(9)
-    picks[:] = [1, 2, 3, 4]
-    repair.generated(5, 4)
-    known = repair.picks(9)
-    assert known.tolist() == [-1] * 5 + [1, 2, 3, 4]
-    picks[:] = [9, 1, 7, 3, 7]
-    assert repair.changed(known[4:9]) == 2, "what was not generated cannot have changed"
-    repair.truncated(7)
-    assert (repair.start, repair.picks(9).tolist()) == (5, [-1] * 5 + [1, 2, -1, -1])
-    repair.truncated(3)
-    assert repair.start == 3
-    assert known[5:].tolist() == [1, 2, 3, 4], "a copy"

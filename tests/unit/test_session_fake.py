@@ -101,7 +101,6 @@ class SessionMachine(RuleBasedStateMachine):
         checkpoints=st.integers(0, 3),
         stage=st.sampled_from([0, 0, 1, 3, 8]),
         answer=st.sampled_from(["pool", "exact"]),
-        repair=st.sampled_from([None, 5, 90]),
         seed=st.integers(0, 99),
     )
     def begin(self, **choice: Any) -> None:
@@ -114,7 +113,7 @@ class SessionMachine(RuleBasedStateMachine):
         if blocks - config["sinks"] - config["tail"] - 2 < 1:
             config["pins"] = ()
         if choice["stage"]:
-            config |= {"answer": choice["answer"], "repair": choice["repair"]}
+            config |= {"answer": choice["answer"]}
         stage = choice["stage"] and round_up((blocks + 4) * CHUNK, POOL_STEP) + choice["stage"] * POOL_STEP
         if limit is not None:
             config |= {"host_limit": limit * PAGE_BYTES, "spill": self.folder}
@@ -251,8 +250,7 @@ class SessionMachine(RuleBasedStateMachine):
         try:
             extend(self.session, new)
         except error:
-            kept = not self.session.engine.info.recurrent and self.session.repair is None
-            assert self.session.length >= before or not kept
+            assert self.session.length >= before or self.session.engine.info.recurrent
         else:
             assert self.session.length == before + len(new)
         self.session.engine.faults = Faults()

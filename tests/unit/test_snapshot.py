@@ -587,7 +587,6 @@ HARM: dict[str, Harm] = {
     "checkpoints without end": lambda p: (fact(checkpoints=[1] * 2000)(p), p.sections.update({"checkpoint 1": b""})),
     "queries from beyond": fact(queries_from=9999),
     "half a query": section("queries", lambda data: data[:-1]),
-    "repaired beyond": fact(repaired=9999),
     "seed": fact(seed=2**64),
     "policy a list": fact(policy=[]),
     "policy without a name": policy(name=None),
@@ -629,6 +628,13 @@ HARM: dict[str, Harm] = {
 def test_a_contradiction_under_right_checksums(parts: plain_reader.Parts, target: Sequence, name: str) -> None:
     HARM[name](parts)
     refused(target, plain_reader.write(parts))
+
+
+def test_a_file_of_a_session_with_repairs_still_opens(parts: plain_reader.Parts, target: Sequence) -> None:
+    fact(repaired=1000)(parts)
+    parts.facts["settings"]["repair"] = 64
+    load(target, plain_reader.write(parts))
+    assert target.length == parts.facts["length"]
 
 
 @given(st.binary(max_size=200))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.fake_engine import PAGE_BYTES, Faults
 from support.fake_session import accept, check, close, ints, make, small_slabs, some
@@ -14,7 +13,6 @@ from support.saving import Digest, dump, load
 
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError
-from kvflash_ggml.pool.masks import choose
 from kvflash_ggml.sequence.prefill import extend
 from kvflash_ggml.sequence.sequence import Sequence
 
@@ -218,143 +216,3 @@ def test_images_that_are_restored_when_they_are_asked_for(world: Any) -> None:
     assert other.whole[:1600].all()
     assert views(other)[-1] == tuple(range(len(views(other)[-1])))
     check(other, [*some(1500).tolist(), *some(100, 3).tolist()])
-
-
-# --- repair
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_an_answer_is_repaired(kind: dict[str, Any], world: Any) -> None:
-    session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, **kind)
-    extend(session, some(1000))
-    before = generate(session, 19)
-    assert not session.whole[1000:1019].any()
-    ranking = session.relevance.ranking
-    answer = [*before, *generate(session, 1, 4)]
-    assert session.whole[:1020].all()
-    assert (session.stats.repaired, session.stats.changed, session.stats.generated) == (20, 20, 20)
-    assert session.relevance.ranking is ranking
-    assert session.repair.start == session.length
-    assert session.logits.row(1019) is not None
-    assert sum(session.engine.steps) == 1040
-    answer += generate(session, 45, 5)
-    check(session, [*some(1000).tolist(), *answer])
-    assert session.stats.repaired == 60
-    assert session.whole[:1060].all()
-    assert not session.whole[1060:1065].any()
-    extend(session, some(40, 6))
-    assert session.repair.start == session.length == 1105
-    assert session.stats.repaired == 0
-
-
-def test_a_repair_of_a_longer_text_sees_what_was_asked_for(world: Any) -> None:
-    session = world(scorer=Digest(), config={"repair": 20, "tau": 1000}, stage=768)
-    extend(session, some(1500))
-    generate(session, 19)
-    ranking = session.relevance.ranking
-    room = (768 - 20 - 1500 % CHUNK) // CHUNK
-    best, newest = (choose(1500, room, session.table.protected(23, 23), by).chunks for by in (ranking, None))
-    generate(session, 1, 4)
-    assert session.stats.repaired == 20
-    assert views(session)[-1] == best != newest
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-@pytest.mark.parametrize("accepted", [[6, 6, 6, 6], [3, 0, 6, 1, 4, 5, 2]])
-def test_drafts_are_repaired_once_they_are_accepted(accepted: list[int], kind: dict[str, Any], world: Any) -> None:
-    session = world(scorer=Digest(), config={"repair": 10}, **kind)
-    extend(session, some(1000))
-    text = some(1000).tolist()
-    for i, count in enumerate(accepted):
-        session.verify(some(6, i))
-        assert session.length == len(text)
-        accept(session, count)
-        text += some(6, i)[:count].tolist()
-        check(session, text)
-    repaired = session.stats.repaired
-    assert repaired >= 10
-    assert session.repair.start == 1000 + repaired
-    assert session.whole[: 1000 + repaired].all()
-    assert session.stats.generated == sum(accepted)
-    assert session.stats.changed <= repaired
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_repair_goes_on_where_the_text_was_cut(kind: dict[str, Any], world: Any) -> None:
-    session = world(config={"repair": 50}, **kind)
-    extend(session, some(1000))
-    generate(session, 20)
-    session.truncate(980)
-    left = session.length
-    assert session.repair.start == left
-    answer = generate(session, 50, 3)
-    assert session.repair.start == session.length == left + 50
-    assert session.whole[: left + 50].all()
-    assert session.stats.changed <= session.stats.repaired == 50
-    check(session, [*some(1000)[:left].tolist(), *answer])
-
-
-def test_what_was_read_before_is_not_repaired_after_a_restore(world: Any) -> None:
-    session, other = world(), world(config={"repair": 20})
-    extend(session, some(1000))
-    load(other, dump(session))
-    other.engine.adopt(session.engine.truth, session.engine.tokens)
-    generate(other, 20)
-    assert (other.stats.repaired, sum(other.engine.steps)) == (20, 40)
-
-
-def test_a_prompt_that_was_left_off_is_not_repaired(world: Any) -> None:
-    session = world(config={"repair": 20})
-
-    def stop(done: int, total: int) -> None:
-        if done > 600:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        extend(session, some(1000), progress=stop)
-    steps = sum(session.engine.steps)
-    extend(session, ints(1))
-    assert sum(session.engine.steps) == steps + 1
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-@pytest.mark.parametrize("error", [DecodeError, KeyboardInterrupt])
-def test_a_repair_that_fails_leaves_the_text_as_it_was(
-    error: type[BaseException], kind: dict[str, Any], world: Any
-) -> None:
-    session = world(scorer=Digest(), config={"repair": 20}, **kind)
-    extend(session, some(1000))
-    answer = generate(session, 19)
-    ranking = session.relevance.ranking
-    session.engine.faults = Faults(1, error)
-    with pytest.raises(error):
-        extend(session, ints(7))
-    text = [*some(1000).tolist(), *answer, 7]
-    check(session, text)
-    assert (session.stats.generated, session.stats.repaired) == (20, 0)
-    assert not session.whole[1000:1020].any()
-    assert session.relevance.ranking is ranking
-    more = generate(session, 20, 5)
-    check(session, [*text, *more])
-    assert session.stats.repaired == 20
-    assert session.whole[1020:1040].all()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_a_repair_that_cannot_be_made_good_leaves_a_shorter_text(kind: dict[str, Any], world: Any) -> None:
-    session = world(scorer=Digest(), config={"repair": 20}, **kind)
-    extend(session, some(1000))
-    answer = generate(session, 19)
-
-    def fail() -> BaseException:
-        session.engine.faults = Faults(0)
-        return DecodeError("llama_decode returned 2")
-
-    session.engine.faults = Faults(1, fail)
-    with pytest.raises(DecodeError):
-        extend(session, ints(7))
-    left = session.length
-    assert left <= 1000
-    check(session, some(1000)[:left].tolist())
-    extend(session, np.array([*some(1000)[left:], *answer, 7], np.int32))
-    check(session, [*some(1000).tolist(), *answer, 7])

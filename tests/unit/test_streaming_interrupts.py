@@ -1,13 +1,12 @@
-"""Ctrl-C at every line of a streamed step, and of a repair: the session goes on, and is right."""
+"""Ctrl-C at every line of a streamed step: the session goes on, and is right."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_session import check, close, ints, make, reach, small_slabs, some
+from support.fake_session import check, close, make, reach, small_slabs, some
 from support.interrupter import Interrupter
 
 from kvflash_ggml.sequence.prefill import extend
@@ -28,11 +27,10 @@ FILES = (
 N = 508  # four tokens more end a chunk, and all of them are more than the pool holds
 PROMPT = some(N)
 MORE = some(40, 2)
-REPAIRED = 6
 
 
-def session(recurrent: bool, **config: Any) -> Sequence:
-    one = make(448, n_ctx=1024, n_batch=64, stage=1024, recurrent=recurrent, config=config)
+def session(recurrent: bool) -> Sequence:
+    one = make(448, n_ctx=1024, n_batch=64, stage=1024, recurrent=recurrent)
     extend(one, PROMPT)
     return one
 
@@ -63,25 +61,3 @@ def test_every_line_of_a_streamed_step(recurrent: bool) -> None:
             assert one.whole[: one.length].all()
             close(one)
     assert k > 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_every_line_of_a_repair(recurrent: bool) -> None:
-    k, interrupted = 0, True
-    answer = some(REPAIRED, 3).tolist()
-    with small_slabs(8):
-        while interrupted:
-            k += 1
-            one = session(recurrent, repair=REPAIRED)
-            for token in answer[:-1]:
-                extend(one, ints(token))
-            interrupted = Interrupter(k, FILES).run(partial(extend, one, ints(answer[-1])), partial(reach, one))
-            one.settle()
-            assert one.length in (N, N + REPAIRED - 1, N + REPAIRED), f"line {k}"
-            assert one.repair is not None
-            assert one.repair.start in (N, N + REPAIRED)
-            go_on(one, [*PROMPT.tolist(), *answer], k)
-            assert one.repair.start == one.length
-            close(one)
-    assert k > 120
