@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 
 from kvflash_ggml.cli.rope import RopeOptions
 
@@ -19,6 +18,8 @@ def model(tmp_path: Path) -> str:
 
 
 def write(path: Path, length: int, original: int | None = None) -> str:
+    from gguf import GGUFWriter
+
     writer = GGUFWriter(path, "qwen3")
     writer.add_context_length(length)
     if original is not None:
