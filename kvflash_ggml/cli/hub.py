@@ -85,7 +85,7 @@ class HubModel:
         for name in sorted(name for name in names if name.endswith(".gguf")):
             kind = _beside(name)
             if kind == _PROJECTOR:
-                note(f"{brief(name)}: a projector, not fetched, since images are not read in a pool")
+                note(f"{brief(name)}: a projector, not fetched, since commands take no images")
             elif kind in _DRAFTERS:
                 note(f"{brief(name)}: a drafter; kvflash-run pull {self.repo}:{brief(name)} fetches it for -md")
 
