@@ -13,7 +13,7 @@ from ..arrays import Floats, Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
 from ..llama.bias import with_bias
-from ..llama.overrides import answers, manner, readings
+from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
 from ..sequence import together
 from ..state.session import SessionState
@@ -135,7 +135,7 @@ class LlamaModel:
         try:
             with (
                 shared,
-                manner(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
+                overridden(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
                 closing(
                     llm.generate(
                         tokens[-1:] if going_on else tokens,

@@ -27,8 +27,10 @@ def answers(llm: Llama) -> tuple[str, ...]:
 
 
 @contextmanager
-def manner(llm: Llama, *, reading: str | None = None, answer: str | None = None, drafts: bool = True) -> Iterator[None]:
-    """For the answer within: how its prompt is read, what its tokens see, and whether drafts are verified.
+def overridden(
+    llm: Llama, *, reading: str | None = None, answer: str | None = None, drafts: bool = True
+) -> Iterator[None]:
+    """Override, for the answer within, how its prompt is read, what its tokens see, and whether drafts are verified.
 
     None leaves it to the model's configuration. What is known of the prompt stays as it was read. ConfigError for what
     the model was not opened for.
