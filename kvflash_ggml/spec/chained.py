@@ -83,10 +83,10 @@ class Chained(ModelDrafter):
             self._recent = self._recent[:0]
         self._length = start + len(tokens)
         if rows is None:
-            self._lag.reset(self._length)
+            self._pending.reset(self._length)
         elif len(tokens):
             before = self._recent[-1:] if len(self._recent) else np.zeros_like(rows[:1])
-            self._lag.add(start, tokens, np.concatenate([before, rows[:-1]]))
+            self._pending.add(start, tokens, np.concatenate([before, rows[:-1]]))
             self._recent = np.concatenate([self._recent, rows])[-RECENT:]
 
     def propose(self, root: int, most: int) -> Draft | None:
@@ -106,7 +106,7 @@ class Chained(ModelDrafter):
 
     def truncate(self, length: int) -> None:
         """See Drafter. The newest rows outlive it."""
-        self._lag.truncate(length)
+        self._pending.truncate(length)
         self._context.truncate(max(0, length + self._place))
         if length < self._length:
             stay = max(0, len(self._recent) - (self._length - length))
@@ -123,12 +123,12 @@ class Chained(ModelDrafter):
     def load(self, saved: SavedDraft) -> None:
         """See Remembering."""
         self._recent = self._memory.load(saved, self._recent.shape[1], place=self._place)[-RECENT:]
-        self._lag.reset(saved.length)
+        self._pending.reset(saved.length)
         self._length = saved.length
 
     def _unread(self) -> tuple[int, Int32s, Floats]:
-        """The pairs that lag behind the text, and where the first stands. They are taken: the context ends there."""
-        start, tokens, rows = self._lag.take()
+        """The pairs that the draft context has not read, and where the first stands. None are pending then."""
+        start, tokens, rows = self._pending.take()
         kept = slice(max(0, -(start + self._place)), None)  # no pair stands before the text
         at = start + kept.start + self._place
         self._context.truncate(at)
@@ -232,15 +232,15 @@ class Small(ModelDrafter):
         if unknown.size:
             skipped = int(unknown[-1]) + 1
             start, tokens = start + skipped, tokens[skipped:]
-            self._lag.reset(start)
-        self._lag.add(start, tokens)
+            self._pending.reset(start)
+        self._pending.add(start, tokens)
 
     def propose(self, root: int, most: int) -> Draft | None:
         """See Drafter. DecodeError if what it computes are no numbers."""
         context = self._context
         if root >= context.n_vocab:
             return None
-        start, tokens, _ = self._lag.take()
+        start, tokens, _ = self._pending.take()
         end = start + len(tokens)
         unread = np.append(tokens, np.int32(root))
         if len(unread) > context.step:

@@ -170,14 +170,14 @@ class DFlash(ModelDrafter):
     def observe(self, start: int, tokens: Int32s, rows: Floats | None) -> None:
         """See Drafter. Without rows of these tokens it starts anew behind them."""
         if rows is None:
-            self._lag.reset(start + len(tokens))
+            self._pending.reset(start + len(tokens))
         else:
-            self._lag.add(start, tokens, rows)
+            self._pending.add(start, tokens, rows)
 
     def propose(self, root: int, most: int) -> Draft | None:
         """See Drafter. DecodeError or DraftError if what it computes are no numbers."""
         self._read()
-        context, end = self._context, self._lag.end
+        context, end = self._context, self._pending.end
         if context.end != end or context.first == end:
             return None  # nothing is known of the text
         # masks behind the tokens that are wanted take time, and make these no better

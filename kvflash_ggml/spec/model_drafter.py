@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NO_ROWS = np.empty((0, 1), np.float32)
 
 
-class Lag:
+class PendingTokens:
     """The newest tokens of a text, at most `most`, and the rows that belong to them."""
 
     start: int
@@ -48,7 +48,7 @@ class Lag:
         self._trim()
 
     def take(self) -> tuple[int, Int32s, Floats | None]:
-        """The position of the first, the tokens, and their rows if there are any; nothing lags then."""
+        """The position of the first, the tokens, and their rows if there are any; none are pending then."""
         start, tokens = self.start, self._tokens
         rows = np.concatenate(self._rows) if self._rows else None
         self.reset(self.end)
@@ -143,23 +143,23 @@ class ModelDrafter:
     def __init__(self, path: Path, context: DraftContext, own: ExitStack) -> None:
         self._context = context
         self._memory = DraftMemory(self.name, path, context)
-        self._lag = Lag(context.window)
+        self._pending = PendingTokens(context.window)
         self._stack = own
 
     def truncate(self, length: int) -> None:
         """See Drafter."""
-        self._lag.truncate(length)
+        self._pending.truncate(length)
         self._context.truncate(length)
 
     def state(self) -> SavedDraft | None:
         """See Remembering."""
         self._read()
-        return self._memory.state(self._lag.end)
+        return self._memory.state(self._pending.end)
 
     def load(self, saved: SavedDraft) -> None:
         """See Remembering."""
         self._memory.load(saved)
-        self._lag.reset(saved.length)
+        self._pending.reset(saved.length)
 
     def close(self) -> None:
         """See Drafter."""
@@ -167,6 +167,6 @@ class ModelDrafter:
 
     def _read(self) -> None:
         """Read what lags: rows of the target where there are any, else the tokens."""
-        start, tokens, rows = self._lag.take()
+        start, tokens, rows = self._pending.take()
         self._context.truncate(start)
         self._context.feed(start, tokens if rows is None else None, rows)

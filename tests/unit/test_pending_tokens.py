@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflash_ggml.spec.model_drafter import Lag
+from kvflash_ggml.spec.model_drafter import PendingTokens
 
-MAX_LAG = 7
+MAX_PENDING = 7
 
 CALLS = st.lists(
     st.one_of(
@@ -23,7 +23,7 @@ CALLS = st.lists(
 @given(CALLS)
 @settings(max_examples=settings().max_examples * 15 // 2)
 def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None:
-    lag, length = Lag(MAX_LAG), 0
+    pending, length = PendingTokens(MAX_PENDING), 0
     model: dict[int, int] = {}  # position to token, of what is to be read
     token = 0
     for call, at, count in calls:
@@ -31,28 +31,28 @@ def test_it_is_the_newest_of_the_text(calls: list[tuple[str, int, int]]) -> None
             start = max(0, length + at)  # back, further, or with a gap
             tokens = np.arange(token, token + count, dtype=np.int32)
             token += count
-            lag.add(start, tokens, tokens[:, None] * np.ones((1, 2), np.float32))
+            pending.add(start, tokens, tokens[:, None] * np.ones((1, 2), np.float32))
             model = {} if start > length else {p: t for p, t in model.items() if p < start}
             model |= {start + i: int(t) for i, t in enumerate(tokens)}
             length = start + count
         elif call == "cut":
             length = min(at, length)
-            lag.truncate(length)
+            pending.truncate(length)
             model = {p: t for p, t in model.items() if p < length}
-        model = {p: t for p, t in model.items() if p >= length - MAX_LAG}
-        assert lag.end == length
+        model = {p: t for p, t in model.items() if p >= length - MAX_PENDING}
+        assert pending.end == length
         if call == "take":
-            start, tokens, rows = lag.take()
+            start, tokens, rows = pending.take()
             assert {start + i: int(t) for i, t in enumerate(tokens)} == model
-            assert start + len(tokens) == lag.end == length
+            assert start + len(tokens) == pending.end == length
             assert ([] if rows is None else rows[:, 1].tolist()) == tokens.tolist()
             model = {}
 
 
 def test_rows_are_copied_and_may_be_missing() -> None:
-    lag, rows = Lag(4), np.ones((2, 3), np.float32)
-    lag.add(0, np.array([5, 6], np.int32), rows)
+    pending, rows = PendingTokens(4), np.ones((2, 3), np.float32)
+    pending.add(0, np.array([5, 6], np.int32), rows)
     rows[:] = 9
-    assert (lag.take()[2] == 1).all()
-    lag.add(2, np.array([7], np.int32))
-    assert lag.take()[2] is None
+    assert (pending.take()[2] == 1).all()
+    pending.add(2, np.array([7], np.int32))
+    assert pending.take()[2] is None
