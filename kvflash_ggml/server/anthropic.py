@@ -19,8 +19,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
-from .took import report
 from .turns import Turns, as_json, as_object, kind_of, parts_of, read, text_of
+from .usage import report
 
 _CHANGING = re.compile(r"(?<=\bcch=)[0-9a-zA-Z]+")
 """In Claude Code's billing header, the first thing of each request: a number that differs in every one."""

@@ -12,7 +12,7 @@ from ..chat.reader import Rendered
 from .errors import ApiError
 from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest, ToolChoice
-from .took import FINGERPRINT, report, timings, usage
+from .usage import FINGERPRINT, report, timings, usage
 
 
 class ChatAnswer(Answer):

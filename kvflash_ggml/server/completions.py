@@ -14,7 +14,7 @@ from .errors import ApiError
 from .exchange import DONE, Answer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest
-from .took import FINGERPRINT, report, timings, usage
+from .usage import FINGERPRINT, report, timings, usage
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:

@@ -16,7 +16,7 @@ from ..batching.queue import QueueFull
 from ..batching.scheduler import Scheduler
 from ..errors import KVFlashError
 from .errors import ApiError, from_failure
-from .took import together
+from .usage import together
 
 MAX_HELD = 1 << 20
 """Bytes, about, for a reader that does not take them. Its answer is put aside then, until half of them are left."""

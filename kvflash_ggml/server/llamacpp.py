@@ -19,7 +19,7 @@ from .errors import ApiError
 from .exchange import Answer, dumps, frame
 from .front import Front
 from .schema import DetokenizeRequest, InfillRequest, RawRequest, TemplateRequest, TokenizeRequest
-from .took import report, timings
+from .usage import report, timings
 
 MOST_TOKENS = 1 << 16
 """That /detokenize writes at once, or as many as the context has."""

@@ -19,8 +19,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
 from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Known, _Sampled, parse
-from .took import report
 from .turns import Turns, as_json, as_object, read, text_of
+from .usage import report
 
 VERSION = "0.12.6"
 """The version of Ollama whose interface this is. Editors refuse an older one: Copilot wants 0.6.4."""

@@ -24,8 +24,8 @@ from .exchange import Answer, dumps
 from .fields import note
 from .front import Front, Kept
 from .schema import ChatRequest, Objects, PoolFields, _Known, parse
-from .took import report
 from .turns import Turns, as_json, kind_of, parts_of, read, text_of
+from .usage import report
 
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 

@@ -1,4 +1,4 @@
-"""What an answer took, as clients read it."""
+"""Usage and timings of an answer, as clients read them."""
 
 from __future__ import annotations
 
