@@ -63,7 +63,7 @@ class HeadFinder:
 
     @property
     def heads(self) -> Heads | None:
-        """Those that count, as the policy names them; None if all do."""
+        """The retrieval heads, as the policy names them; None if all heads count."""
         return None if self.calibration is None else self.calibration.among(self._layers)
 
     @property

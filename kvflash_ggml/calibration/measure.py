@@ -90,7 +90,7 @@ class Measured:
 
 
 def documents(tokenize: Tokenize, n_ctx: int) -> list[Document]:
-    """Those that fit a context."""
+    """Return the documents of a search, cut to a context of `n_ctx` tokens. ValueError if that is too short."""
     n_tokens = min(TOKENS, n_ctx - 256)
     if n_tokens < MIN_TOKENS:
         raise ValueError(f"a context of {n_ctx} tokens is too short to tell retrieval heads from others")

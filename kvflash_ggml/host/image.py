@@ -111,7 +111,7 @@ class Lease:
 
 
 class Leases:
-    """Those that last. Whoever uses it has a lock; a lease may end without it. ended: how many have ended with it."""
+    """The leases that have not ended. Callers hold a lock; a lease may end without it. ended: how many have ended."""
 
     def __init__(self) -> None:
         self.ended = 0

@@ -56,7 +56,7 @@ class Keys(Protocol):
         ...
 
     def index(self, chunk: int, units: Pairs) -> Row:
-        """Those keys: every one of the chunk, [index_size]."""
+        """Return the four-bit keys of these KV heads of one chunk, [index_size] bytes."""
         ...
 
     def score_index(self, units: Pairs, rows: Sequence[Row], heads: Pairs, request: ScoreRequest) -> Floats:

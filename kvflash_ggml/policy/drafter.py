@@ -59,7 +59,7 @@ class Drafter(Protocol):
         ...
 
     def score_tokens(self) -> Floats:
-        """The same for each token of the sealed chunks; [length // CHUNK * CHUNK]."""
+        """Log of the largest share of attention each token of the sealed chunks gets; [length // CHUNK * CHUNK]."""
         ...
 
     @property

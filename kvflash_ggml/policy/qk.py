@@ -28,13 +28,13 @@ MAX_WORK = 4e9
 """Multiplications of one request: a question has as many rows as fit, but MIN_ROWS. About 150 ms on two cores."""
 
 MIN_ROWS = 8
-"""The marks of a chat template after a question can take up as many."""
+"""Query rows at least. The marks of a chat template after a question can fill as many."""
 
 MAX_MASSES = 2**20
-"""Values of one look, heads x rows x chunks, that are fetched from a streamed step, but for MIN_ROWS."""
+"""Values of one scoring, heads x rows x chunks, that are fetched from a streamed step. MIN_ROWS may exceed it."""
 
 MAX_FETCHED = 2**24
-"""The same without an exception: 64 MiB. More of them would take longer than a look at the index."""
+"""Values of one scoring that are fetched at most, MIN_ROWS included: 64 MiB. The index is faster than fetching more."""
 
 EXACT_WORK = 64 * 2**20
 """Multiplications up to which every chunk is scored by its real keys, in about 3 ms on two cores."""
@@ -186,7 +186,7 @@ class QKScorer:
         return scores
 
     def _rows_for(self, n_chunks: int) -> int:
-        """How many rows a look at the index has time for."""
+        """Return how many query rows a scoring by the index has time for."""
         return max(MIN_ROWS, int(MAX_WORK / (n_chunks * self._work)))
 
     def masses_wanted(self, n_chunks: int, rows: int) -> tuple[Heads, int]:
@@ -200,7 +200,7 @@ class QKScorer:
         return min(values * self.query_rows, max(values * MIN_ROWS, MAX_MASSES), MAX_FETCHED)
 
     def _complete(self, known: Masses, request: ScoreRequest) -> Floats:
-        """Those of all chunks: what was not in view is scored from the index."""
+        """Return the attention scores of all chunks. Chunks that were not in view are scored by the index."""
         n = request.n_chunks
         if len(known.chunks) == n:
             return known.values

@@ -1,4 +1,4 @@
-"""Who may see whom: rows over the slots of a pool and over those of a layer buffer, and how the rows of a tree lie.
+"""Attention masks: mask rows over the slots of a pool or of a layer buffer, and the order of the rows of a draft tree.
 
 One rule everywhere: a slot that holds position `p` is visible to a query at position `q` iff `0 <= p <= q`. Rows of
 rejected drafts, of a truncated tail and of free blocks are hidden by it without being cleared.
@@ -116,7 +116,7 @@ class SlotMask:
 
 
 class AlibiMask(SlotMask):
-    """The same rule for models whose attention adds the negative distance instead of rotating keys."""
+    """Mask rows of the same rule, for models whose attention adds the negative distance instead of rotating keys."""
 
     def fill(self, start: int, slots: Int32s, first: int = 0) -> npt.NDArray[np.floating]:
         query = np.arange(start, start + len(slots), dtype=np.int32)[:, None]

@@ -57,7 +57,7 @@ class BlockAllocator:
         self._owners = [other for other in self._owners if other is not owner]
 
     def quota(self, owner: Owner) -> int:
-        """How many blocks the owner could have at most: all that no other holds alone."""
+        """Return the most blocks that the owner could hold: all but the blocks that only others hold."""
         others = self._others(owner)
         return self.count - (len(others - owner.held) if others else 0)
 
@@ -133,7 +133,7 @@ class PageTable:
 
     @property
     def quota(self) -> int:
-        """How many blocks the text could have at most."""
+        """The most blocks that the text could hold."""
         return self.blocks.quota(self)
 
     @property
