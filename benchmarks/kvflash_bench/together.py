@@ -63,8 +63,7 @@ def step(llms: Sequence[Llama], tokens: Sequence[int]) -> list[int]:
     for error in together.compute(prepared):
         if error is not None:
             raise error
-    rows = [text.logits.row(text.length - 1) for text, _ in prepared]
-    return [int(token) for token in paged(llms[0]).engine.argmax(np.array(rows, np.int32))]
+    return [one.likeliest for _, one in prepared if one.likeliest is not None]
 
 
 def newest(llm: Llama) -> int:

@@ -96,6 +96,7 @@ class Generation:
         self._sample = sample
         self._stopping = stopping
         self._token = 0  # the newest that was drawn
+        self._likeliest: int | None = None  # the next one, if it is known already
         self._verified: Verified | None = None
 
     # --- what is drawn
@@ -108,7 +109,8 @@ class Generation:
         if llm._logits_all and reader.sequence is not None and reader.logits_at(pos) is None:
             # several steps have read what was sent, and only the last one's logits are at hand
             reader.put_logits(pos, llm.scores[pos])
-        self._token = self._sample(pos)
+        known, self._likeliest = self._likeliest, None
+        self._token = self._sample(pos) if known is None else known
         self._pos = pos + 1
         if reader.speculator is not None:
             reader.speculator.plain()
@@ -177,6 +179,7 @@ class Generation:
                 sequence.finish(step)
             else:
                 pending.finish()
+                self._likeliest = step.likeliest if reader.greedy and verified is None else None
         except KVFlashError as err:
             if verified is not None:
                 self._refuse(verified, err)

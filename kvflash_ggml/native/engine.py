@@ -102,6 +102,10 @@ class Engine:
         self._mask = ffi.from_buffer(rows)
         self._plan.mask = self._mask
 
+    def fix_view(self) -> None:
+        """Let each step attend to all slots, not only to those from the first to the last of its sequences."""
+        self._plan.fixed_view = 1
+
     def make_stages(self, slots: int, tokens: int) -> int:
         """Let steps of up to `tokens` attend to the text in page images, up to `slots` of it (a multiple of 256).
 

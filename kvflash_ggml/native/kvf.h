@@ -129,6 +129,8 @@ typedef struct kvf_plan {
     const void     * mask;        // [n_tokens][mask_stride] added to the attention scores
     int64_t          mask_stride; // values per mask row, at least n_slots
     uint64_t         wait;        // the compute starts after this transfer, 0: nothing to wait for
+    int32_t          fixed_view;  // 0: of a context for several sequences the step attends to the slots between the first and
+                                  // the last that its sequences have. 1: to as many slots whatever its sequences are
 
     // A streamed step attends through the stages instead of the pool: to chunks in page images, then to the first rows of a
     // block, then to its own tokens, one row of a stage each. Its own rows go to their slots all the same.

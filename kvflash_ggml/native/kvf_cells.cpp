@@ -1,6 +1,7 @@
 // What llama.cpp believes about the slots of the pool, and where a sequence ends.
 #include "kvf_engine.h"
 #include "kvf_error.h"
+#include "kvf_stage.h"
 #include "kvf_state.h"
 
 #include "llama-kv-cache-iswa.h"
@@ -16,7 +17,50 @@ kvf_status check_slots(const kvf_engine & engine, int32_t slot, int32_t n) {
     return KVF_STATUS_SUCCESS;
 }
 
+// Leave the ends out that the sequence has left: few steps, since cells come and go at the end.
+void tighten(kvf_engine & engine, int32_t seq) {
+    const auto & cells = kvf_access::cells(engine.kv);
+    const auto   has   = [&](int32_t slot) { return !cells.is_empty(slot) && cells.seq_has(slot, seq); };
+    auto & held = engine.held[seq];
+    while (held.first < held.end && !has(held.end - 1)) {
+        held.end--;
+    }
+    while (held.first < held.end && !has(held.first)) {
+        held.first++;
+    }
+}
+
 }  // namespace
+
+void kvf_hold(kvf_engine & engine, int32_t seq, int32_t slot, int32_t n) {
+    auto & held = engine.held[seq];
+    held = held.first < held.end ? kvf_span { std::min(held.first, slot), std::max(held.end, slot + n) } : kvf_span { slot, slot + n };
+}
+
+kvf_span kvf_view(kvf_engine & engine, const kvf_plan & plan) {
+    if (engine.info.n_seq == 1) {
+        return {};
+    }
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        if (i == 0 || plan.seq[i] != plan.seq[i - 1]) {
+            tighten(engine, plan.seq[i]);
+        }
+    }
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        kvf_hold(engine, plan.seq[i], plan.slot[i], 1);
+    }
+    if (plan.fixed_view) {
+        return { 0, engine.info.n_slots };
+    }
+    kvf_span view { engine.info.n_slots, 0 };
+    for (int32_t i = 0; i < plan.n_tokens; ++i) {
+        const auto & held = engine.held[plan.seq[i]];
+        view = { std::min(view.first, held.first), std::max(view.end, held.end) };
+    }
+    view.first -= view.first % KVF_STAGE_PAD;
+    view.end    = std::min<int32_t>(engine.info.n_slots, GGML_PAD(view.end, KVF_STAGE_PAD));
+    return view;
+}
 
 kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n) {
     if (const auto status = check_slots(*engine, slot, n)) {
@@ -44,6 +88,7 @@ kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t
     if (const auto status = kvf_cells_clear(engine, slot, n)) {
         return status;
     }
+    kvf_hold(*engine, seq, slot, n);
     auto & cells = kvf_access::cells(engine->kv);
     for (int32_t i = 0; i < n; ++i) {
         llama_kv_cell_ext ext;
@@ -112,6 +157,7 @@ kvf_status kvf_clear(kvf_engine * engine, int32_t seq) {
     } else {
         engine->memory.clear(true);
     }
+    engine->held[seq]  = {};
     engine->reach[seq] = 0;
     return KVF_STATUS_SUCCESS;
 }

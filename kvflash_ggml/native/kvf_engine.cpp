@@ -100,6 +100,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     n_seq_id.assign(cparams.n_batch, 1);
     seq_id.assign(cparams.n_batch, nullptr);
     last_pos.resize(info.n_seq);
+    held.resize(info.n_seq);
     reach.resize(info.n_seq);
     stashes.resize(info.n_seq);
     slot_in.resize(info.n_slots);

@@ -31,6 +31,7 @@ struct kvf_engine {
     std::vector<kvf_lane>  lanes;
     std::vector<std::string> servers;         // endpoints that compute for the context
     kvf_info               info {};
+    std::vector<kvf_span>  held;              // [n_seq] no cell of the sequence is outside
     std::vector<int32_t>   reach;             // [n_seq] tokens that recurrent state can go back, -1: it is not known what it holds
 
     std::vector<kvf_lane *>    by_mode;                // those that hold nobody up first
@@ -63,6 +64,13 @@ struct kvf_engine {
 };
 
 std::vector<kvf_layer> kvf_layers(const kvf_engine & engine);  // with the scale of the newest graph
+
+// The sequence is about to have cells here.
+void kvf_hold(kvf_engine & engine, int32_t seq, int32_t slot, int32_t n);
+
+// The slots that the sequences of a plan have, those of the plan with them, in whole parts of KVF_STAGE_PAD. Empty where one
+// sequence has all slots.
+kvf_span kvf_view(kvf_engine & engine, const kvf_plan & plan);
 
 // Is there such a sequence?
 kvf_status kvf_check_seq(const kvf_engine & engine, int32_t seq);

@@ -21,11 +21,12 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
 void kvf_capture_query(kvf_pool & pool, llm_graph_result & res, ggml_context * ctx, ggml_cgraph * gf,
                        ggml_tensor * q_cur, float kq_scale, int il);
 
-// While a streamed step is computed, or memory for one is reserved, attention reads the stages (see kvf_stage.h). Otherwise,
-// and without a pool, these return what they are given. Layers are counted among those of the cache.
+// While a streamed step is computed, or memory for one is reserved, attention reads the stages (see kvf_stage.h). In other
+// steps of several sequences it reads the slots of those that are in the step. Otherwise, and without a pool, these return what
+// they are given. Layers are counted among those of the cache.
 uint32_t      kvf_stage_n_kv(const kvf_pool * pool, uint32_t n_kv);
-ggml_tensor * kvf_stage_k   (const kvf_pool * pool, size_t layer, ggml_tensor * k);
-ggml_tensor * kvf_stage_v   (const kvf_pool * pool, size_t layer, ggml_tensor * v);
+ggml_tensor * kvf_stage_k   (const kvf_pool * pool, ggml_context * ctx, size_t layer, ggml_tensor * k);
+ggml_tensor * kvf_stage_v   (const kvf_pool * pool, ggml_context * ctx, size_t layer, ggml_tensor * v);
 
 // Appends to the node that writes rows to the pool one that writes them to the stage.
 ggml_tensor * kvf_stage_rows(const kvf_pool * pool, ggml_context * ctx, size_t layer, bool keys, ggml_tensor * pooled);

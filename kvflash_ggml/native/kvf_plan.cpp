@@ -241,11 +241,13 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     batch.logits   = const_cast<int8_t *>(plan->output);
 
     engine->pool.plan = plan;
+    engine->pool.view = plan->n_streamed == 0 ? kvf_view(*engine, *plan) : kvf_span {};
     const auto start  = std::chrono::steady_clock::now();
     const auto decoded = plan->n_streamed == 0 ? read_pool(*engine, *plan, batch) : stream(*engine, *plan, batch);
     const auto status  = check_answers(*engine, *plan, decoded);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
+    engine->pool.view = {};
     engine->features.n_rows = status == KVF_STATUS_SUCCESS ? plan->n_tokens : 0;
     return status;
 }

@@ -62,10 +62,12 @@ bool kvf_plan_mask(const kvf_pool & pool, ggml_tensor * dst, const llama_ubatch 
     const size_t stride = plan->mask_stride*ggml_type_size(dst->type);
     if (dst->op != GGML_OP_NONE) {
         dst = pool.stages->mask_tail;  // what comes before it is visible to all
+    } else {
+        dst->op_params[0] = pool.view.first;  // the keys of this graph begin there
     }
     GGML_ASSERT(ggml_backend_buffer_is_host(dst->buffer));
     const size_t width  = dst->nb[1];
-    const auto * rows   = (const char *) plan->mask;
+    const auto * rows   = (const char *) plan->mask + pool.view.first*ggml_type_size(dst->type);
     auto *       data   = (char *) dst->data;
     for (size_t i = 0; i < from.size(); ++i) {
         memcpy(data + i*width, rows + from[i]*stride, width);

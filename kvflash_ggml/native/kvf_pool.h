@@ -45,11 +45,18 @@ struct kvf_ring {
     int32_t                 first_layer;  // among the layers of the cache
 };
 
+// Slots from `first` on, before `end`.
+struct kvf_span {
+    int32_t first = 0;
+    int32_t end   = 0;
+};
+
 struct kvf_pool {
     llama_kv_cache & kv;
     const uint32_t   query_rows;
 
     const kvf_plan * plan = nullptr;  // set while llama_decode runs
+    kvf_span         view;  // slots that the running step attends to; empty: those that llama.cpp would
     int32_t          ubatch_tokens = 0;  // of the newest ubatch, the last one of a step that has ended
 
     std::vector<kvf_ring>    rings;

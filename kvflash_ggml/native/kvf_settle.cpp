@@ -140,11 +140,12 @@ kvf_status kvf_settle(kvf_engine * engine, int32_t n, const int32_t * from, cons
     move_rows(*engine, moves);
 
     std::vector<uint32_t> sources, targets;
+    auto & cells = kvf_access::cells(engine->kv);
     for (const auto & m : moves) {
+        kvf_hold(*engine, cells.seq_get(m.from), m.to, 1);
         sources.push_back(m.from);
         targets.push_back(m.to);
     }
-    auto &     cells = kvf_access::cells(engine->kv);
     const auto moved = cells.cp(sources);
     for (const auto slot : sources) {
         cells.rm(slot);

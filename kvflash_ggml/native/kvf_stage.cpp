@@ -194,25 +194,37 @@ kvf_stages * active(const kvf_pool * pool) {
     return pool && pool->stages && pool->stages->active ? pool->stages.get() : nullptr;
 }
 
+// Keys or values from the first slot on that the step attends to. With several sequences V is not transposed.
+ggml_tensor * from_view(const kvf_pool * pool, ggml_context * ctx, ggml_tensor * t) {
+    if (!pool || pool->view.first == 0) {
+        return t;
+    }
+    const int64_t first = pool->view.first;
+    return ggml_view_2d(ctx, t, t->ne[0], t->ne[1] - first, t->nb[1], first*t->nb[1]);
+}
+
 }  // namespace
 
 uint32_t kvf_stage_n_kv(const kvf_pool * pool, uint32_t n_kv) {
     const auto * stages = active(pool);
-    return stages ? stages->n_kv : n_kv;
+    if (stages) {
+        return stages->n_kv;
+    }
+    return pool && pool->view.end > 0 ? pool->view.end - pool->view.first : n_kv;
 }
 
-ggml_tensor * kvf_stage_k(const kvf_pool * pool, size_t layer, ggml_tensor * k) {
+ggml_tensor * kvf_stage_k(const kvf_pool * pool, ggml_context * ctx, size_t layer, ggml_tensor * k) {
     auto * stages = active(pool);
     if (!stages) {
-        return k;
+        return from_view(pool, ctx, k);
     }
     stages->layers[layer].readers++;
     return stages->layers[layer].k;
 }
 
-ggml_tensor * kvf_stage_v(const kvf_pool * pool, size_t layer, ggml_tensor * v) {
+ggml_tensor * kvf_stage_v(const kvf_pool * pool, ggml_context * ctx, size_t layer, ggml_tensor * v) {
     const auto * stages = active(pool);
-    return stages ? stages->layers[layer].v : v;
+    return stages ? stages->layers[layer].v : from_view(pool, ctx, v);
 }
 
 ggml_tensor * kvf_stage_rows(const kvf_pool * pool, ggml_context * ctx, size_t layer, bool keys, ggml_tensor * pooled) {
@@ -259,7 +271,7 @@ ggml_tensor * kvf_stage_mask(const kvf_pool * pool, ggml_context * ctx, int64_t 
 bool kvf_stage_mask_fits(const kvf_pool * pool, const ggml_tensor * mask) {
     const auto * stages = active(pool);
     if (!stages) {
-        return mask->op == GGML_OP_NONE;
+        return mask->op == GGML_OP_NONE && mask->op_params[0] == (pool ? pool->view.first : 0);
     }
     return mask == stages->mask && stages->mask_tail->ne[0] == (stages->n_kv - stages->first)/2;
 }

@@ -35,6 +35,7 @@ class Padding:
         self._engine = engine
         self._rows = rows
         self._ends = ends
+        engine.fix_view()  # bits can depend on how many slots a kernel reads
         self._slot = info.n_slots - self.blocks(info.n_seq) * CHUNK
 
     @staticmethod

@@ -57,6 +57,23 @@ def test_alone_or_among_others_is_a_matter_of_rounding(bare: Make, tokens: Any) 
     assert text.paging.page_ins > 0
 
 
+@pytest.mark.parametrize("settings", [{}, {"kind": "latent heads"}], ids=str)
+def test_a_step_attends_to_the_slots_of_its_own_sequences(settings: Any, bare: Make, tokens: Any) -> None:
+    """So a text that decodes alone has the bits of a pool of its own, whatever the others hold."""
+    run = make(bare, 4, **settings)
+    lone = [make(bare, 1, **settings) for _ in run.sessions]
+    ids = tokens % run.n_vocab
+    for i, text in enumerate(run.sessions):
+        for one in (text, lone[i].session):
+            extend(one, ids[1000 * i :][: 800 - 200 * i])
+    found = []
+    for at, token in enumerate(ids[5000:5012]):
+        for i in (at % 4, 3):
+            (mine,), (its,) = decode(run, run.sessions[i : i + 1], [token]), decode(lone[i], lone[i].sessions, [token])
+            found.append(same_bits(mine, its))
+    assert all(found)
+
+
 def test_with_a_fixed_number_of_rows_alone_or_among_others_are_the_same_bits(bare: Make, tokens: Any) -> None:
     """Among others or alone, beside texts that wait, have drafts, or are not there. It matters on some CPUs only."""
     settings = {"kind": "packed", "fixed_rows": True}

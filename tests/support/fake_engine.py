@@ -165,6 +165,9 @@ class FakeEngine(FakeHost):
         assert rows.dtype == (np.float32 if self.info.mask_f32 else np.float16)
         self._mask = rows
 
+    def fix_view(self) -> None:
+        pass
+
     def make_stages(self, slots: int, tokens: int) -> int:
         return self.stages.make(slots, tokens)
 
