@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -346,7 +347,8 @@ class Front:
         http.scope[TAKEN] = True
         if stream:
             ping_s, stall_s = self.settings.ping_s, self.settings.stall_timeout_s
-            return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s)
+            work = partial(self.work, http)
+            return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work)
         ended = await collected(exchanges, answers)
         return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from support.fake_server import Server
 
 from kvflash_ggml.chat.reader import AnswerReader, Parsed, Rendered, words
 from kvflash_ggml.chat.values import ChatInput
+from kvflash_ggml.server import exchange
 
 SAID = "<think>It is noon there.</think>Noon."
 
@@ -39,6 +41,27 @@ def server() -> Server:
 def ask(path: str, **more: Any) -> Reply:
     asked = {"input": "time?"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "time?"}]}
     return server().post(path, {**asked, "max_tokens": 500, **more})
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_the_loop_does_not_read_a_long_answer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves other clients meanwhile."""
+    read: dict[str, str] = {}
+
+    def watched(text: str) -> Parsed:
+        read[text] = threading.current_thread().name
+        return parsed(text)
+
+    class Watched(FakePrompts):
+        def chat(self, asked: ChatInput) -> Rendered:
+            return replace(super().chat(asked), reader=partial(AnswerReader, watched, marks=words("think")))
+
+    monkeypatch.setattr(exchange, "LONG", len(SAID) - 1)
+    asked = {"input": "time?"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "time?"}]}
+    one = Server(FakeModel(reply=lambda prompt: SAID.encode()), Watched())
+    assert b"Noon." in one.post(path, {**asked, "max_tokens": 500, "stream": True}).body
+    assert read[SAID].startswith("kvflash-front"), "the whole answer is read on a thread"
+    assert read["<"] == threading.main_thread().name, "and its beginning at once"
 
 
 def short(kinds: list[str]) -> list[str]:
