@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..native import chat as native
 from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from .values import ChatInput, Grammar
-from .words import TEMPLATE, in_words, plain_call
+from .words import TEMPLATE, in_words, joined_results, plain_call
 
 KEPT = 16
 """Chats whose rendering is kept: a request is often sent again, or counted before it is sent."""
@@ -38,6 +38,8 @@ class ChatTemplate:
                 return self._in_words(asked, tools)
             asked = replace(asked, messages=in_words(asked.messages, tools, calls=True))
         whole = self._rendered(_written(asked, tools))
+        if tools and whole.grammar is None and not self.caps["supports_tool_calls"]:
+            return self._in_words(asked, tools)
         if asked.named is None:
             return whole
         # the prompt has all tools, the answer calls one
@@ -53,12 +55,19 @@ class ChatTemplate:
         calls = _plain().render(replace(asked, messages=[{"role": "user", "content": ""}], kwargs={}, continued=False))
         return replace(whole, grammar=calls.grammar, reader=calls.reader)
 
+    def _told(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Render, in a second attempt without user turns behind a tool's result: Mistral's templates refuse these."""
+        try:
+            return native.render(self._template, given)
+        except ConfigError as err:
+            joined = joined_results(given["messages"])
+            if joined == given["messages"]:
+                raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
+        return self._told({**given, "messages": joined})
+
     def _render(self, asked: str) -> Rendered:
         given = json.loads(asked)
-        try:
-            told, parser = native.render(self._template, given)
-        except ConfigError as err:
-            raise ConfigError(f"the chat template refuses these messages: {str(err)[:300]}") from err
+        told, parser = self._told(given)
         parses = given["tools"] or (told["thinks"] and given["reasoning"] != "none")
         grammar = Grammar(
             text=_strict(told["grammar"], called=given["tool_choice"] == "required", one=given["parallel"] is False),
@@ -88,6 +97,7 @@ def _strict(grammar: str, *, called: bool, one: bool) -> str:
     """
     if called:
         grammar = re.sub(r"(?m)(?<=^root ::= )(.*?) until-\d+\?", r"\1", grammar)
+        grammar = re.sub(r"(?m)(?<=^root ::= )(.*) until-\d+(?= (?:space )?tool-call)", r"\1", grammar)
     return re.sub(r"(?m)^(tool-calls ::= )\(tool-call\?? space\)\+$", r"\1tool-call space", grammar) if one else grammar
 
 

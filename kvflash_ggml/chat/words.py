@@ -15,6 +15,8 @@ You can call functions. Their signatures:
 {signatures}
 </tools>"""
 
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+
 _FORM = f"""
 To call one, write its name and arguments as JSON:
 {OPEN}{{"name": <function-name>, "arguments": <arguments>}}{CLOSE}"""
@@ -38,11 +40,7 @@ def in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, calls: bool
 ) -> list[dict[str, Any]]:
     """Messages that tell of the tools. calls: has the template a form for calls, so that only tools are to be told?"""
-    out = [dict(message) for message in messages]
-    for message in out:
-        if message.get("tool_calls") and not calls:
-            said = "\n".join(call_in_words(call) for call in message.pop("tool_calls"))
-            message["content"] = f"{message['content']}\n{said}" if message.get("content") else said
+    out = [dict(message) for message in messages] if calls else _without_calls(messages)
     if not tools:
         return out
     told = _TOLD.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -51,6 +49,41 @@ def in_words(
         out[0]["content"] = f"{out[0]['content']}\n\n{told}"
     else:
         out.insert(0, {"role": "system", "content": told})
+    return out
+
+
+def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls become text of the answer, and their results turns of the user: such templates leave both out.
+
+    A result and the user's turn beside it are one message, since many templates want roles to alternate.
+    """
+    out: list[dict[str, Any]] = []
+    joins = False  # the last message has results
+    for message in map(dict, messages):
+        content = message.get("content") or ""
+        if called := message.pop("tool_calls", None):
+            said = "\n".join(map(call_in_words, called))
+            message["content"] = f"{content}\n{said}" if content else said
+        result = message["role"] == "tool"
+        if result:
+            content = _RESULT.format(content)
+            message = {"role": "user", "content": content}
+        if out and out[-1]["role"] == message["role"] == "user" and (joins or result):
+            out[-1]["content"] = f"{out[-1]['content']}\n\n{content}"
+        else:
+            out.append(message)
+        joins = message["role"] == "user" and (result or joins)
+    return out
+
+
+def joined_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each user's turn behind a tool's result added to that result."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if out and (out[-1]["role"], message["role"]) == ("tool", "user"):
+            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
+        else:
+            out.append(message)
     return out
 
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from vendoring import source
+from vendoring.pin import VendorError
 
 from kvflash_ggml.chat.templates import ChatTemplate
 from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.errors import ConfigError
+
+
+def upstreams(name: str) -> ChatTemplate:
+    """One of the templates in llama.cpp's sources."""
+    try:
+        path = source.pristine_tree() / source.LLAMA / "models" / "templates" / f"{name}.jinja"
+    except VendorError as err:
+        pytest.skip(f"no source of llama.cpp: {err}")
+    return ChatTemplate(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
+
 
 HELLO = ChatInput(messages=[{"role": "user", "content": "hi"}])
 
@@ -148,3 +161,61 @@ def test_opening_and_closing_keeps_no_memory() -> None:
 
     before = work(20)
     assert work(100) - before < 4096, "kilobytes"
+
+
+SAID = [
+    {"role": "user", "content": "go"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "clock", "arguments": '{"zone": "CET"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "noon"},
+    {"role": "user", "content": "so?"},
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["microsoft-Phi-3.5-mini-instruct", "google-gemma-2-2b-it", "ibm-granite-granite-3.3-2B-Instruct"]
+)
+def test_a_template_without_calls_tells_of_calls_and_results(name: str) -> None:
+    rendered = upstreams(name).render(ChatInput(messages=SAID, tools=[TOOL]))
+    assert '{"name": "clock", "arguments": {"zone": "CET"}}' in rendered.prompt
+    assert "<tool_response>\nnoon\n</tool_response>\n\nso?" in rendered.prompt
+    assert rendered.grammar is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3-Coder",
+        "Qwen3.5-4B",
+        "LFM2-8B-A1B",
+        "MiniMax-M3",
+        "Kimi-K2-Instruct",
+        "unsloth-mistral-Devstral-Small-2507",
+    ],
+)
+def test_nothing_comes_before_a_call_that_must_be_made(name: str) -> None:
+    """A model would else write prose until its limit."""
+    asked = ChatInput(messages=HELLO.messages, tools=[TOOL], choice="required")
+    grammar = upstreams(name).render(asked).grammar
+    assert grammar is not None
+    (root,) = (line for line in grammar.text.split("\n") if line.startswith("root ::= "))
+    outside = root
+    while (inner := re.sub(r"\([^()]*\)", "", outside)) != outside:  # reasoning is in brackets
+        outside = inner
+    assert "tool-call" in outside
+    assert "until-" not in outside
+
+
+@pytest.mark.parametrize("name", ["mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"])
+def test_a_template_that_wants_an_answer_behind_each_result(name: str) -> None:
+    """Claude Code writes a reminder behind the result of a tool."""
+    call = {"id": "abcdefghi", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [SAID[0], {**SAID[1], "tool_calls": [call]}, {**SAID[2], "tool_call_id": "abcdefghi"}, SAID[3]]
+    template = upstreams(name)
+    prompt = template.render(ChatInput(messages=messages, tools=[TOOL])).prompt
+    assert prompt.index("noon") < prompt.index("so?")
+    with pytest.raises(ConfigError, match="refuses"):
+        template.render(ChatInput(messages=[SAID[0], SAID[3]]))

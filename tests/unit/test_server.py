@@ -776,7 +776,7 @@ def test_a_model_that_knows_no_tools_is_told_in_words() -> None:
     system, _, call, result = server.prompts.rendered[0]
     assert '"name": "clock"' in system["content"]
     assert call["content"] == '<tool_call>\n{"name": "clock", "arguments": {"z": 1}}\n</tool_call>'
-    assert result["content"] == "noon"
+    assert result == {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
 
 
 @pytest.mark.parametrize(
