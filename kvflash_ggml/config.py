@@ -208,11 +208,16 @@ class KVFlashConfig:
         Path, "--kvflash-spill", metavar="DIR",
         help="Folder for page images that do not fit under that ceiling.",
     )  # fmt: skip
-    reading: Literal["auto", "exact", "pool"] = _pool(
-        ("auto", "exact", "pool"), "--kvflash-reading", default="auto",
+    reading: Literal["auto", "exact", "pool", "preview"] = _pool(
+        ("auto", "exact", "pool", "preview"), "--kvflash-reading", default="auto",
         help="What a prompt's tokens see of the text before them. exact: all of it, copied to the device layer by"
         " layer, with the bits of a full cache. pool: the resident chunks. auto: all of it if there is memory for"
-        " that.",
+        " that. preview: the first answer comes from a part of a long prompt and can miss facts; the prompt is read"
+        " as with auto after it.",
+    )  # fmt: skip
+    preview_share: float = _pool(
+        float, "--preview-share", least=0, above=True, most=1, default=0.05, metavar="SHARE",
+        help="The part of a prompt that a preview reads; at least 2,048 tokens.",
     )  # fmt: skip
     stage: int | None = _pool(
         notation.size, "--kvflash-stage", least=1, metavar="TOKENS",
@@ -272,9 +277,10 @@ class KVFlashConfig:
     def _check_combinations(self) -> None:
         if self.drafter is not None and self.policy != "drafter":
             raise ConfigError(f"the drafter {self.drafter} serves policy='drafter', not policy={self.policy!r}")
-        if self.answer != "pool" and self.reading == "pool":
+        if self.answer != "pool" and self.reading in ("pool", "preview"):
             raise ConfigError(
-                f"answer={self.answer!r} sees the whole text, which reading='pool' does not: leave out one of them"
+                f"answer={self.answer!r} sees the whole text, which reading={self.reading!r} does not: leave out one of"
+                " them"
             )
         if self.spec is not None and not isinstance(self.spec, SpecConfig):
             raise ConfigError(f"spec is a SpecConfig or None, not {self.spec!r}")
@@ -290,6 +296,7 @@ class KVFlashConfig:
             "spec": self.spec is not None,
             "answer='lossless'": self.answer == "lossless",
             "policy='drafter'": self.policy == "drafter",
+            "reading='preview'": self.reading == "preview",
             "a policy that is an object": not isinstance(self.policy, str),
         }
         for name, asked in alone.items():

@@ -64,6 +64,8 @@ class LlamaModel:
     def __init__(self, llm: Llama) -> None:
         if llm.kvflash is None or llm._config is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
+        if llm._config.reading == "preview":
+            raise ConfigError("a server makes no previews: make the Llama with kvflash_reading='auto'")
         import llama_cpp
 
         from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp

@@ -181,6 +181,23 @@ def ask(
     )
 
 
+def finish_preview(llm: Any, *, shown: bool) -> None:
+    """Read the prompt whole that a preview has answered, if one has. Ctrl-C ends it; what was read stays."""
+    with Interrupt() as interrupt, Progress(shown=shown, doing="reading the prompt whole") as progress:
+
+        def on_progress(done: int, total: int) -> None:
+            progress.update(done, total)
+            interrupt.check()
+
+        llm.kvflash_progress = on_progress
+        try:
+            llm.finish_preview()
+        except StopAnswer:
+            pass
+        finally:
+            llm.kvflash_progress = None
+
+
 def _known(llm: Any, tokens: Any) -> int:
     """Leading tokens that the model has read already; progress reports correct this guess."""
     pairs = zip(llm.input_ids[: llm.n_tokens], tokens, strict=False)

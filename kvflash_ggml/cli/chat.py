@@ -12,7 +12,7 @@ import click
 
 from .. import logs
 from ..errors import ContextFull
-from .answer import Answer, Message, ask
+from .answer import Answer, Message, ask, finish_preview
 from .model import first_seed, in_words
 from .options import OutputOptions, SamplingOptions
 from .prompt import as_typed, read_text
@@ -135,6 +135,8 @@ class Chat:
         self._last = answer
         if not self._output.quiet:
             note(closing_line(answer, self._llm.kvflash))
+        if self._llm.kvflash is not None and self._llm.kvflash.last.previewed:
+            finish_preview(self._llm, shown=stderr_is_terminal() and not self._output.quiet)
         return True
 
     def _interrupted_at_prompt(self) -> None:

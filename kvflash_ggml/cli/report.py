@@ -110,7 +110,9 @@ def residency(stats: Any) -> list[str]:
 def losses(last: Any) -> list[str]:
     """What a request has lost against full attention: how its prompt was read, and what ranked it."""
     parts = []
-    if last.read:
+    if last.previewed:
+        parts.append(f"preview: read {100 * last.read / last.previewed:.0f} % of {last.previewed:,} tokens")
+    elif last.read:
         exact = last.read_whole == last.read
         parts.append("read exactly" if exact else f"read with {last.view * 100:.0f} % of the text in view")
     if last.ranked_why:

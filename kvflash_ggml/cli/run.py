@@ -16,7 +16,7 @@ from ..files import check_writable
 from ..settings import in_section
 from ..snapshot import codec
 from ..snapshot.container import Container, FileSource
-from .answer import Answer, Message, ask
+from .answer import Answer, Message, ask, finish_preview
 from .calibrate import finish
 from .chat import Chat
 from .hub import HubModel, hub_model, located
@@ -258,7 +258,11 @@ def run(
             answer = _answer(llm, request, sampling, output)
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))
+            kept = saving.snapshot is not None or pool.cache is not None
+            counters = llm.kvflash
             try:
+                if kept and counters is not None and counters.last.previewed:
+                    finish_preview(llm, shown=stderr_is_terminal() and not output.quiet)
                 session_file.save(llm)
             finally:  # the answer is worth having even if the disk is full
                 if output.as_json:

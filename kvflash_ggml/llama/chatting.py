@@ -16,6 +16,7 @@ from ..chat.reader import AnswerReader, Rendered
 from ..chat.templates import ChatTemplate
 from ..chat.values import ChatInput
 from ..errors import ConfigError
+from .preview import refuse
 
 PARAMETERS = inspect.signature(llama_cpp.Llama.create_chat_completion)
 """Of upstream's `create_chat_completion`."""
@@ -42,6 +43,8 @@ class Chatting:
         given = bound.arguments
         source = llm.metadata.get("tokenizer.chat_template")
         tools = given["tools"] and given["tool_choice"] != "none" and not any(given[name] for name in _ELSEWHERE)
+        if llm._previews is not None and (given["tools"] or given["functions"]):
+            refuse("tools")
         if not tools or source is None or llm.chat_handler is not None:
             return None
         template = _template(source, self._text_of(llm.token_bos()), self._text_of(llm.token_eos()))

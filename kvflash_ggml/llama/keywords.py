@@ -26,7 +26,8 @@ class PoolKeywords(TypedDict, total=False):
     kvflash_tau: int | None
     kvflash_calibrate: bool | str | Path | None
     kvflash_deterministic: bool | None
-    kvflash_reading: Literal["auto", "exact", "pool"] | None
+    kvflash_reading: Literal["auto", "exact", "pool", "preview"] | None
+    kvflash_preview_share: float | None
     kvflash_stage: int | None
     kvflash_answer: Literal["pool", "exact", "lossless"] | None
     kvflash_repair: int | None

@@ -48,6 +48,7 @@ from .chatting import PARAMETERS, Chatting
 from .context import Closed, check_adapter
 from .generation import Generation, limited
 from .opening import allow_several, open_pool, resize
+from .preview import Previews, previewed, previews_of
 from .reader import Reader, numbers
 from .samplers import chain_of
 from .saving import Saver
@@ -81,8 +82,8 @@ class Llama(llama_cpp.Llama):
     kvflash: None for a stock cache; for a pool a number of tokens, a size in bytes as "2G", or "auto"; or a
         KVFlashConfig.
     kvflash_policy, kvflash_drafter, kvflash_tau, kvflash_calibrate, kvflash_deterministic, kvflash_reading,
-        kvflash_stage, kvflash_answer, kvflash_repair, kvflash_spec, kvflash_pins, kvflash_spill, kvflash_host_limit:
-        fields of KVFlashConfig, by keyword.
+        kvflash_preview_share, kvflash_stage, kvflash_answer, kvflash_repair, kvflash_spec, kvflash_pins, kvflash_spill,
+        kvflash_host_limit: fields of KVFlashConfig, by keyword.
     kvflash_cache: a prefix cache, or the folder of one with default settings; the same as `set_cache`.
     kvflash_progress: called as (tokens evaluated, tokens to evaluate) while a prompt is read.
     rpc: servers whose devices are used before those of this machine, as ["host:port"] or "host:port,host:port"; all
@@ -124,6 +125,7 @@ class Llama(llama_cpp.Llama):
     """Seconds that the newest token took to be chosen, without its evaluation."""
     kvflash_together: bool = False
     """`generate` yields a `Pending` too, for each step, which may be computed with steps of other texts meanwhile."""
+    _previews: Previews | None = None
     kvflash_branch: int | None = None
     """Where in the next prompt to keep what is not pooled, because other texts go on differently from there."""
 
@@ -191,6 +193,7 @@ class Llama(llama_cpp.Llama):
             self.n_batch = min(self._n_ctx, request.n_batch)
         if self._size is not None:
             open_pool(self, self._size)
+            self._previews = previews_of(self)
         if request.cache is not None:
             self.set_cache(request.cache)
 
@@ -313,6 +316,7 @@ class Llama(llama_cpp.Llama):
         return chain_of(self, super()._init_sampler, self.kvflash_samplers, known, settings)
 
     @writing
+    @previewed
     def generate(
         self,
         tokens: Sequence[int],
@@ -402,6 +406,11 @@ class Llama(llama_cpp.Llama):
                     sequence.settle()
                     if self._finder is not None and sequence.length > sequence.pool.share:
                         self._finder.start()
+
+    @changing
+    def finish_preview(self) -> int:
+        """Read the newest prompt that a preview has answered, whole. Returns its tokens; 0 where there is none."""
+        return 0 if self._previews is None else self._previews.finish()
 
     # --- states
 

@@ -31,7 +31,7 @@ class Reader:
     llm: weakly, since it owns this. sequence: the text on its pool; None without a pool. requires_eval: the logits of
     the newest token are not at hand, without a pool. speculator: what drafts; None where nobody does. prefixes: texts
     that are kept for later; None without such a cache. greedy: the running answer takes the likeliest token, and
-    nothing else changes it.
+    nothing else changes it. previewing: the text is a preview's, which stands in for another one.
     """
 
     def __init__(self, llm: Stock) -> None:
@@ -41,6 +41,7 @@ class Reader:
         self.speculator: Speculator | None = None
         self.prefixes: Prefixes | None = None
         self.greedy = False
+        self.previewing = False
 
     # --- evaluation
 

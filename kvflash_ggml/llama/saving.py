@@ -56,12 +56,17 @@ class Saver:
         """The text and its memory as a value, to be released. length, drafts: as in `restore.state`."""
         reader, llm = self.reader, self.reader.llm
         assert reader.sequence is not None
+        self._check_kept()
         reader.catch_up()
         saved = restore.state(reader.sequence, length, drafts=drafts)
         saved.seed = llm._seed
         if length in (None, llm.n_tokens) and reader.logits_at_hand:
             saved.logits = reader.logits_row(llm.n_tokens - 1).copy()
         return saved
+
+    def _check_kept(self) -> None:
+        if self.reader.previewing:
+            raise KVFlashError("the text at hand is a preview's, which is never kept: end its stream first")
 
     def go_on_from(self, saved: SessionState) -> None:
         """Go on from a saved session, and release it."""
@@ -89,6 +94,7 @@ class Saver:
     def _recovered(self) -> SessionState:
         """What is left of the text after its devices were lost."""
         assert self.reader.sequence is not None
+        self._check_kept()
         saved = restore.kept_state(self.reader.sequence)
         saved.seed = self.reader.llm._seed
         return saved
@@ -188,6 +194,12 @@ class Saver:
         llm.n_tokens = left
         reader.requires_eval = True
         return left
+
+    def known(self, tokens: Int32s) -> int:
+        """How many leading tokens have been read, of the text at hand or one that the cache gives. Cuts nothing."""
+        if self.reader.prefixes is not None:
+            self._restore_prefix(self.reader.prefixes, tokens)
+        return common_prefix(self.reader.llm._input_ids, tokens)
 
     def _restore_prefix(self, prefixes: Prefixes, tokens: Int32s) -> None:
         """Bring the sequence to the text that shares most with `tokens`, if that is not the one at hand."""

@@ -27,6 +27,8 @@ class ReadStats:
     them. generated, generated_whole: the same of its answer. repaired, changed: always 0,
     kept for programs that read them.
 
+    previewed: tokens of a prompt of which a preview has read `read`; 0 for an answer that is none.
+
     ranked: what decided which text is resident when the answer begins: "exact", the attention of the prompt's end to
     every key that was in view (of what was not, the index), or "index", a look at it, and ranked_why for which reason;
     empty where nothing was chosen, and where the policy has a way of its own.
@@ -39,6 +41,7 @@ class ReadStats:
     repaired: int = 0
     changed: int = 0
     seen: float = 0.0
+    previewed: int = 0
     ranked: str = ""
     ranked_why: str = ""
 

@@ -1,0 +1,169 @@
+"""Previews: a first answer from the passages of a long prompt that share the most telling tokens with its end."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Int32s, Int64s
+from ..errors import ConfigError
+from ..store.prefixes import PrefixCache
+
+Tokens = Generator[int, Sequence[int] | None, None]
+Make = Callable[..., Tokens]
+
+LEAST = 2048
+"""Tokens that a preview reads at least. A prompt with less than twice that to read is read as a whole."""
+
+PASSAGE, STRIDE = 64, 32
+"""Tokens of a passage, and from one to the next. They overlap: a sentence of up to 32 tokens is whole in one."""
+
+QUERY, HALF = 256, 16
+"""Tokens at the prompt's end that are looked for, and how far before its end one counts half as much."""
+
+SATURATION = 1.2
+"""Of BM25: how soon one more of the same token counts no more."""
+
+FIRST, LAST = 64, 128
+"""Tokens at the prompt's beginning and end that are always read."""
+
+
+def passages(ids: Int32s, most: int) -> Int64s:
+    """Rank the passages of a prompt by BM25 of the tokens, and pairs of tokens, at its end.
+
+    Returns the positions to read, in order, `most` of them at most: the first, the last, and the best passages.
+    """
+    keep = np.zeros(len(ids), np.bool_)
+    keep[:FIRST] = keep[-LAST:] = True
+    left = most - int(np.count_nonzero(keep))
+    starts = np.arange(FIRST, max(FIRST, len(ids) - LAST), STRIDE)
+    scores = _scores(ids, starts)
+    for at in np.argsort(-scores, kind="stable"):
+        span = keep[starts[at] : starts[at] + PASSAGE]
+        left -= int(np.count_nonzero(~span))
+        if left < 0 or scores[at] <= 0:
+            break
+        span[:] = True
+    return np.flatnonzero(keep)
+
+
+def _scores(ids: Int32s, starts: Int64s) -> npt.NDArray[np.float64]:
+    """BM25 of each passage; [passages]. All are equally long."""
+    res = np.zeros(len(starts))
+    singles = ids.astype(np.int64)
+    for terms in (singles, singles[:-1] << 32 | singles[1:]):
+        for back, term in _asked(terms):
+            places = np.flatnonzero(terms == term)
+            counts = np.searchsorted(places, starts + PASSAGE) - np.searchsorted(places, starts)
+            found = np.count_nonzero(counts)
+            weight = 0.5 ** (back / HALF) * np.log(1 + (len(starts) - found + 0.5) / (found + 0.5))
+            res += weight * counts * (SATURATION + 1) / (counts + SATURATION)
+    return res
+
+
+def _asked(terms: Int64s) -> list[tuple[int, int]]:
+    """The terms at the end, each once: how far it is from the end, and the term."""
+    newest = terms[-QUERY:][::-1]
+    found, at = np.unique(newest, return_index=True)
+    return list(zip(at.tolist(), found.tolist(), strict=True))
+
+
+class Previews:
+    """Answers from a part of long prompts, for a `Llama`, which holds after each the text that it held before.
+
+    share: the part of a prompt that is read, 0 to 1.
+    """
+
+    def __init__(self, llm: Any, share: float) -> None:
+        self._llm: Any = weakref.proxy(llm)
+        self._share = share
+        self._unread: Callable[[], Tokens] | None = None
+        """Answers the newest prompt that a preview has answered as if there had been none."""
+        if llm._logits_all:
+            raise ConfigError("logits_all keeps the logits of every token of a prompt, and a preview reads only some")
+
+    def answer(self, make: Make, tokens: Sequence[int], reset: bool, settings: Mapping[str, Any]) -> Tokens:
+        """Yield what `make` does, from a part of the prompt where that is less than half of what is to be read."""
+        from .reader import numbers  # here: ranking needs no llama_cpp
+
+        llm, self._unread = self._llm, None
+        if settings["grammar"] is not None:
+            refuse("grammars and response formats")
+        if llm.cache is not None and not isinstance(llm.cache, PrefixCache):
+            refuse("caches of upstream's")
+        ids, make = numbers(tokens), partial(make, **settings)
+        most = max(LEAST, int(self._share * len(ids)))
+        if not reset or len(ids) <= 2 * most or ids.min() < 0:  # negative: an image's place
+            yield from make(tokens, reset=reset)
+        elif len(ids) - llm._saver.known(ids.astype(np.int32)) <= 2 * most:
+            yield from make(tokens)
+        else:
+            yield from self._preview(make, tokens, passages(ids.astype(np.int32), most))
+
+    def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
+        llm, saver, reader = self._llm, self._llm._saver, self._llm._reader
+        assert reader.sequence is not None
+        before = saver.saved(None) if llm.n_tokens else None
+        reader.previewing = True
+        try:
+            with llm.without_cache():
+                yield from make([tokens[at] for at in places])
+        finally:
+            told = replace(reader.sequence.stats, previewed=len(tokens))
+            try:
+                if before is None:
+                    reader.reset()
+                else:
+                    saver.go_on_from(before)
+            except BaseException:
+                reader.reset()  # nothing of a preview stays, whatever goes wrong
+                raise
+            finally:
+                reader.previewing = False
+            self._unread = partial(make, tokens)
+            reader.sequence.stats = told
+
+    def finish(self) -> int:
+        """See `Llama.finish_preview`."""
+        if self._unread is None:
+            return 0
+        with closing(self._unread()) as stream:
+            next(stream)
+        self._unread = None
+        return int(self._llm.n_tokens)
+
+
+def previews_of(llm: Any) -> Previews | None:
+    """Previews for a `Llama` that was asked to make them."""
+    return Previews(llm, llm._config.preview_share) if llm._config.reading == "preview" else None
+
+
+def refuse(what: str) -> None:
+    """Raise ConfigError for what a preview does not serve."""
+    raise ConfigError(f"reading='preview' reads a part of a prompt, and {what} need all of it: use 'auto'")
+
+
+def previewed(generate: Make) -> Make:
+    """A decorator for `Llama.generate`: long prompts are answered by a preview where the model is to make them."""
+    parameters = inspect.signature(generate)
+
+    @wraps(generate)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Tokens:
+        if self._previews is None:
+            return generate(self, *args, **kwargs)
+        bound = parameters.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        settings = dict(bound.arguments)
+        llm, tokens, reset = settings.pop("self"), settings.pop("tokens"), settings.pop("reset")
+        made: Tokens = self._previews.answer(partial(generate, llm), tokens, reset, settings)
+        return made
+
+    return call
