@@ -365,13 +365,23 @@ def test_its_end_and_the_next_start(models: dict[str, Path], tmp_path: Path) -> 
         assert server.stop(signal.SIGINT) == 0
 
 
-def test_killed_in_the_middle(models: dict[str, Path], tmp_path: Path) -> None:
-    options = (*OPTIONS, "--session-dir", str(tmp_path / "sessions"), "--kvflash-cache", str(tmp_path / "cache"))
+@pytest.mark.parametrize("slots", [1, 2])
+def test_killed_in_the_middle(slots: int, models: dict[str, Path], tmp_path: Path) -> None:
+    options = (
+        *OPTIONS,
+        "-np",
+        str(slots),
+        "--session-dir",
+        str(tmp_path / "sessions"),
+        "--kvflash-cache",
+        str(tmp_path / "cache"),
+    )
     with serve(models["dense"], *options) as server:
         server.post("/v1/completions", completion(1))
         time.sleep(0.5)  # the folder is written behind the answer
-        stream = server.frames("/v1/completions", completion(2, max_tokens=4000))
-        next(stream)
+        streams = [server.frames("/v1/completions", completion(n, max_tokens=4000)) for n in range(2, 2 + slots)]
+        for stream in streams:
+            next(stream)
         server.stop(signal.SIGKILL)
     with serve(models["dense"], *options) as server:
         reply = server.post("/v1/completions", completion(1))[1]

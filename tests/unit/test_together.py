@@ -13,7 +13,7 @@ from support.integrity import check_table
 
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
-from kvflash_ggml.errors import ConfigError, NotFinite
+from kvflash_ggml.errors import ConfigError, HostMemoryError, NotFinite
 from kvflash_ggml.sequence import together
 from kvflash_ggml.sequence.pool import Pool
 from kvflash_ggml.sequence.scoring import DECODE_SHARE, WORKER_SHARE
@@ -25,9 +25,12 @@ SHARE = 8 * CHUNK
 N_CTX = 40 * CHUNK
 
 
-def on_one_pool(count: int, **engine: Any) -> tuple[FakeEngine, Pool, list[Sequence]]:
+def on_one_pool(
+    count: int, *, host_chunks: int | None = None, **engine: Any
+) -> tuple[FakeEngine, Pool, list[Sequence]]:
     made = FakeEngine(count * SHARE, 512, n_seq=count, **engine)
-    pool = Pool(made, n_ubatch=512)  # type: ignore[arg-type]
+    limit = None if host_chunks is None else host_chunks * made.info.page_bytes
+    pool = Pool(made, n_ubatch=512, host_limit=limit)  # type: ignore[arg-type]
     return made, pool, [open_text(pool, seq) for seq in range(count)]
 
 
@@ -157,6 +160,48 @@ def test_a_step_that_fails_is_computed_again_alone() -> None:
     assert advance(texts, [1, 1, 1]) == [None] * 3
     assert engine.steps[-3:] == [1, 1, 1]
     check(engine, texts)
+
+
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_step_of_one_text_fails_for_good(victim: int, at: int) -> None:
+    """It fails among the others and alone. They have the tokens, in the places, of a run without that."""
+    found = []
+    for fails in (False, True):
+        engine, _, texts = on_one_pool(3)
+        advance(texts, [100, 90, 80])
+        for step in range(8):
+            engine.spoiled = {victim} if fails and step == at else set()
+            errors = advance(texts, [1, 1, 1])
+            assert [i for i, error in enumerate(errors) if error is not None] == sorted(engine.spoiled)
+            check(engine, texts)
+            if engine.spoiled:
+                texts[victim].reset()
+        others = [text for text in texts if text.seq != victim]
+        found.append([(text.tokens.tolist(), [chunk.block for chunk in text.table.chunks]) for text in others])
+    assert found[0] == found[1]
+
+
+def test_host_memory_that_is_full_stops_who_needs_more() -> None:
+    """Nothing of that text is lost, and a text that seals no chunk goes on beside it."""
+    engine, _, texts = on_one_pool(2, host_chunks=4)
+    stopped = set()
+    for _ in range(CHUNK - 1):
+        steps = []
+        for text, count in zip(texts, (16, 1), strict=True):
+            text.begin(count)
+            try:
+                steps.append((text, text.prepare_answer(numbers(count, text.length), LAST)))
+            except HostMemoryError:
+                stopped.add(text.seq)
+        for (text, _), error in zip(steps, together.compute(steps), strict=True):
+            if error is not None:
+                assert isinstance(error, HostMemoryError)
+                stopped.add(text.seq)
+        check(engine, texts)
+    assert stopped == {0}
+    assert texts[0].length >= 4 * CHUNK
+    assert texts[1].length == CHUNK - 1
 
 
 def test_an_interrupt_leaves_each_text_with_all_or_nothing() -> None:
