@@ -43,7 +43,7 @@ class Pool:
 
     Each sequence of the context has an equal part of the blocks, and no other. So what is resident of a text, and
     where, is a function of its own tokens and its sequence. share: tokens that one text can have in the pool. texts:
-    by sequence.
+    by sequence. decoding: texts of the newest step of answers.
 
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
@@ -75,6 +75,7 @@ class Pool:
         self.shares = [BlockAllocator(blocks, order[i * blocks : (i + 1) * blocks]) for i in range(info.n_seq)]
         self.share = blocks * CHUNK
         self.texts: WeakValueDictionary[int, Text] = WeakValueDictionary()
+        self.decoding = 1
         self.owns_images = beside is None
         self.heap: PageHeap = (
             PageHeap(engine, info.page_bytes, limit=host_limit, spill=spill) if beside is None else beside.heap
@@ -125,6 +126,8 @@ class Pool:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:
                     text.settle()  # the step may take what it goes back to
+        if steps[0].generated:
+            self.decoding = len(steps)
         engine, end, wait, codes = self.engine, 0, 0, steps[0].codes
         for step in steps:
             first, start, n, branches = end, step.start, len(step.tokens), step.branches

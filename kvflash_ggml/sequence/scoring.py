@@ -70,13 +70,14 @@ def most_moves(blocks: int) -> int:
 class Scoring:
     """Feeds a scorer, and keeps what it answers until somebody wants it.
 
-    tau: see `Selection`. n_chunks: of the longest text. pending: scores that nobody has used. looks: how often chunks
-    have been scored, in `seconds` in all.
+    tau: see `Selection`. n_chunks: of the longest text. together: how many texts decode together now. pending: scores
+    that nobody has used. looks: how often chunks have been scored, in `seconds` in all.
     """
 
     def __init__(
-        self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int
-    ) -> None:
+        self, engine: Engine, store: HostStore, scorer: Scorer, ring: QueryRing, *, tau: int | None, n_chunks: int,
+        together: Callable[[], int] = lambda: 1,
+    ) -> None:  # fmt: skip
         info = engine.info
         beside = info.asynchronous
         free = beside and not info.host_compute
@@ -87,7 +88,7 @@ class Scoring:
         self._lag = max(1, sum(device.overlaps for device in info.devices)) if beside else 0
         self.scorer = scorer
         self._lasting = scorer if isinstance(scorer, Lasting) else None  # asked once: that takes a while
-        share /= info.n_seq  # texts that decode together wait for the looks of all of them
+        self._together = together
         self.selection = Selection(tau=tau, share=share, delay=DELAY if beside else 0)
         self.replays = Replays()
         self.looks = 0
@@ -341,8 +342,12 @@ class Scoring:
         scores = check_scores(self.scorer, self.scorer.score(request), n_chunks, queries)
         taken = time.perf_counter() - began
         self.seconds += taken
-        self.selection.adapt(taken)
+        self.adapt(taken)
         return scores
+
+    def adapt(self, seconds: float) -> None:
+        """A look has taken so long. Texts that decode together wait for the looks of all of them."""
+        self.selection.adapt(seconds * self._together())
 
     def _buffer(self) -> Floats:
         """Page-locked room for the queries of all layers, so that reading them holds nobody up."""

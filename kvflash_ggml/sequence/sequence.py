@@ -101,7 +101,10 @@ class Sequence:
         if not self.bounded or scorer is None:
             return None
         tau = self.config.tau or (TAU if self.config.deterministic else None)
-        return Scoring(self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=-(-self.n_ctx // CHUNK))
+        most, pool = -(-self.n_ctx // CHUNK), self.pool
+        return Scoring(
+            self.engine, self.store, scorer, self.queries, tau=tau, n_chunks=most, together=lambda: pool.decoding
+        )
 
     # --- what it is
 

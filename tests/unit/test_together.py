@@ -81,17 +81,21 @@ class Scorer:
 
 @pytest.mark.parametrize(("count", "tau"), [(1, TAU), (4, 2 * TAU)])
 def test_texts_share_the_time_for_looks(count: int, tau: int) -> None:
-    """Half of that share is enough for one text, and too much for each of four."""
-    made = FakeEngine(count * SHARE, 512, n_seq=count)
-    text = open_text(Pool(made, n_ubatch=512), 0, Scorer())  # type: ignore[arg-type]
+    """Of four sequences: half of that share is enough for a text that decodes alone, and too much for each of four."""
+    made = FakeEngine(4 * SHARE, 512, n_seq=4)
+    pool = Pool(made, n_ubatch=512)  # type: ignore[arg-type]
+    texts = [open_text(pool, seq, Scorer()) for seq in range(4)]
+    advance(texts[:count], [1] * count)
+    text = texts[0]
     assert text.scoring is not None
     selection = text.scoring.selection
     for now in range(1, 100):
         selection.on_tokens(1, waiting=False, now=float(now))  # a second a token
     whole = WORKER_SHARE if made.info.asynchronous else DECODE_SHARE
-    selection.adapt(whole / 2 * TAU / SCORES_PER_TAU)
+    text.scoring.adapt(whole / 2 * TAU / SCORES_PER_TAU)
     assert selection.tau == tau
-    text.close()
+    for text in texts:
+        text.close()
 
 
 def test_rows_of_several_texts_lie_side_by_side() -> None:
