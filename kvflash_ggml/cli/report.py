@@ -71,7 +71,7 @@ def closing_line(answer: Answer, stats: Any) -> str:
         _speed("prompt", answer.evaluated, answer.prompt_per_second),
         _speed("generation", answer.generated, answer.generated_per_second),
     ]
-    if answer.reused > 0:
+    if answer.reused > 0 and not (stats is not None and stats.last.previewed):
         parts[0] += f" ({answer.reused} more reused)"
     if stats is not None:
         parts += residency(stats)
