@@ -161,7 +161,7 @@ class Walk:
         return steps
 
 
-def refuse(self: Any, count: int, wait: int, codes: list[int], streamed: Any = None) -> None:
+def refuse(self: Any, count: int, wait: int, codes: list[int], streamed: Any = None, rows: Any = None) -> None:
     codes.append(-5)
     raise DecodeError("llama_decode returned 2")
 
