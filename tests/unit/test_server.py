@@ -572,13 +572,13 @@ def test_pings_while_it_waits() -> None:
 
 def test_pings_say_what_it_waits_for() -> None:
     async def work(client: Client) -> list[bytes]:
-        asked = {"prompt": "x" * 600, "stream": True, "max_tokens": 3}
+        asked = {"prompt": "x" * 2000, "stream": True, "max_tokens": 3}
         calls = [client.call("POST", "/v1/completions", {**asked, "kvflash": {"conversation": name}}) for name in "ab"]
         return [bytes((await call.done()).body) for call in calls]
 
-    model = FakeModel(on_step=lambda: time.sleep(0.05))
+    model = FakeModel(on_step=lambda: time.sleep(0.1))
     first, second = Server(model, ping_s=0.01).run(work)
-    assert re.search(rb"\n: reading \d+/600\n", first)
+    assert re.search(rb"\n: reading \d+/2000\n", first)
     assert b": queued\n\n" in second
 
 
