@@ -165,8 +165,9 @@ def llama_flags(function: F) -> F:
         function = _hidden(name, is_flag=True)(function)
     for names, answer in ANSWERED.items():
         for name in (name for name in names if name not in own):
-            # a flag, so that the answer comes before the complaint that its value is missing
-            function = _hidden(name, is_flag=True, is_eager=True, callback=_saying(name, answer))(function)
+            # its value can be missing, so that the answer comes before that complaint
+            given = {"is_flag": False, "flag_value": "", "default": None}
+            function = _hidden(name, **given, is_eager=True, callback=_saying(name, answer))(function)
     return function
 
 
@@ -176,9 +177,9 @@ def _hidden(*names: str, **attributes: Any) -> Callable[[F], F]:
     return click.option(*names, own, hidden=True, expose_value=False, allow_from_autoenv=False, **attributes)
 
 
-def _saying(name: str, answer: str) -> Callable[[click.Context, click.Parameter, bool], None]:
-    def say(_ctx: click.Context, _param: click.Parameter, given: bool) -> None:
-        if given:
+def _saying(name: str, answer: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    def say(_ctx: click.Context, _param: click.Parameter, given: str | None) -> None:
+        if given is not None:
             raise click.UsageError(f"{name} is llama.cpp's: {answer}")
 
     return say

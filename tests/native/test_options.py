@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -29,6 +31,19 @@ def test_every_option_of_the_pinned_server_is_known() -> None:
         pytest.skip(f"no source of llama.cpp: {err}")
     assert len(declared) > 350
     assert sorted(declared - options_table.known()) == []
+
+
+def test_every_setting_of_the_other_server_is_told() -> None:
+    import llama_cpp
+
+    tree = ast.parse((Path(llama_cpp.__file__).parent / "server" / "settings.py").read_text(encoding="utf-8"))
+    fields = [line.target for one in tree.body if isinstance(one, ast.ClassDef) for line in one.body
+              if isinstance(line, ast.AnnAssign)]  # fmt: skip
+    names = {field.id for field in fields if isinstance(field, ast.Name)}
+    assert len(names) > 50
+    page = options_table.PAGE.read_text(encoding="utf-8").partition("## llama-cpp-python's server")[2]
+    told = set(re.findall(r"`(?:--)?([a-z_0-9]+)`", page.partition("\n## ")[0]))
+    assert sorted(names - told) == []
 
 
 def write_adapter(path: Path, *, layers: int, width: int, out: int, rank: int = 4) -> str:

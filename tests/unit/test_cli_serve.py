@@ -125,7 +125,7 @@ def test_other_options_of_llama_cpp_are_answered(verb: str, serve: Serving) -> N
     for name in answers(verb):
         result = serve.cli(verb, "m.gguf", name)
         assert (result.exit_code, f"{name} is llama.cpp's: " in result.stderr.replace("\n", " ")) == (2, True), name
-    for line in (["--cache-reuse", "4", "-q"], ["-q", "--cache-reuse", "a b"]):
+    for line in (["--cache-reuse", "4", "-q"], ["-q", "--cache-reuse", "a b"], ["--cache-reuse=4"]):
         assert "--cache-reuse is llama.cpp's: " in serve.cli(verb, "m.gguf", *line).stderr.replace("\n", " ")
     assert not serve.cli.made
 
