@@ -15,7 +15,7 @@ import numpy as np
 from llama_cpp import _internals as internals
 
 from ..arrays import Floats, Int32s
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError, SnapshotError, UnsupportedModelError
 from ..gguf import reader
 from ..native import measure
 from ..policy.crosstok import TextReader, token_scores
@@ -166,6 +166,8 @@ class SmallModel:
     def load(self, saved: DrafterState) -> None:
         session = saved.open(self._session.paging.heap, self._session.limits(self.model.n_vocab()))
         try:
+            if (session.tokens < 0).any():
+                raise SnapshotError("a drafter's text has rows of media, and a drafter reads none: it is damaged")
             restore.load(self._session, session)
         finally:
             session.release()

@@ -234,8 +234,8 @@ def test_a_server_draws_it_too(llama: Any, prompt: list[int]) -> None:
     scheduler = Scheduler(LlamaModel(llm))
     scheduler.start()
     try:
-        asked = Sampling(**settings, seed=SEED, min_tokens=8)
-        assert list(answer(scheduler, prompt, 8, sampling=asked).tokens) == expected
+        asked = Sampling(**settings, seed=SEED)
+        assert list(answer(scheduler, prompt, 8, sampling=asked, ignore_eos=True).tokens) == expected
     finally:
         scheduler.close()
     assert llm.kvflash_samplers is None

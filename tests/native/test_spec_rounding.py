@@ -73,7 +73,10 @@ def test_real_batches_differ_by_rounding_only(kind: str, tree: bool, llama: Any,
     logits = np.stack([np.frombuffer(row, np.float32) for row in bits])
     wide = batched(llm, prompt, plain, tree=tree)
     apart = float(np.abs(wide - logits[: len(wide)]).max())  # 0 where a kernel takes rows one by one
-    assert apart < 0.02 * np.abs(logits).max(), "more than rounding"
+    bound = 0.02 * float(np.abs(logits).max())
+    assert apart < bound, "more than rounding"
+    if apart > 0:  # a step of another number of rows may still take another kernel
+        bound = 4 * apart
 
     llm.reset()
     let_draft(llm, Bush([*prompt, *plain], 1), WIDTH)
@@ -87,9 +90,9 @@ def test_real_batches_differ_by_rounding_only(kind: str, tree: bool, llama: Any,
             out.append(plain[at])
             equal += token == plain[at]
             if token != plain[at]:
-                assert abs(logits[at][token] - logits[at][plain[at]]) <= 4 * apart
+                assert abs(logits[at][token] - logits[at][plain[at]]) <= bound
                 break
-            assert np.abs(llm.newest_logits() - logits[at]).max() <= 4 * apart
+            assert np.abs(llm.newest_logits() - logits[at]).max() <= bound
         steps += llm.kvflash.spec.last.steps
     assert 0 < steps < COUNT / 2
     print(f"{kind}{' tree' * tree}: {100 * equal / COUNT:.1f} % of the tokens are equal, rounding is {apart:.4f}")

@@ -97,7 +97,7 @@ def test_a_streamed_step_that_fails_is_its_own(bare: Make, tokens: Any, monkeypa
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
-def _refuse(self: Any, count: int, wait: int, codes: list[int], streamed: Any = None) -> None:
+def _refuse(self: Any, count: int, wait: int, codes: list[int], streamed: Any = None, rows: Any = None) -> None:
     assert streamed is not None
     codes.append(-5)
     raise DecodeError("llama_decode returned 2")

@@ -60,6 +60,7 @@ def test_the_program_is_told_through_its_environment(started: Any, tmp_path: Pat
         "KVFLASH_CALIBRATE": "heads.json",
         "KVFLASH_DETERMINISTIC": "False",
         "KVFLASH_READING": "auto",
+        "KVFLASH_PREVIEW_SHARE": "0.05",
         "KVFLASH_ANSWER": "pool",
         "KVFLASH_PIN": "0:64 128:192",
         "KVFLASH_HOST_LIMIT": str(1 << 30),
