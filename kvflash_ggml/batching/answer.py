@@ -140,9 +140,8 @@ class Answer:
     def make(self, slot: Slot, beside: Sequence[Slot] = ()) -> Generator[Pending | None, None, Finished]:
         """Make the answer in a slot, or go on with it, its pieces to the job's sink. Returns what ends it. PutAside.
 
-        beside: see `Slot.take`.
-
-        Yields each step that may be computed with others, and None when a token has been drawn and told.
+        Yields each step that may be computed with others, and None when a token has been drawn and told. beside: see
+        `Slot.take`.
         """
         request, model, sink = self._job.request, slot.model, self._job.sink
         room = model.n_ctx - len(request.tokens)

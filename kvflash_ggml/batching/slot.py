@@ -90,13 +90,8 @@ class Slot:
         live, goes_on = self._live(request)
         found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
         source = max(beside, key=lambda slot: slot.gain(request), default=None)
-        if (
-            source is not None
-            and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK)
-            and self._copy(source)
-        ):
-            self.conversation, self._private = _named(request), False
-            return self.conversation
+        if source is not None and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK):
+            return self._copy(source, request) or self.take(request)
         if (
             found is not None
             and length > live
@@ -117,24 +112,25 @@ class Slot:
         mine.prompt = len(tokens)
         return mine
 
-    def _copy(self, source: Slot) -> bool:
-        """Put a copy of the text in another slot in place of the one at hand; False if there is no memory for it."""
+    def _copy(self, source: Slot, request: Request) -> Conversation | None:
+        """Put a copy of the text in another slot in place of the one at hand; None if that fails: it is read then."""
+        copy = None
         try:
             copy = source.model.swap_out()
-        except HostMemoryError as err:
-            logger.warning("a beginning that another answer has is read again: %s", err)
-            return False
-        try:
             self._swap_out()
             self.model.swap_in(copy)
-        except BaseException:
-            self.clear()
-            raise
+        except KVFlashError as err:
+            logger.warning("a beginning that another answer has is read again: %s", err)
+            if copy is not None:
+                self.clear()
+            return None
         finally:
-            copy.release()
+            if copy is not None:
+                copy.release()
         self.model.unpin()
         self.counts.forks += 1
-        return True
+        self.conversation, self._private = _named(request), False
+        return self.conversation
 
     def _take_again(self, request: Request, drawn: Sequence[int]) -> Conversation:
         """Bring the text back whose answer was interrupted after the tokens `drawn`. One that was lost is prefilled."""

@@ -93,7 +93,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--ignore-eos",): f"{_REQUEST} ignore_eos; --min-tokens N holds for all",
     ("-sp", "--special"): "special tokens are no text: /completion with return_tokens gives their numbers",
     ("--no-escape",): "requests are JSON, with its escapes: leave it out",
-    ("--adaptive-target", "--adaptive-decay"): "adaptive-p is not among the samplers: --xtc-probability is near it",
+    ("--adaptive-target", "--adaptive-decay"): "adaptive-p is not among the samplers: leave it out",
     ("-bs", "--backend-sampling"): "tokens are sampled on the host: leave it out",
     ("--spm-infill",): "/infill puts the prefix first, as its models are trained: leave it out",
     ("--warmup",): "the first request warms up: leave it out",
@@ -106,7 +106,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-lm", "--load-mode"): "--mmap, --no-mmap and --mlock say how the file is loaded",
     ("-lzm", "--lazy-mode"): "--mmap reads what is used when it is used: leave it out",
     ("-ncffn", "--n-cpu-ffn"): r"-ot 'blk\.[0-9]\.ffn_=CPU' keeps those of the first ten layers in host memory",
-    ("--check-tensors",): "kvflash-convert inspect FILE looks through a file",
+    ("--check-tensors",): "values are not looked at: leave it out",
     ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range"): (
         "control vectors are not applied: --lora adds an adapter"
     ),

@@ -75,13 +75,14 @@ def open_model(
     embedding: int = 0,
     parallel: int = 1,
     deterministic_batch: bool = False,
+    quiet: bool = False,
 ) -> Iterator[Any]:
     """The loaded model, closed at the end. embedding, parallel, deterministic_batch: see KVFlashConfig.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
-    settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts)
+    settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts, quiet=quiet)
     if settings["kvflash"] is not None:
         settings["kvflash"] = replace(
             settings["kvflash"], embedding=embedding, parallel=parallel, deterministic_batch=deterministic_batch
@@ -93,12 +94,12 @@ def open_model(
 
 
 def keywords(
-    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions
+    path: str, *, loading: ModelOptions, devices: DeviceOptions, pool: PoolOptions, drafts: SpecOptions, quiet: bool
 ) -> dict[str, Any]:
     """The keywords of `Llama` that say how a model is loaded, and where it goes."""
     config = {"kvflash": _with_drafts(pool.config(), drafts)}
     settings = config | offloading(loading, devices) | loading.settings() | devices.settings()
-    return settings | loading.for_model(path, loading.ctx_size)
+    return settings | loading.for_model(path, loading.ctx_size, quiet=quiet)
 
 
 def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashConfig | None:

@@ -221,7 +221,7 @@ def run(
     with plain_errors(verbose=output.verbose):
         if asked.dry_run:
             path = located(model, quiet=output.quiet)
-            settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts)
+            settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts, quiet=output.quiet)
             ctx.exit(say_what_goes_where(path, settings, as_json=output.as_json))
         text = read_prompt(words, asked.prompt, asked.files, use_stdin=asked.conversation is not True)
         system = as_typed(asked.system, "the system message")
@@ -241,7 +241,15 @@ def run(
         path = located(model, quiet=output.quiet)
         start = time.perf_counter()
         with (
-            open_model(path, loading=loading, devices=devices, pool=pool, drafts=drafts, verbose=output.verbose) as llm,
+            open_model(
+                path,
+                loading=loading,
+                devices=devices,
+                pool=pool,
+                drafts=drafts,
+                verbose=output.verbose,
+                quiet=output.quiet,
+            ) as llm,
             recorded(llm, report, title=Path(path).name),
         ):
             load_s = time.perf_counter() - start

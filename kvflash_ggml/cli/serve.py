@@ -220,6 +220,7 @@ def serve(
                 pool=pool,
                 drafts=drafts,
                 verbose=log.verbose,
+                quiet=log.quiet,
                 embedding=embedding,
                 parallel=server.parallel,
                 deterministic_batch=server.deterministic_batch,

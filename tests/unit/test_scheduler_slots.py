@@ -15,7 +15,7 @@ from support.served import Asked, answer, ask, request
 from kvflash_ggml.batching.conversations import ConversationBusy
 from kvflash_ggml.batching.messages import Access, Event, Failed, Finished
 from kvflash_ggml.batching.scheduler import Scheduler
-from kvflash_ggml.errors import DecodeError, NotFinite
+from kvflash_ggml.errors import DecodeError, NotFinite, SnapshotError
 from kvflash_ggml.store.swapped import ConversationFolder
 
 Make = Callable[..., Scheduler]
@@ -122,6 +122,23 @@ def test_a_beginning_that_another_answer_has_is_copied(stateful: bool, salt: str
     known = both[0].usage.cached  # type: ignore[union-attr]
     assert known == (0 if salt else 2000)
     assert scheduler.counts.forks == (0 if salt else 1)
+
+
+def test_a_beginning_that_cannot_be_copied_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: FakeModel, swapped: object) -> None:
+        raise SnapshotError("a page cannot be read")
+
+    monkeypatch.setattr(FakeModel, "swap_in", broken)
+    scheduler = make(FakeModel(parallel=SLOTS, reply=spelled, on_step=lambda: time.sleep(0.0005)))
+    shared = text(2000)
+    one = ask(scheduler, [*shared, *text(30, 1)], 200)
+    one.next()
+    one.next()
+    two = ask(scheduler, [*shared, *text(40, 2)], 5)
+    assert isinstance(two.wait(), Finished)
+    assert isinstance(one.wait(), Finished)
+    assert (two.text, one.text) == (spelled(bytes(shared))[:5].decode(), spelled(bytes(shared))[:200].decode())
+    assert scheduler.counts.forks == 0
 
 
 def test_others_go_on_while_a_prompt_is_read(make: Make) -> None:
