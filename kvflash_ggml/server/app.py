@@ -72,6 +72,7 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
 
     routes = [
         *(route(f"{front}/chat/completions", chat.chat, "POST") for front in FRONTS),
+        *(route(f"{front}/chat/completions/input_tokens", chat.input_tokens, "POST") for front in FRONTS),
         *(route(f"{front}/messages", anthropic.messages, "POST") for front in FRONTS),
         *(route(f"{front}/messages/count_tokens", anthropic.count_tokens, "POST") for front in FRONTS),
         *(route(f"{front}/responses", responses.responses, "POST") for front in FRONTS),

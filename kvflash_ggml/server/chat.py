@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ..batching.messages import Request
 from ..chat.reader import Rendered
@@ -30,6 +30,17 @@ async def chat(front: Front, http: HttpRequest) -> Response:
     requests, rendered = await prepared(front, http, asked)
     answers = [ChatAnswer(front.settings.alias, requests[0].id, asked, rendered, index=i) for i in range(len(requests))]
     return await front.respond(http, requests, answers, each=len(requests), stream=asked.stream)
+
+
+async def input_tokens(front: Front, http: HttpRequest) -> Response:
+    """As many as `chat` would read. It takes no slot."""
+    asked: ChatRequest = await front.asked(http, ChatRequest)
+    return counted(await front.work(http, tokens_of, front, asked))
+
+
+def counted(tokens: int) -> Response:
+    """A number of tokens as OpenAI's interface has it; llama-server answers so for chats too."""
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 async def prepared(

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..batching.messages import Event, Finished, Piece, Started, Usage
 from ..chat.reader import AnswerReader
 from ..chat.values import Call, Delta
 from . import bodies
-from .chat import prepared, tokens_of
+from .chat import counted, prepared, tokens_of
 from .errors import ApiError
 from .exchange import Answer, dumps
 from .fields import note
@@ -102,8 +102,7 @@ async def input_tokens(front: Front, http: HttpRequest) -> Response:
     asked: ResponsesRequest = await front.asked(http, ResponsesRequest)
     _, items = await _items(front, http, asked)
     chat, _ = await front.work(http, _translated, front, http, asked, items)
-    count = await front.work(http, tokens_of, front, chat)
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+    return counted(await front.work(http, tokens_of, front, chat))
 
 
 def _given(asked: ResponsesRequest) -> list[dict[str, Any]]:

@@ -51,8 +51,11 @@ COMPLETING: dict[str, list[Asked]] = {
     "/completions": [("/completions", PROMPT)],
 }
 
-NOTHING = [
+COUNTING = [
+    f"{front}/{path}" for front in ("/v1", "") for path in ("chat/completions/input_tokens", "messages/count_tokens")
+]
 
+NOTHING = [
     "/api/version", "/api/tags", "/api/ps", "/api/pull",
     "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models", "/models", "/health", "/v1/health",
     "/metrics", "/props", "/", "/kvflash/state", "/kvflash/events", "/kvflash/conversations",
@@ -77,7 +80,7 @@ def asked(id: str) -> dict[str, list[Asked]]:
             ("/slots/0?action=restore", {"filename": "theirs.kvs"}),
             ("/slots/0?action=erase", None),
         ],
-        **{path: [(path, MESSAGES)] for path in ("/v1/messages/count_tokens", "/messages/count_tokens")},
+        **{path: [(path, MESSAGES)] for path in COUNTING},
         **{
             path: [(path, {"input": TEXT}), (path, GOES_ON)]
             for path in ("/v1/responses/input_tokens", "/responses/input_tokens")

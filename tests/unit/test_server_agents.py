@@ -101,10 +101,10 @@ def ask(path: str, server: Server, *names: str, stop: str = "", stream: bool = F
     """The same question through one of the interfaces. names: of tools. stop: a stop string."""
     hello = [{"role": "user", "content": "hello"}]
     data: dict[str, Any] = {"stream": stream, "max_tokens": 500}
-    if path.endswith("/messages"):
+    if "/messages" in path:
         data |= {"messages": hello, "tools": [{"name": name, "input_schema": SCHEMA} for name in names]}
         data |= {"stop_sequences": [stop]} if stop else {}
-    elif path.endswith("/responses"):
+    elif "/responses" in path:
         tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in names]
         data = {"input": hello, "tools": tools, "stream": stream}
     else:
@@ -142,6 +142,25 @@ def test_the_version_may_be_left_out_of_a_path(interface: str, front: str) -> No
     assert ask(f"{front}/{interface}", Server()).status == 200
     wrong = Server().post(f"{front}/{interface}", {"messages": 5, "input": 5})
     assert (wrong.status, "type" in wrong.json) == (400, interface == "messages")
+
+
+@pytest.mark.parametrize("front", ["/v1", ""])
+@pytest.mark.parametrize(
+    ("interface", "counting", "field"),
+    [
+        ("chat/completions", "chat/completions/input_tokens", "prompt_tokens"),
+        ("messages", "messages/count_tokens", "input_tokens"),
+        ("responses", "responses/input_tokens", "input_tokens"),
+    ],
+)
+def test_each_interface_counts_what_it_would_read(interface: str, counting: str, field: str, front: str) -> None:
+    """Upstream's `test_chat_completions_token_count`. The body is the one that would be answered."""
+    read = ask(f"/v1/{interface}", Server(), "clock").json["usage"][field]
+    assert read > len("user: hello\nassistant: ")
+    server = Server()
+    object_ = {} if interface == "messages" else {"object": "response.input_tokens"}
+    assert ask(f"{front}/{counting}", server, "clock").json == {"input_tokens": read, **object_}
+    assert server.model.read_tokens == 0
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
