@@ -222,6 +222,9 @@ class Seats(OfText):
     batches: tuple[int, ...] = option("1,2,4,8,16,32", "Sequences of decode and recall.", type=Numbers())
     length: int = option("1K", "Tokens of each of these sequences, or of its document.", type=Number())
     share: int = option("1K", "Of the pool, for each of them.", type=Number())
+    pool: int | None = option(
+        None, "Of decode: tokens of the pool in all, or of stock's cache, instead of --share.", type=Number()
+    )
     steps: int = option(64, "Decode steps that are timed.", type=COUNT)
     clients: int = option(16, "Of clients.", type=COUNT)
     prompt: int = option("64", "Tokens of each client's prompt.", type=Number())

@@ -14,12 +14,11 @@ import click
 from kvflash_ggml.constants import CHUNK, round_up
 
 from . import clients, report, stock
-from .conversing import tokens_of
 from .load import cut
 from .opening import opened
 from .outcomes import Plan as Trials
 from .plans_texts import Seats
-from .servers import serve_options
+from .servers import serve_options, text_tokens
 from .sockets import Server, served
 
 Row = dict[str, Any]
@@ -55,14 +54,14 @@ def _decode(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """The medians of each batch. of_stock: at the same batch. gain: over one sequence of its own."""
     from . import together  # here: it needs the library
 
-    shape: dict[str, Any] = {"length": plan.length, "share": plan.share, "decode": plan.steps, "options": options}
+    shape: dict[str, Any] = {"length": plan.length, "decode": plan.steps, "options": options}
     found: list[Row] = []
     for count in plan.batches:
-        ours, its = [], []
+        ours, its, share = [], [], plan.share if plan.pool is None else plan.pool // count
         for repeat in range(plan.repeats):
-            ours.append(together.pace(model, count, seed=plan.seed + repeat, **shape))
+            ours.append(together.pace(model, count, share=share, seed=plan.seed + repeat, **shape))
             if plan.stock is not None:
-                its.append(stock.pace(plan.stock, model, count, **shape))
+                its.append(stock.pace(plan.stock, model, count, share=share, **shape))
             _tell(sequences=count, ours=ours[-1].tps, stock=its[-1] if its else None)
         tps = statistics.median(one.tps for one in ours)
         known = [rate for rate in its if rate is not None]
@@ -133,11 +132,6 @@ def _in_turns(
     return found
 
 
-def _tokens(model: str, plan: Seats, options: dict[str, Any]) -> list[int]:
-    with opened(model, n_ctx=512, options=options, pool=512, policy="qk") as llm:
-        return tokens_of(llm, plan.filler(), 1)
-
-
 def _prompts(text: Sequence[int], count: int, size: int, seed: int) -> list[list[int]]:
     """From different places of the text."""
     return [cut(text, (seed * count + i) * len(text) // (3 * count) + 17 * seed, size) for i in range(count)]
@@ -145,7 +139,7 @@ def _prompts(text: Sequence[int], count: int, size: int, seed: int) -> list[list
 
 def _clients(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """`clients.compared`, and of_stock: our gain as a share of stock's in the same repeat."""
-    text = _tokens(model, plan, options)
+    text = text_tokens(model, plan.filler(), options)
     cells = plan.clients * max(LEAST_SHARE, round_up(plan.prompt + plan.answer + CHUNK, CHUNK))
 
     def measure(server: Server, repeat: int) -> Row:
@@ -161,7 +155,7 @@ def _clients(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 def _outgrow(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """`clients.compared` of chats that have room one by one, and none together."""
-    text = _tokens(model, plan, options)
+    text = text_tokens(model, plan.filler(), options)
     prompt, answer = plan.cells * 28 // 100, plan.cells * 18 // 100
 
     def measure(server: Server, repeat: int) -> Row:
@@ -172,7 +166,7 @@ def _outgrow(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
 
 def _gap(model: str, plan: Seats, options: dict[str, Any]) -> list[Row]:
     """`clients.gaps`. Stock's cache has room for everything."""
-    text = _tokens(model, plan, options)
+    text = text_tokens(model, plan.filler(), options)
     most = 4096
     cells = round_up(plan.long + plan.streams * (plan.prompt + most) + CHUNK, 256)
 

@@ -38,7 +38,7 @@ def soak(model: str, plan: plans_texts.Soak, options: dict[str, Any]) -> None:
     """The verb `soak`."""
     n_ctx = plan.length + 256
     with tempfile.TemporaryDirectory(prefix="kvflash-bench-") as folder:
-        tokens = _text_tokens(model, plan.filler(), options)
+        tokens = text_tokens(model, plan.filler(), options)
         kept = ("--park-memory", plan.park_memory, "--session-dir", folder)
         with served(model, [*serve_options(options, pool=plan.pool, n_ctx=n_ctx), *kept]) as child:
             outcomes, taken = load.soak(
@@ -59,7 +59,7 @@ def overload(model: str, plan: plans_texts.Overload, options: dict[str, Any]) ->
     least, most = plan.lengths
     phases: list[dict[str, Any]] = []
     wanted = demand.Demand(
-        text=_text_tokens(model, plan.filler(), options), lengths=(least, most), seed=plan.seed
+        text=text_tokens(model, plan.filler(), options), lengths=(least, most), seed=plan.seed
     )  # fmt: skip
     line = serve_options(options, pool=plan.pool, n_ctx=most + 256)
     with served(model, [*line, "--max-queue", str(plan.max_queue), "--timeout", str(plan.deadline)], log=True) as child:
@@ -92,11 +92,15 @@ def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str
     line += ["-ctk", names[options["type_k"]], "-ctv", names[options["type_v"]]]
     if options["n_threads"] is not None:
         line += ["-t", str(options["n_threads"])]
+    if not options["use_extra_bufts"]:
+        line += ["--no-repack"]
     if options["heads"] is not None:
         line += ["--kvflash-calibrate", str(options["heads"])]
     return line
 
 
-def _text_tokens(model: str, text: str, options: dict[str, Any]) -> list[int]:
-    with opened(model, n_ctx=512, options={**options, "n_gpu_layers": 0, "heads": None}) as llm:
+def text_tokens(model: str, text: str, options: dict[str, Any]) -> list[int]:
+    """Tokens of a text. The weights stay where the file is mapped: nothing is computed."""
+    mapped = {**options, "n_gpu_layers": 0, "use_extra_bufts": False, "heads": None}
+    with opened(model, n_ctx=512, options=mapped) as llm:
         return tokens_of(llm, text, 1)

@@ -25,6 +25,8 @@ def flags(options: dict[str, Any]) -> list[str]:
     line += ["-ctk", names[options["type_k"]], "-ctv", names[options["type_v"]], "-fa", "on"]
     if options["n_threads"] is not None:
         line += ["-t", str(options["n_threads"])]
+    if not options["use_extra_bufts"]:
+        line += ["--no-repack"]
     return line
 
 
@@ -47,7 +49,8 @@ def served(
 ) -> AbstractContextManager[Server]:
     """`llama-server` with a unified cache of so many cells."""
     line = [str(program(folder, "llama-server")), "-m", model, "--host", "127.0.0.1", "--port", "0"]
-    line += ["-c", str(cells), "-np", str(parallel), "--kv-unified", "--no-webui", *flags(options), *more]
+    line += ["-c", str(cells), "-np", str(parallel), "--kv-unified", "--no-webui", "-fit", "off"]
+    line += [*flags(options), *more]
     return running(Server(begun(line), ready=READY))
 
 

@@ -48,6 +48,9 @@ class ModelOptions:
     threads: int | None = option(None, names=("-t", "--threads"), type=int)
     cache_type_k: str = option("f16", names=("-ctk", "--cache-type-k"), type=click.Choice(list(KV_TYPES)))
     cache_type_v: str = option("f16", names=("-ctv", "--cache-type-v"), type=click.Choice(list(KV_TYPES)))
+    repack: bool = option(
+        True, "Pack weights for the kernels of this CPU, or keep them as the file has them: stock's programs too."
+    )
     heads: str | None = option(
         None,
         "Retrieval heads of the policy qk, from 'kvflash-run calibrate' or 'random-model'. Else they are found.",
@@ -64,6 +67,7 @@ class ModelOptions:
             "n_threads_batch": self.threads,
             "type_k": KV_TYPES[self.cache_type_k],
             "type_v": KV_TYPES[self.cache_type_v],
+            "use_extra_bufts": self.repack,
             "heads": self.heads,
         }
 

@@ -8,17 +8,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 
-from kvflash_bench import clients, seats, stock
+import kvflash_bench
+from kvflash_bench import clients, seats, servers, stock
 from kvflash_bench.plans_texts import Seats
 from kvflash_bench.sockets import Reply
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
-OPTIONS = {"n_gpu_layers": 0, "n_batch": 512, "n_ubatch": 512, "type_k": 1, "type_v": 8, "n_threads": 2}
+OPTIONS = {
+    "n_gpu_layers": 0, "n_batch": 512, "n_ubatch": 512, "type_k": 1, "type_v": 8, "n_threads": 2,
+    "use_extra_bufts": True, "heads": None,
+}  # fmt: skip
 
 
 class Fake:
@@ -94,6 +99,27 @@ def test_the_pace_of_stock(tmp_path: Path) -> None:
     line = (tmp_path / "line").read_text(encoding="utf-8")
     assert "-m m.gguf -c 4096 -kvu -npp 960 -ntg 64 -npl 8" in line
     assert "-ctk f16 -ctv q8_0 -fa on -t 2" in line
+
+
+def test_weights_are_packed_by_both_or_by_none() -> None:
+    for line in (stock.flags, lambda options: servers.serve_options(options, pool=1024, n_ctx=1024)):
+        assert "--no-repack" not in line(OPTIONS)
+        assert "--no-repack" in line(OPTIONS | {"use_extra_bufts": False})
+
+
+def test_a_pool_in_all_is_shared_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[tuple[str, int, int]] = []
+
+    def ours(model: str, count: int, *, share: int, **shape: Any) -> SimpleNamespace:
+        shares.append(("ours", count, share))
+        return SimpleNamespace(tps=1.0, python_us=1.0, look_us=1.0, page_ins=0)
+
+    monkeypatch.setattr(kvflash_bench, "together", SimpleNamespace(pace=ours), raising=False)
+    monkeypatch.setattr(stock, "pace", lambda *_, share, **__: shares.append(("stock", 0, share)))
+    plan = Seats(stock=tmp_path, batches=(1, 8), length=4096, pool=4096, repeats=1)
+    rows = seats._decode("m.gguf", plan, OPTIONS)
+    assert shares == [("ours", 1, 4096), ("stock", 0, 4096), ("ours", 8, 512), ("stock", 0, 512)]
+    assert [row["stock_refused"] for row in rows] == [1, 1]
 
 
 def test_stock_that_has_no_room_or_fails(tmp_path: Path) -> None:
