@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvflash_ggml.config import KVFlashConfig
+from kvflash_ggml.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -15,8 +17,30 @@ if TYPE_CHECKING:
 ALL_HEADS = "qk-all"
 """The policy `qk` asking every head, as it does before its heads are known."""
 
+DRAFTER = "drafter"
+"""The policy of a small model; of a preview, the model that ranks its passages."""
+
 EXACT = ":exact"
 """Ends the policy of an arm that reads prompts with the whole text in view. Others read with what the pool holds."""
+
+
+_PREVIEW = re.compile(r":preview(\d+(?:\.\d+)?)\Z")
+"""Ends the policy of an arm that reads so many per cent of each prompt, as a preview does."""
+
+
+def preview_share(policy: str) -> float | None:
+    """The part of a prompt that an arm of this policy reads, 0 to 1; None if it reads all. ConfigError above 100 %."""
+    found = _PREVIEW.search(policy)
+    if found is None:
+        return None
+    if not 0 < float(found[1]) <= 100:
+        raise ConfigError(f"{policy}: a preview reads more than 0 and at most 100 % of a prompt, as in qk:preview5")
+    return float(found[1]) / 100
+
+
+def base_policy(policy: str) -> str:
+    """The policy of an arm without what says how it reads."""
+    return _PREVIEW.sub("", policy).removesuffix(EXACT)
 
 
 def reads_exactly(policy: str) -> bool:
@@ -34,7 +58,8 @@ def opened(
     fields: dict[str, Any] | None = None,
     **keywords: Any,
 ) -> Iterator[Llama]:
-    """The Llama of an arm, closed at the end. pool: None for the full cache. policy: with EXACT or without.
+    """The Llama of an arm, closed at the end. pool: None for the full cache. policy: with EXACT, a preview's share, or
+    neither.
 
     options: keywords of `Llama`, and `heads`: a file of retrieval heads. Without one they are those in the user's cache
     folder, or are found now. fields: more of KVFlashConfig.
@@ -44,7 +69,10 @@ def opened(
     options = dict(options)
     heads = options.pop("heads", None)
     if pool is not None:
-        name, reading = policy.removesuffix(EXACT), "exact" if reads_exactly(policy) else "pool"
+        name, previews = base_policy(policy), preview_share(policy) is not None
+        reading = "exact" if previews or reads_exactly(policy) else "pool"
+        if previews and name == DRAFTER:  # it ranks passages
+            name = "qk"
         calibrate = False if name == ALL_HEADS else True if heads is None else Path(heads)
         settings = {
             "policy": "qk" if name == ALL_HEADS else name, "reading": reading, "calibrate": calibrate, **(fields or {})

@@ -56,11 +56,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One document: its length, how long reading it took, and the pages that came back meanwhile."""
+    """One document, or a preview of it: tokens read, how long that took, and the pages that came back meanwhile.
+
+    cpu_seconds: of all threads of the process.
+    """
 
     tokens: int
     seconds: float
     page_ins: int
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +124,11 @@ def summary(
 ) -> list[dict[str, Any]]:
     """One row per task and label. Speeds, and the pages that came back per document read, are of the whole arm.
 
-    full: what the full cache answers to the same questions, where it has run: `kept` of those `known` to it are right.
-    `found` of those `placed` in chunks were resident when the answer began.
+    full: what the full cache answers to the same questions, where it has run: `kept` of those `known` to it are right,
+    and `same` of all have its very reply. `found` of those `placed` in chunks were resident when the answer began; of a
+    preview, all of their tokens were read. read, read_s, read_cpu_s: tokens and seconds of a document.
     """
+    replies = {o.question: o.reply.split() for o in full}
     answered = {o.question for o in full if o.correct}
     prefill = sum(r.tokens for r in reads) / max(1e-9, sum(r.seconds for r in reads))
     decode = sum(o.decode_tokens for o in outcomes) / max(1e-9, sum(o.decode_seconds for o in outcomes))
@@ -149,8 +155,12 @@ def summary(
                 "high": high,
                 "kept": sum(o.correct for o in known),
                 "known": len(known),
+                "same": sum(replies.get(o.question) == o.reply.split() for o in some) if full else None,
                 "found": sum(bool(o.resident) for o in placed),
                 "placed": len(placed),
+                "read": sum(r.tokens for r in reads) / max(1, len(reads)),
+                "read_s": sum(r.seconds for r in reads) / max(1, len(reads)),
+                "read_cpu_s": sum(r.cpu_seconds for r in reads) / max(1, len(reads)),
                 "read_page_ins": sum(r.page_ins for r in reads) / max(1, len(reads)),
                 "page_ins": sum(o.page_ins for o in some) / len(some),
                 "look_ms": 1e3 * sum(o.look_seconds for o in some) / max(1, sum(o.looks for o in some)),
@@ -162,7 +172,8 @@ def summary(
 
 
 HEADER = ("context", "policy", "pool", "% of context", "task", "asked at", "right", "95 % interval",
-          "of full's", "resident", "page-ins", "scoring ms", "prefill t/s", "decode t/s", "note")  # fmt: skip
+          "of full's", "as full's", "resident", "read", "read s", "read CPU s", "page-ins", "scoring ms",
+          "prefill t/s", "decode t/s", "note")  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[Any]:
@@ -177,7 +188,11 @@ def cells(row: dict[str, Any]) -> list[Any]:
         f"{row['hits']}/{row['trials']}",
         f"{row['low']:.2f}-{row['high']:.2f}",
         f"{row['kept']}/{row['known']}" if row["known"] else "-",
+        "-" if row["same"] is None else f"{row['same']}/{row['trials']}",
         f"{row['found']}/{row['placed']}" if row["placed"] else "-",
+        f"{row['read']:.0f}",
+        f"{row['read_s']:.2f}",
+        f"{row['read_cpu_s']:.2f}",
         f"{row['page_ins']:.1f}",
         f"{row['look_ms']:.1f}",
         f"{row['prefill_tps']:.0f}",

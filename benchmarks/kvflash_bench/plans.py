@@ -15,6 +15,10 @@ from .options import Factors, Fractions, Names, Number, Numbers, Shares
 from .verb import Plan, option
 
 POLICIES = "With ':exact' prompts are read with the whole text in view, else with what the pool holds."
+PREVIEWS = (
+    " With ':preview5' a preview's 5 % of each prompt are read: of drafter the passages that the small model ranks, of "
+    "others those that share words with the question."
+)
 DEPTHS = "Of the facts asked for, in %."
 DOCUMENTS = "Tokens of each document."
 FULL = "Also run the full cache."

@@ -10,7 +10,7 @@ import click
 from . import plot as plots
 from .forms import SETS
 from .options import Bytes, Factors, Fractions, Names, Number, Numbers, Shares
-from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, OfText, file
+from .plans import COUNT, DEPTHS, DOCUMENTS, FULL, POLICIES, PREVIEWS, OfText, file
 from .verb import option
 
 # --- relevance
@@ -39,17 +39,20 @@ class Recall(Asked):
         None, "Pools, in % of the context.  [default: 6.25,3 without --pools]", type=Shares()
     )
     pools: tuple[int, ...] = option((), "Pools, in tokens.", type=Numbers())
-    policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES, type=Names())
+    policies: tuple[str, ...] = option("qk:exact,qk,lru", POLICIES + PREVIEWS, type=Names())
     full: bool = option(True, FULL)
     tasks: tuple[str, ...] = option(
         "single,multikey4",
         "Of single, multikey4, multivalue, vartrack, jsonkv, words, reworded, chat; for models that were not trained "
         "to recall: forms (twelve facts in a document, asked verbatim and reworded in the model's chat template) and "
-        "late (the same, after some eighty other tokens of the answer).",
+        "late (the same, after some eighty other tokens of the answer), and whole (count, list and compare facts from "
+        "all over a document).",
         type=Names(),
     )
     trials: int = option(16, "Of each task; a trial asks once at every depth.")
-    drafter: Path | None = option(None, "Small model for the policy of that name.", type=file(exists=True))
+    drafter: Path | None = option(
+        None, "Small model for the policy of that name, and for previews.", type=file(exists=True)
+    )
     plot: Path | None = option(None, "Draw recall against residency (PNG).", type=file())
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from . import plot, report
 from .asks import Ask, Case, Frame, Setting
 from .frame import frame_of
 from .inside import session_of, wait
-from .opening import EXACT, opened
+from .opening import DRAFTER, base_policy, opened, preview_share
 from .outcomes import Arm, Outcome, Plan, Read
 from .plans_texts import Recall
+from .previews import Pick, pick_of
 from .tasks_kinds import FREE, make
 
 TAIL_ROOM = 512
@@ -74,13 +75,18 @@ def run_arm(
     seen: Callable[[Outcome], None] | None = None,
 ) -> tuple[list[Outcome], list[Read]]:
     """Every trial of every task on one arm. drafter: of the policy of that name. seen: called with each outcome."""
-    fields = {"drafter": drafter} if arm.policy.removesuffix(EXACT) == "drafter" else {}
+    share = preview_share(arm.policy)
+    fields = {"drafter": drafter} if base_policy(arm.policy) == DRAFTER and share is None else {}
     n_ctx = arm.context + TAIL_ROOM
     outcomes: list[Outcome] = []
     reads: list[Read] = []
-    with opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm:
+    with (
+        opened(model, n_ctx=n_ctx, options=options, pool=arm.pool, policy=arm.policy, fields=fields) as llm,
+        pick_of(llm, share, drafter if base_policy(arm.policy) == DRAFTER else None) as pick,
+    ):
         for task, seed, case in cases(llm, plan, text, n_tokens=arm.context):
-            for result in run_case(llm, case, task=task, seed=seed):
+            asked = run_case(llm, case, task=task, seed=seed)
+            for result in asked if pick is None else run_previews(llm, case, pick, task=task, seed=seed):
                 if isinstance(result, Read):
                     reads.append(result)
                     continue
@@ -132,37 +138,72 @@ def run_case(llm: Llama, case: Case, *, task: str, seed: int) -> Iterator[Outcom
     alone = len(case.asks) == 1
     before = _counters(llm)
     llm.reset()
-    began = time.perf_counter()
     if alone:
         document += tail_tokens(llm, case, case.asks[0])
-    llm.eval(document)
-    wait(llm)
-    yield Read(tokens=len(document), seconds=time.perf_counter() - began, page_ins=_counters(llm)[0] - before[0])
+    yield _read(llm, lambda: document)
     state = None if alone else llm.save_state()
     for ask in case.asks:
         if state is not None:
             llm.load_state(state)
             before = _counters(llm)
             llm.eval(tail_tokens(llm, case, ask))
-        for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
-            llm.eval([token])
-        gold = gold_chunks(ask, shift)
-        reply, count, seconds, resident = _answer(llm, ask, gold)
-        after = _counters(llm)
-        yield Outcome(
-            task=task,
-            label=ask.label,
-            seed=seed,
-            correct=ask.is_correct(reply),
-            answer=ask.answer,
-            reply=reply,
-            resident=resident,
-            page_ins=int(after[0] - before[0]),
-            looks=int(after[1] - before[1]),
-            look_seconds=after[2] - before[2],
-            decode_tokens=count,
-            decode_seconds=seconds,
-        )
+        yield _outcome(llm, ask, gold_chunks(ask, shift), before, task=task, seed=seed)
+
+
+def run_previews(llm: Llama, case: Case, pick: Pick, *, task: str, seed: int) -> Iterator[Outcome | Read]:
+    """Ask the questions of a document, each of a preview of its own: the places that are picked are read."""
+    document = prompt_tokens(llm, case)
+    shift = shift_of(llm, case)
+    for ask in case.asks:
+        prompt, before, places = document + tail_tokens(llm, case, ask), _counters(llm), set[int]()
+
+        def picked(prompt: list[int] = prompt, places: set[int] = places) -> list[int]:
+            places.update(pick(prompt).tolist())
+            return [prompt[at] for at in sorted(places)]
+
+        llm.reset()
+        yield _read(llm, picked)
+        gold = [at + shift for span in ask.gold for at in range(*span)]
+        outcome = _outcome(llm, ask, [], before, task=task, seed=seed)
+        yield replace(outcome, resident=places.issuperset(gold) if gold else None)
+
+
+def _read(llm: Llama, tokens: Callable[[], list[int]]) -> Read:
+    """Read what `tokens` says after what has been read; to choose it counts too."""
+    before, began, cpu = _counters(llm), time.perf_counter(), time.process_time()
+    read = tokens()
+    llm.eval(read)
+    wait(llm)
+    return Read(
+        tokens=len(read),
+        seconds=time.perf_counter() - began,
+        cpu_seconds=time.process_time() - cpu,
+        page_ins=_counters(llm)[0] - before[0],
+    )
+
+
+def _outcome(
+    llm: Llama, ask: Ask, gold: Sequence[int], before: tuple[int, int, float], *, task: str, seed: int
+) -> Outcome:
+    """Have a question answered that has been read. gold: chunks of its answer. before: the counters before it."""
+    for token in llm.tokenize(ask.said.encode(), add_bos=False, special=False):
+        llm.eval([token])
+    reply, count, seconds, resident = _answer(llm, ask, gold)
+    after = _counters(llm)
+    return Outcome(
+        task=task,
+        label=ask.label,
+        seed=seed,
+        correct=ask.is_correct(reply),
+        answer=ask.answer,
+        reply=reply,
+        resident=resident,
+        page_ins=int(after[0] - before[0]),
+        looks=int(after[1] - before[1]),
+        look_seconds=after[2] - before[2],
+        decode_tokens=count,
+        decode_seconds=seconds,
+    )
 
 
 def _answer(llm: Llama, ask: Ask, gold: Sequence[int]) -> tuple[str, int, float, bool | None]:

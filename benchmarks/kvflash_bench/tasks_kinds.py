@@ -16,6 +16,7 @@ from kvflash_ggml.errors import ConfigError
 from .asks import Ask, Case, Setting
 from .tasks import NOUNS, WORDS, Needle, unused_value
 from .tasks_forms import forms, late
+from .tasks_whole import whole
 
 MULTIKEY = 4
 """Facts of the same form in a multikey4 document."""
@@ -174,9 +175,10 @@ KINDS: dict[str, Maker] = {
     "chat": chat,
     "forms": forms,
     "late": late,
+    "whole": whole,
 }
 
-FREE = frozenset({"forms", "late"})
+FREE = frozenset({"forms", "late", "whole"})
 """Kinds that are asked in the model's own chat, and answered in its own words."""
 
 

@@ -41,11 +41,18 @@ def passages(ids: Int32s, most: int) -> Int64s:
 
     Returns the positions to read, in order, `most` of them at most: the first, the last, and the best passages.
     """
-    keep = np.zeros(len(ids), np.bool_)
+    starts = np.arange(FIRST, max(FIRST, len(ids) - LAST), STRIDE)
+    return best(len(ids), most, starts, _scores(ids, starts))
+
+
+def best(length: int, most: int, starts: Int64s, scores: npt.NDArray[np.float64]) -> Int64s:
+    """Choose the passages to read; return the positions as `passages` does.
+
+    starts: of each in a prompt of `length` tokens. scores: above 0 where it may be read.
+    """
+    keep = np.zeros(length, np.bool_)
     keep[:FIRST] = keep[-LAST:] = True
     left = most - int(np.count_nonzero(keep))
-    starts = np.arange(FIRST, max(FIRST, len(ids) - LAST), STRIDE)
-    scores = _scores(ids, starts)
     for at in np.argsort(-scores, kind="stable"):
         span = keep[starts[at] : starts[at] + PASSAGE]
         left -= int(np.count_nonzero(~span))

@@ -106,3 +106,26 @@ def test_loss_beside_the_full_cache(models: dict[str, Path], loaded: None) -> No
         assert (row["more"] == 0) == whole
         assert row["agree"] == 1 or not whole
     assert rows["qk", 512]["page_ins"] > 0
+
+
+@pytest.mark.parametrize("ranker", ["qk", "drafter"])
+def test_previews_answer_from_a_part(ranker: str, models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "recall", models["dense"], "--contexts", "3K", "--pools", "1K", "--policies", f"{ranker}:preview15",
+        "--tasks", "multikey4", "--depths", "10,60", "--trials", 2, "--seed", 5, "--drafter", models["small"],
+    )  # fmt: skip
+    made = [row for row in data["rows"] if row["policy"] != "full"]
+    assert sum(row["hits"] for row in made) >= 3
+    assert all(192 < row["read"] <= 0.15 * 3200 and row["read_cpu_s"] > 0 for row in made)
+    assert sum(row["found"] for row in made) >= 3
+    assert sum(row["same"] for row in made) >= 3
+    read = {row["policy"]: row["read"] for row in data["rows"]}
+    assert read["full"] > 3000
+
+
+def test_a_preview_of_almost_nothing_finds_nothing(models: dict[str, Path], loaded: None) -> None:
+    data = bench(
+        "recall", models["dense"], "--contexts", "3K", "--pools", "1K", "--policies", "qk:preview2", "--no-full",
+        "--tasks", "multikey4", "--depths", "30", "--trials", 2, "--seed", 5,
+    )  # fmt: skip
+    assert [(row["read"], row["found"], row["hits"]) for row in data["rows"]] == [(192, 0, 0)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvflash_bench import tasks_whole
 from kvflash_bench.answers import finished, judge
 from kvflash_bench.asks import Frame, Setting
 from kvflash_bench.filler import read_text
@@ -161,3 +162,37 @@ def test_an_answer_is_settled_by_whole_words():
     assert ask.is_settled(f" {ask.answer}.\n")
     assert ask.is_settled(" 1 step")
     assert not ask.is_settled(" the answer is")
+
+
+def test_questions_about_the_whole_document():
+    answers = set()
+    for seed in range(3):
+        (case,) = make("whole", setting(), seed=seed)
+        count, named, compare, follow = case.asks
+        assert [ask.label for ask in case.asks] == ["count", "list", "compare", "follow"]
+        facts = dict(re.findall(r"The bell tower of (\w+) is (\d+) metres", case.document))
+        assert facts[compare.answer] == max(facts.values())
+        assert compare.is_correct(f" {compare.answer}.")
+        assert not compare.is_correct(f" {min(facts, key=facts.__getitem__)}.")
+        members = re.findall(r"members of the chess club is (\w+)\.", case.document)
+        assert sorted(named.answer.split(", ")) == sorted(members)
+        assert count.answer == ("two", "three", "four", "five", "six")[len(members) - 2]
+        other = re.search(r"members of the rowing club is (\w+)\.", case.document).group(1)
+        assert named.is_correct(f" {' and '.join(members)}.")
+        assert not named.is_correct(f" {', '.join(members[1:])}.")
+        assert not named.is_correct(f" {', '.join([*members, other])}.")
+        assert named.is_settled(f" {members[0]}.")
+        assert not named.is_settled(f" {members[0]},")
+        assert f"The harbour map lies in the {follow.answer} drawer." in case.document
+        assert follow.answer not in follow.tail
+        for ask, lines in zip(case.asks, (len(members), len(members), 2, 2), strict=True):
+            assert len(ask.gold) == lines
+            for lo, hi in ask.gold:
+                assert "".join(pieces(case.document)[lo:hi]).strip().endswith(".")
+        answers.add(tuple(ask.answer for ask in case.asks))
+    assert len(answers) == 3
+
+
+@pytest.mark.parametrize("value", sorted({*tasks_whole.PEOPLE, *tasks_whole.TOWNS, "silver whistle", "harbour map"}))
+def test_the_filler_says_nothing_of_the_whole(value):
+    assert value.lower() not in TEXT.lower()
