@@ -6,14 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from ..errors import ConfigError
 from ..native import chat as native
 from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from .values import ChatInput, Grammar
-from .words import TEMPLATE, in_words, joined_results, plain_call
+from .words import PYTHONIC, TEMPLATE, calls_as_content, in_words, joined_results, one_call_a_turn, plain_call
 
 KEPT = 16
 """Chats whose rendering is kept: a request is often sent again, or counted before it is sent."""
@@ -33,18 +33,29 @@ class ChatTemplate:
     def render(self, asked: ChatInput) -> Rendered:
         """A chat as a prompt, up to where the answer begins. ConfigError says what the template refuses."""
         tools = [] if asked.choice == "none" else asked.tools
-        if not self.caps["supports_tools"]:
-            if not self.caps["supports_tool_calls"]:
+        if not self.caps["supports_tool_calls"]:
+            if not self._pythonic:
                 return self._in_words(asked, tools)
+            several = asked.parallel is None and asked.choice == "auto"  # the template does not say that they may
+            asked = replace(
+                asked, messages=calls_as_content(asked.messages), parallel=True if several else asked.parallel
+            )
+        elif not self.caps["supports_parallel_tool_calls"]:
+            asked = replace(asked, messages=one_call_a_turn(asked.messages))
+        if not self.caps["supports_tools"]:
             asked = replace(asked, messages=in_words(asked.messages, tools, calls=True))
         whole = self._rendered(_written(asked, tools))
-        if tools and whole.grammar is None and not self.caps["supports_tool_calls"]:
-            return self._in_words(asked, tools)
         if asked.named is None:
             return whole
         # the prompt has all tools, the answer calls one
         named = [tool for tool in tools if tool["function"]["name"] == asked.named]
         return replace(self._rendered(_written(asked, named)), prompt=whole.prompt)
+
+    @cached_property
+    def _pythonic(self) -> bool:
+        """LFM2's templates tell of tools, and leave calls out: their authors write these into the content."""
+        hello = ChatInput(messages=[{"role": "user", "content": ""}])
+        return self.caps["supports_tools"] and PYTHONIC in self._rendered(_written(hello, ())).preserved
 
     def _in_words(self, asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """For a template that knows no calls: a message tells the model of tools, and calls are read as that says."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
+
+PYTHONIC, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+"""Around calls of LFM2."""
 
 _TOLD = """\
 You can call functions. Their signatures:
@@ -73,6 +78,50 @@ def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         else:
             out.append(message)
         joins = message["role"] == "user" and (result or joins)
+    return out
+
+
+def calls_as_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each call behind the content of its turn, as LFM2's models write it."""
+    out = list(map(dict, messages))
+    for message in out:
+        if called := message.pop("tool_calls", None):
+            message["content"] = (
+                f"{message.get('content') or ''}{PYTHONIC}[{', '.join(map(_pythonic, called))}]{_CLOSE}"
+            )
+    return out
+
+
+def _pythonic(call: Mapping[str, Any]) -> str:
+    made = plain_call(call)["function"]
+    given = json.loads(made["arguments"])
+    return f"{made['name']}({', '.join(f'{name}={json.dumps(given[name], ensure_ascii=False)}' for name in given)})"
+
+
+def one_call_a_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with each call in an assistant's turn of its own, and its result behind it.
+
+    A result belongs to the call with its `tool_call_id`. Others belong to the calls without a result, in their order.
+    """
+    out: list[dict[str, Any]] = []
+    ahead = deque(map(dict, messages))
+    while ahead:
+        turn = ahead.popleft()
+        calls = turn.get("tool_calls") or ()
+        if len(calls) < 2:
+            out.append(turn)
+            continue
+        ids = [str(call.get("id") or "") for call in calls]
+        results: dict[str, deque[dict[str, Any]]] = {id: deque() for id in (*ids, "")}
+        while ahead and ahead[0]["role"] == "tool":
+            result = ahead.popleft()
+            results.get(str(result.get("tool_call_id")), results[""]).append(result)
+        for id, call in zip(ids, calls, strict=True):
+            out.append({**turn, "tool_calls": [call]})
+            turn = {"role": turn["role"], "content": ""}
+            if found := results[id] or results[""]:
+                out.append(found.popleft())
+        out.extend(chain.from_iterable(results.values()))
     return out
 
 

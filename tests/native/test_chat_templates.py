@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import resource
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
 
 import pytest
 from vendoring import source
@@ -18,6 +21,7 @@ from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.errors import ConfigError
 
 
+@cache
 def upstreams(name: str) -> ChatTemplate:
     """One of the templates in llama.cpp's sources."""
     try:
@@ -183,6 +187,69 @@ def test_a_template_without_calls_tells_of_calls_and_results(name: str) -> None:
     assert '{"name": "clock", "arguments": {"zone": "CET"}}' in rendered.prompt
     assert "<tool_response>\nnoon\n</tool_response>\n\nso?" in rendered.prompt
     assert rendered.grammar is not None
+
+
+@pytest.mark.parametrize("tools", [[TOOL], []])
+def test_a_template_that_only_tells_of_tools_is_told_of_calls(tools: list[dict[str, Any]]) -> None:
+    """Granite 3.3 knows no calls. A later request without tools still has them in its history."""
+    rendered = upstreams("ibm-granite-granite-3.3-2B-Instruct").render(ChatInput(messages=SAID, tools=tools))
+    assert '{"name": "clock", "arguments": {"zone": "CET"}}' in rendered.prompt
+    assert (rendered.grammar is None) == (not tools)
+
+
+def called(id: Any, zone: str) -> dict[str, Any]:
+    return {"id": id, "function": {"name": "clock", "arguments": json.dumps({"zone": zone}, ensure_ascii=False)}}
+
+
+@pytest.mark.parametrize("name", ["LFM2-8B-A1B", "LFM2.5-Instruct"])
+@pytest.mark.parametrize("tools", [[TOOL], []])
+def test_calls_that_a_template_leaves_out_are_written_as_its_model_does(name: str, tools: list[dict[str, Any]]) -> None:
+    zones = ["CET", 'a "b" \\ c\n[]()', "é, ='"]
+    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [called(zone, zone) for zone in zones]}
+    rendered = upstreams(name).render(ChatInput(messages=[SAID[0], turn, *SAID[2:]], tools=tools))
+    begin = rendered.prompt.index("<|tool_call_start|>[clock(zone=")
+    end = rendered.prompt.index("<|im_end|>", begin)
+    assert rendered.prompt[:begin].endswith("Let me see.")
+    assert rendered.prompt.index("noon") < rendered.prompt.index("so?")
+    reader = upstreams(name).render(ChatInput(messages=HELLO.messages, tools=[TOOL])).reader()
+    reader.push(rendered.prompt[begin:end], end=True)
+    assert [json.loads(call.arguments) for call in reader.said.calls] == [{"zone": zone} for zone in zones]
+
+
+ONE_A_TURN = [
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "meta-llama-Llama-3.3-70B-Instruct",
+    "openai-gpt-oss-120b",
+    "GigaChat3-10B-A1.8B",
+    "GigaChat3.1-10B-A1.8B",
+]
+
+
+@pytest.mark.parametrize("name", ONE_A_TURN)
+@pytest.mark.parametrize(
+    ("ids", "answered"),
+    [("ab", "ab"), ("ab", "ba"), (["", ""], ["", ""]), (["", ""], "ab"), ("ab", [None, None]), ([[], {}], ["[]", "x"])],
+    ids=["by id", "in another order", "no ids", "unknown ids", "no names", "hostile"],
+)
+def test_several_calls_in_a_turn_become_several_turns(name: str, ids: Any, answered: Any) -> None:
+    """Llama's templates refuse such a turn, the others leave out all calls but one."""
+    results = {"a": "noon", "b": "dusk"}
+    turn = {"role": "assistant", "content": "", "tool_calls": [called(ids[0], "CET"), called(ids[1], "PST")]}
+    told = [
+        {"role": "tool", "tool_call_id": id, "content": results.get(str(id), list(results.values())[i])}
+        for i, id in enumerate(answered)
+    ]
+    prompt = upstreams(name).render(ChatInput(messages=[SAID[0], turn, *told, SAID[3]], tools=[TOOL])).prompt
+    places = [prompt.index(text) for text in ("CET", "noon", "PST", "dusk", "so?")]
+    assert places == sorted(places)
+
+
+def test_more_results_than_calls_are_told() -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [called("a", "CET"), called("b", "PST")]}
+    told = [{"role": "tool", "tool_call_id": "a", "content": text} for text in ("noon", "dusk", "dawn")]
+    prompt = upstreams(ONE_A_TURN[0]).render(ChatInput(messages=[SAID[0], turn, *told, SAID[3]])).prompt
+    assert all(text in prompt for text in ("CET", "PST", "noon", "dusk", "dawn", "so?"))
 
 
 @pytest.mark.parametrize(
