@@ -12,8 +12,8 @@ from .settings import in_section
 ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 """llama.cpp's order."""
 
-KNOWN = (*ORDER, "infill")
-"""Every sampler that an order can name. `infill` is for gaps in code, and is not used unless it is named."""
+KNOWN = (*ORDER, "infill", "adaptive_p")
+"""Every sampler that an order can name. The last two are used only where named; `infill` is for gaps in code."""
 
 BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's texts that end a sequence for DRY."""
@@ -22,7 +22,7 @@ MAX_BREAKERS, MAX_BREAKER = 32, 40
 """How many such texts, and bytes of one; llama.cpp cuts a longer one."""
 
 _ALIASES = {"typical": "typ_p", "typical_p": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
-_LETTERS = dict(zip("edskypmxti", KNOWN, strict=True))
+_LETTERS = dict(zip("edskypmxtia", KNOWN, strict=True))
 
 _field = in_section("Sampling")
 
@@ -116,6 +116,13 @@ class Samplers:
         float, "--mirostat-ent", least=0, most=100, default=5.0, help="Mirostat: the surprise it aims at, in bits."
     )
     mirostat_eta: float = _field(float, "--mirostat-lr", least=0, most=1, default=0.1, help="Mirostat: learning rate.")
+    adaptive_target: float = _field(
+        float, least=-1, most=1, default=-1.0,
+        help="Adaptive-p, where --samplers names adaptive_p: choose tokens near this probability; below 0: off.",
+    )  # fmt: skip
+    adaptive_decay: float = _field(
+        float, least=0, most=0.99, default=0.9, help="Adaptive-p: how much earlier tokens count; 0: not at all."
+    )
     samplers: tuple[str, ...] = _field(
         read_order, "--samplers", "--sampler-seq", "--sampling-seq", default=ORDER, shown=False, metavar="NAME;...",
         help=f"The samplers that are used, in their order.  [default: {';'.join(ORDER)}]",

@@ -93,7 +93,6 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--ignore-eos",): f"{_REQUEST} ignore_eos; --min-tokens N holds for all",
     ("-sp", "--special"): "special tokens are no text: /completion with return_tokens gives their numbers",
     ("--no-escape",): "requests are JSON, with its escapes: leave it out",
-    ("--adaptive-target", "--adaptive-decay"): "adaptive-p is not among the samplers: leave it out",
     ("-bs", "--backend-sampling"): "tokens are sampled on the host: leave it out",
     ("--spm-infill",): "/infill puts the prefix first, as its models are trained: leave it out",
     ("--warmup",): "the first request warms up: leave it out",

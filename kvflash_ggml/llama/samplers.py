@@ -94,7 +94,11 @@ def _settled(llm: Any, asked: Samplers, text: Any) -> tuple[Any, ...]:
             asked.temperature, asked.dynatemp_range, asked.dynatemp_exponent
         ),
     }
-    return (*(made[name]() for name in asked.samplers), llama_cpp.llama_sampler_init_dist(llm._seed))
+    if "adaptive_p" in asked.samplers:  # it draws, so it is the last wherever the order has it
+        last = llama_cpp.llama_sampler_init_adaptive_p(asked.adaptive_target, asked.adaptive_decay, llm._seed)
+    else:
+        last = llama_cpp.llama_sampler_init_dist(llm._seed)
+    return (*(made[name]() for name in asked.samplers if name in made), last)
 
 
 def _penalties(llm: Any, asked: Samplers, text: Any) -> Any:

@@ -248,6 +248,8 @@ class _Sampled(_Known):
     mirostat: int | None = _sampler("mirostat", "mirostat_mode")
     mirostat_tau: float | None = _sampler("mirostat_tau")
     mirostat_eta: float | None = _sampler("mirostat_eta")
+    adaptive_target: float | None = _sampler("adaptive_target")
+    adaptive_decay: float | None = _sampler("adaptive_decay")
     samplers: Annotated[tuple[str, ...] | None, PlainValidator(_order)] = None
     min_tokens: int | None = _sampler("min_tokens")
     seed: int | None = None

@@ -176,6 +176,26 @@ def test_mirostat(version: int, pair: Any, prompt: list[int]) -> None:
     assert expected != drawn(full, prompt, Samplers(**settings | {"mirostat_tau": 9.0}))
 
 
+def test_adaptive_p(pair: Any, prompt: list[int]) -> None:
+    pooled, full = pair
+    expected = by_hand(
+        full,
+        prompt,
+        lambda cpp, llm: [
+            cpp.llama_sampler_init_min_p(0.01, KEEP),
+            *hot(cpp, llm),
+            cpp.llama_sampler_init_adaptive_p(0.3, 0.5, SEED),
+        ],
+        last=False,
+    )
+    order = ("adaptive_p", "min_p", "temperature")  # which is the last wherever it is named
+    settings = HOT | {"min_p": 0.01, "adaptive_target": 0.3, "adaptive_decay": 0.5, "samplers": order}
+    assert drawn(pooled, prompt, Samplers(**settings)) == expected
+    assert drawn(full, prompt, Samplers(**settings)) == expected
+    assert expected != drawn(full, prompt, Samplers(**settings | {"adaptive_decay": 0.9}))
+    assert expected != drawn(full, prompt, Samplers(**settings | {"samplers": order[1:]}))
+
+
 def test_the_default_is_upstreams_chain(pair: Any, prompt: list[int]) -> None:
     pooled, full = pair
     expected = drawn(full, prompt, Samplers())

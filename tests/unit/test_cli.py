@@ -363,7 +363,7 @@ def test_samplers_of_llama_cpp_by_its_flags(cli: Stage) -> None:
     line = """--typical 0.9 --top-nsigma 2 --mirostat 2 --mirostat-ent 4 --mirostat-lr 0.2 --dry-multiplier 0.8
         --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n -1 --dry-sequence-breaker \\n --dry-sequence-breaker ;
         --min-tokens 5 --xtc-probability 0.5 --xtc-threshold 0.2 --dynatemp-range 0.3 --dynatemp-exp 1.5
-        --repeat-last-n 9
+        --repeat-last-n 9 --adaptive-target 0.4 --adaptive-decay 0.5
         --presence-penalty 0.1 --frequency-penalty 0.2 --samplers dry;top-k;temp"""
     result = cli("m.gguf", "hi", *line.split())
     assert result.exit_code == 0, result.output
@@ -374,6 +374,7 @@ def test_samplers_of_llama_cpp_by_its_flags(cli: Stage) -> None:
         "dry_allowed_length": 3, "dry_penalty_last_n": -1, "dry_sequence_breakers": ("\n", ";"), "min_tokens": 5,
         "xtc_probability": 0.5, "xtc_threshold": 0.2, "dynatemp_range": 0.3, "dynatemp_exponent": 1.5,
         "repeat_penalty": 1, "repeat_last_n": 9, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+        "adaptive_target": 0.4, "adaptive_decay": 0.5,
         "samplers": ("dry", "top_k", "temperature"),
     }  # fmt: skip
     cli("m.gguf", "hi", "--sampling-seq", "kt", "--dry-sequence-breaker", "none")

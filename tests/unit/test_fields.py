@@ -30,8 +30,9 @@ OPENAI = {
 }  # fmt: skip
 LLAMA_SERVER = {
     "lora": [], "min_keep": 0, "n_keep": 0, "n_indent": 0, "post_sampling_probs": False, "reasoning_format": "auto",
-    "response_fields": ["content"], "return_progress": False, "speculative.n_max": 3, "t_max_predict_ms": 0,
-    "tfs_z": 1.0, "thinking_forced_open": False, "top_a": 0, "typ": 1, "adaptive_target": 0.5, "adaptive_decay": 0.9,
+    "response_fields": ["content"], "return_progress": False, "speculative.n_max": 3, "speculative.n_min": 0,
+    "speculative.p_min": 0.75, "t_max_predict_ms": 0,
+    "tfs_z": 1.0, "thinking_forced_open": False, "top_a": 0, "typ": 1,
     "backend_sampling": True, "n_discard": 1, "n_prompt": 2, "image_data": [], "multimodal_data": [],
     "t_max_prompt_ms": 0,
 }  # fmt: skip
@@ -172,6 +173,7 @@ SAMPLERS = {
     "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repeat_last_n": 9,
     "dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
     "dry_sequence_breakers": ["\n", ";"], "mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2,
+    "adaptive_target": 0.4, "adaptive_decay": 0.5,
     "samplers": ["dry", "top_k", "temperature"], "min_tokens": 5,
 }  # fmt: skip
 
@@ -239,6 +241,7 @@ def test_thinking_is_a_name_of_the_template(path: str) -> None:
         {"dry_sequence_breakers": ["x"] * 33},
         {"dry_sequence_breakers": ["x" * 41]}, {"dry_sequence_breakers": [1]}, {"dry_sequence_breakers": 1},
         {"repeat_last_n": -2}, {"xtc_probability": -1}, {"min_tokens": -1}, {"dry_base": 0},
+        {"adaptive_target": 1.5}, {"adaptive_decay": 1.0},
         {"ignore_eos": 7}, {"grammar": 1}, {"min_p": -0.1}, {"presence_penalty": 3}, {"frequency_penalty": -3},
     ],
 )  # fmt: skip
