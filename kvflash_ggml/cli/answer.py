@@ -14,7 +14,7 @@ from typing import Any
 from .options import SamplingOptions
 from .terminal import Progress
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..errors import ContextFull
 from .answer import Answer, Message, ask, finish_preview
 from .model import first_seed, in_words
 from .options import OutputOptions, SamplingOptions
-from .prompt import as_typed, read_text
+from .prompt import as_typed, read_text, with_images
 from .report import closing_line, residency
 from .terminal import (
     end_answer,
@@ -32,6 +33,7 @@ HELP = """\
 /clear      forget the conversation
 /regen      answer the last message again
 /read FILE  put a file before the next message
+/image FILE put an image before the next message
 /stats      speed, residency, pages
 \"\"\"         begins and ends a message of several lines
 Ctrl-C      stops the answer; twice at a prompt, or in an answer, leaves"""
@@ -40,9 +42,17 @@ _QUOTES = '"""'
 
 
 class Chat:
-    """One conversation. Answers go to stdout, everything else to stderr."""
+    """One conversation. Answers go to stdout, everything else to stderr. images: before the first message."""
 
-    def __init__(self, llm: Any, *, sampling: SamplingOptions, output: OutputOptions, system: str | None) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        sampling: SamplingOptions,
+        output: OutputOptions,
+        system: str | None,
+        images: Sequence[Path] = (),
+    ) -> None:
         self._llm = llm
         self._sampling = sampling
         self._output = output
@@ -50,6 +60,7 @@ class Chat:
         self._messages = list(self._opening)
         self._seed = first_seed(sampling.seed)
         self._documents: list[str] = []
+        self._images = list(images)
         self._last: Answer | None = None
         self._warned = False
         self._commands = {
@@ -58,6 +69,7 @@ class Chat:
             "/clear": self._clear,
             "/regen": self._regen,
             "/read": self._read,
+            "/image": self._image,
             "/stats": self._stats,
             "/help": self._help,
         }
@@ -103,9 +115,15 @@ class Chat:
         return command(rest.strip())
 
     def _say(self, text: str) -> None:
-        content = "\n\n".join([*self._documents, text])
+        try:
+            content = with_images(self._images, "\n\n".join([*self._documents, text]))
+        except OSError as error:
+            click.secho(f"Error: {in_words(error)}", err=True, fg="red")
+            return
+        finally:
+            self._documents.clear()
+            self._images.clear()
         self._messages.append({"role": "user", "content": content})
-        self._documents.clear()
         self._answer()
 
     @logs.held()
@@ -158,6 +176,7 @@ class Chat:
     def _clear(self, rest: str) -> bool:
         self._messages = list(self._opening)
         self._documents.clear()
+        self._images.clear()
         self._last = None
         note("the conversation is forgotten")
         return True
@@ -184,6 +203,17 @@ class Chat:
             return True
         self._documents.append(text.removesuffix("\n"))
         note(f"{names[0]}: {len(text)} characters, put before your next message")
+        return True
+
+    def _image(self, rest: str) -> bool:
+        names = _split(rest)
+        if len(names) != 1 or self._llm.chat_handler is None:
+            note("usage: /image FILE" if self._llm.chat_handler else "images need the model's projector: --mmproj FILE")
+        elif not (path := Path(names[0]).expanduser()).is_file():
+            click.secho(f"Error: {path} is no file", err=True, fg="red")
+        else:
+            self._images.append(path)
+            note(f"{path}: put before your next message")
         return True
 
     def _stats(self, rest: str) -> bool:

@@ -28,7 +28,7 @@ _PROXY = "put a proxy before the server (nginx, Caddy)"
 _NONE = "there is no such setting: leave it out"
 _CORES = "run it under taskset, chrt or nice"
 _DRAFTER = "a drafter shares the setting of the model: leave it out"
-_IMAGES = "commands and the server take no images: use Llama(chat_handler=...), see docs/images.md, or llama-server"
+_IMAGES = "--mmproj FILE is all that is said of images, see docs/images.md: leave it out"
 _ROUTER = "a process serves one model: start one for each, and a router before them"
 _PRESET = "-hf OWNER/REPO[:QUANT] fetches a model: write the name of the one you want"
 _TOOLS = "the program that asks runs tools, as an agent does: this server never does"
@@ -37,7 +37,9 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("-np", "--parallel", "--host", "--port", "--api-key", "--api-prefix", "--ssl-key-file", "--ssl-cert-file"): (
         "it is for a server: kvflash-run serve MODEL"
     ),
-    ("-p", "--prompt", "-f", "--file", "-bf", "--binary-file"): "it is for one answer: kvflash-run MODEL -p PROMPT",
+    ("-p", "--prompt", "-f", "--file", "-bf", "--binary-file", "--image"): (
+        "it is for one answer: kvflash-run MODEL -p PROMPT"
+    ),
     ("--no-jinja",): "chats use the model's Jinja template; /completion and -no-cnv use none",
     ("--no-slots",): "/slots shows no text: give an --api-key, and only its holders see the counters",
     ("--no-cache-prompt",): f"{_REQUEST} cache_prompt",
@@ -58,7 +60,7 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--embedding", "--embeddings", "--pooling"): "a server embeds texts: kvflash-run serve MODEL --embeddings",
     ("--embd-normalize",): "an embedding has the length 1: leave it out",
     ("--rerank", "--reranking"): "a server ranks texts: kvflash-run serve MODEL --reranking",
-    ("-mm", "--mmproj", "-mmu", "--mmproj-url", "--image"): _IMAGES,
+    ("-mmu", "--mmproj-url"): "--mmproj FILE names a file that is there: kvflash-run pull OWNER/REPO:FILE.gguf gets it",
     ("--mmproj-offload", "--no-mmproj-offload", "-mmdev", "--mmproj-device", "--image-min-tokens"): _IMAGES,
     ("--image-max-tokens", "--mtmd-batch-max-tokens", "--media-path"): _IMAGES,
     ("--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"): _IMAGES,

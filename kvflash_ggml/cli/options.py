@@ -171,6 +171,11 @@ class WeightOptions:
 class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
     """How the weights are loaded, and the context that is made for them."""
 
+    mmproj: Path | None = _model(
+        Path, "-mm", metavar="FILE", exists=True,
+        help="The model's projector, a second GGUF file: chats may have images then (docs/images.md).",
+    )  # fmt: skip
+
     def settings(self) -> dict[str, Any]:
         """Keywords of `Llama` for what was given, less the layers on the GPU and RoPE, see `for_model`."""
         return WeightOptions.settings(self) | _given(
@@ -181,6 +186,7 @@ class ModelOptions(WeightOptions, RopeOptions, ContextOptions):
             n_threads_batch=self.threads_batch,
             type_k=None if self.cache_type_k is None else KV_TYPES[self.cache_type_k],
             type_v=None if self.cache_type_v is None else KV_TYPES[self.cache_type_v],
+            mmproj=self.mmproj,
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -75,6 +77,17 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def with_images(images: Sequence[Path], text: str) -> str | list[dict[str, Any]]:
+    """The content of a message that has images before its text. OSError for a file that cannot be read."""
+    if not images:
+        return text
+    data = (base64.b64encode(image.read_bytes()).decode() for image in images)
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image;base64,{one}"}} for one in data
+    ]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def as_typed(words: str | None, what: str) -> str | None:

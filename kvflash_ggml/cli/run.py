@@ -38,7 +38,7 @@ from .options import (
     snapshot_options,
     spec_options,
 )
-from .prompt import as_typed, model_and_words, read_prompt
+from .prompt import as_typed, model_and_words, read_prompt, with_images
 from .report import closing_line, document, recorded
 from .report import dry_run as say_what_goes_where
 from .sections import MODEL_FILE, SectionCommand, collected
@@ -162,6 +162,10 @@ class PromptOptions:
         variable="", metavar="FILE",
         help="Text that comes before the prompt; '-' is stdin. Several are read in their order.",
     )  # fmt: skip
+    images: tuple[Path, ...] = _prompt(
+        Path, "--image", default=(), many=True, variable="", metavar="FILE", exists=True,
+        help="An image before the prompt; several are seen in their order. Needs --mmproj.",
+    )  # fmt: skip
     system: str | None = _prompt(str, "-s", "-sys", "--system", metavar="TEXT", help="The system message.")
     conversation: bool | None = _prompt(
         bool, "-cnv/-no-cnv", "--conversation/--no-conversation",
@@ -230,6 +234,10 @@ def run(
             raise click.UsageError("-no-cnv continues a text: give a prompt, -p, -f or a pipe")
         if chatting and output.as_json:
             raise click.UsageError("--json answers one prompt: give one, with -p, -f or a pipe")
+        if asked.images and loading.mmproj is None:
+            raise click.UsageError("--image needs the model's projector, a second GGUF file: add --mmproj FILE")
+        if asked.images and asked.conversation is False:
+            raise click.UsageError("--image is part of a chat: leave out -no-cnv")
         if system is not None and asked.conversation is False:
             raise click.UsageError("a system message needs the chat template: leave out -no-cnv")
 
@@ -255,14 +263,15 @@ def run(
             load_s = time.perf_counter() - start
             if not output.quiet and not output.verbose:  # with -v the library says it
                 _say_how_it_was_loaded(llm)
-            templated = _use_template(llm, asked.conversation, chatting=chatting, system=system)
+            conversation = True if asked.images else asked.conversation
+            templated = _use_template(llm, conversation, chatting=chatting, system=system)
             session_file.load(llm)
             if chatting:
-                Chat(llm, sampling=sampling, output=output, system=system).run(text)
+                Chat(llm, sampling=sampling, output=output, system=system, images=asked.images).run(text)
                 session_file.save(llm)
                 return
             assert text is not None
-            request = _messages(system, text) if templated else text
+            request = _messages(system, with_images(asked.images, text)) if templated else text
             answer = _answer(llm, request, sampling, output)
             if not output.quiet:
                 note(closing_line(answer, llm.kvflash))
@@ -326,9 +335,9 @@ def _use_template(llm: Any, conversation: bool | None, *, chatting: bool, system
     return False
 
 
-def _messages(system: str | None, text: str) -> list[Message]:
+def _messages(system: str | None, content: Any) -> list[Message]:
     first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
+    return [*first, {"role": "user", "content": content}]
 
 
 def _refuse_idle_options(ctx: click.Context, pool: PoolOptions, saving: SnapshotOptions) -> None:

@@ -47,6 +47,19 @@ def check_model(path: Path, *, vocab_only: bool = False) -> None:
         raise ConfigError(f"{path} is {found.what}, which cannot be opened as a model. {found.use}")
 
 
+def check_projector(path: Path) -> None:
+    """Raise ConfigError unless `path` is a projector of images or sound (mmproj), as far as its head says."""
+    try:
+        file = reader.read(path)
+    except (ConversionError, OSError) as err:
+        raise ConfigError(f"mmproj (--mmproj) {path} cannot be read: {err}") from err
+    if not _projects(file):
+        raise ConfigError(
+            f"mmproj (--mmproj) {path} is no projector of images: give the file that was made beside the model's, "
+            "which is often called mmproj"
+        )
+
+
 def check_reader(path: Path) -> None:
     """Raise ConfigError or ConversionError unless `path` is a whole model, as the policy 'drafter' needs one."""
     file = reader.read(path)
@@ -93,13 +106,18 @@ def _named(file: GGUF) -> Part | None:
             f"an adapter (LoRA) of a model of the architecture {brief(architecture)}",
             'Open the model that it was trained for, and give this file beside it in Python: lora_path="FILE".',
         )
-    if architecture == "clip" or kind == "mmproj":
+    if _projects(file):
         return Part(
             "a projector of images or sound (mmproj)",
-            "Open the model that it belongs to, without a pool, and give this file to a chat handler of "
-            'llama-cpp-python: clip_model_path="FILE".',
+            "Open the model that it belongs to, and give this file beside it: --mmproj FILE on the command line, "
+            'mmproj="FILE" in Python.',
         )
     return None
+
+
+def _projects(file: GGUF) -> bool:
+    named = {"general.architecture": "clip", "general.type": "mmproj"}
+    return any(file.get(field) == name for field, name in named.items())
 
 
 def _drafter(file: GGUF) -> Part | None:

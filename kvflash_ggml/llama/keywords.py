@@ -62,6 +62,12 @@ class WeightKeywords(TypedDict, total=False):
     use_extra_bufts: bool
 
 
+class MediaKeywords(TypedDict, total=False):
+    """What of a model lies in a file beside it, and upstream opens in a chat handler."""
+
+    mmproj: str | Path | None
+
+
 class UpstreamKeywords(TypedDict, total=False):
     """What llama_cpp.Llama takes. A test compares the names with its signature."""
 
@@ -111,5 +117,7 @@ class UpstreamKeywords(TypedDict, total=False):
     verbose: bool
 
 
-class Keywords(PoolKeywords, DeviceKeywords, RemoteKeywords, WeightKeywords, UpstreamKeywords, total=False):
+class Keywords(
+    PoolKeywords, DeviceKeywords, RemoteKeywords, WeightKeywords, MediaKeywords, UpstreamKeywords, total=False
+):
     """Everything the constructor takes by keyword."""

@@ -68,9 +68,7 @@ HALVINGS = 2
 """How often a pool that "auto" has sized gets half as large where no context can be made with it."""
 
 _REDIRECTING = threading.RLock()
-"""Held by upstream's constructor, which redirects the process's stdout and stderr with `verbose=False`. If two
-overlapped, one would restore a stream that the other has redirected.
-"""
+"""Held by upstream's constructor, which redirects stdout and stderr with `verbose=False`: two would mix them up."""
 
 NOT_MADE = ("Failed to create llama_context", "Failed to load model")
 """What upstream says then, and where there is no room for the weights."""
@@ -102,8 +100,9 @@ class Llama(llama_cpp.Llama):
     layers keep only their window then (swa_full=False, where stock's default keeps everything: Gemma's logits are
     bitwise those of a stock model with swa_full=False).
 
-    use_extra_bufts: False keeps weights as the file has them, instead of packed for the CPU's kernels: slower where
-        there are such kernels, and the way around one that computes wrongly (`kvflash-run doctor` looks).
+    use_extra_bufts: False keeps weights as the file has them, not packed for the CPU's kernels: slower, and the way
+        around one that computes wrongly (`kvflash-run doctor` looks).
+    mmproj: the GGUF file of the model's projector, for chats with images: docs/images.md.
     draft_model: as upstream; with a pool also the GGUF file of a drafter. It does not imply logits_all with a pool: for
     logprobs give it. Drafts are part of the text once they have been sampled.
 
@@ -167,7 +166,8 @@ class Llama(llama_cpp.Llama):
                 )
             self._config = request.config
         settings = request.upstream
-        self._own_template = settings.get("chat_format") is None and settings.get("chat_handler") is None
+        self._projector = settings.get("chat_handler")
+        self._own_template = settings.get("chat_format") is None and self._projector is None
         self._placement = request.placement
 
         logits_all = settings.pop("logits_all", False)
@@ -253,6 +253,7 @@ class Llama(llama_cpp.Llama):
                 tokenizer, self._model.token_bos, n_vocab=self._model.n_vocab(), spells=spells
             )
         self._tokenizer = tokenizer
+        vision.open_projector(self, self._projector)
         if self._config is not None:
             self._room = room(self, self._config, self._draft_model, **self._steps)
             self.context_params.n_rs_seq = self._room.planes

@@ -23,7 +23,8 @@ from ..placement import devices
 from ..placement.devices import DeviceChoice
 from ..placement.sizes import Fit
 from ..store.prefixes import PrefixCache
-from .keywords import DeviceKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
+from .keywords import DeviceKeywords, MediaKeywords, PoolKeywords, RemoteKeywords, WeightKeywords
+from .vision import Projector
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -34,6 +35,7 @@ POOL_KEYWORDS = tuple(PoolKeywords.__annotations__)
 DEVICE_KEYWORDS = tuple(DeviceKeywords.__annotations__)
 REMOTE_KEYWORDS = tuple(RemoteKeywords.__annotations__)
 WEIGHT_KEYWORDS = tuple(WeightKeywords.__annotations__)
+MEDIA_KEYWORDS = tuple(MediaKeywords.__annotations__)
 
 _PREFIX = "kvflash"
 _PATHS = ("drafter", "spill", "calibrate")
@@ -72,6 +74,7 @@ def read(keywords: dict[str, Any], below: dict[str, Any]) -> Request:
         name: value for name, value in given.items() if not name.startswith(_PREFIX) and name not in REMOTE_KEYWORDS
     }
     check_numbers(upstream)
+    _open_projector(upstream)
     fit = read_fit(upstream.pop("fit", None))
     if rpc and fit is None:
         upstream.setdefault("n_gpu_layers", -1)
@@ -132,6 +135,19 @@ def _make_steps_whole(config: KVFlashConfig | None, upstream: dict[str, Any]) ->
     return int(asked)
 
 
+def _open_projector(upstream: dict[str, Any]) -> None:
+    """Put a chat handler in the place of `mmproj=`. ConfigError if the file is no projector, or another handler is
+    given.
+    """
+    given = upstream.pop("mmproj", None)
+    if given is None:
+        return
+    for name in ("chat_handler", "chat_format"):
+        if upstream.get(name) is not None:
+            raise ConfigError(f"mmproj={str(given)!r} and {name} both say how chats are made: leave one of the two out")
+    upstream["chat_handler"] = Projector(Path(given))
+
+
 def read_fit(asked: object) -> Fit | None:
     """`fit=` of the constructor. ConfigError for what it cannot be."""
     if asked is None or asked is False:
@@ -152,7 +168,7 @@ def over(keywords: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(keywords: dict[str, Any]) -> None:
     """TypeError for one that begins like ours and is none. Upstream ignores unknown ones: others are only told."""
-    ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS, *WEIGHT_KEYWORDS}
+    ours = {*POOL_KEYWORDS, *DEVICE_KEYWORDS, *REMOTE_KEYWORDS, *WEIGHT_KEYWORDS, *MEDIA_KEYWORDS}
     unknown = set(keywords) - {*UPSTREAM_PARAMETERS, *STRAY_KEYWORDS} - ours
     for name in sorted(unknown):
         if name.startswith(_PREFIX):
@@ -250,7 +266,7 @@ def signature() -> inspect.Signature:
     names = inspect.signature(llama_cpp.Llama.__init__).parameters
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation.__forward_arg__)
-        for keywords in (PoolKeywords, DeviceKeywords, RemoteKeywords)
+        for keywords in (PoolKeywords, DeviceKeywords, RemoteKeywords, MediaKeywords)
         for name, annotation in keywords.__annotations__.items()
     ]
     ours += [

@@ -5,20 +5,75 @@ from __future__ import annotations
 import copy
 import hashlib
 import mmap
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp._logger import llama_log_callback
 from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 
 from ..arrays import Floats
 from ..errors import ConfigError, DecodeError
+from ..gguf import purpose
 from ..media.rows import MediaRows
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
+
+
+_PARTS = re.compile(r"for\s+\w+\s+in\s+[\w.'\"\[\]]*content")
+"""In a chat template that goes through the parts of a message."""
+
+
+class Projector(MTMDChatHandler):
+    """The handler of `mmproj=`: upstream's that makes prompts by the model's own chat template.
+
+    ConfigError for a file that is no projector. It can be pickled, as `Llama` is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        purpose.check_projector(path)
+        super().__init__(clip_model_path=str(path), verbose=False)
+        self._takes_parts = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Projector, (Path(self.clip_model_path),)
+
+    def _get_chat_template(self, llama_model: Any) -> str:
+        template: str = super()._get_chat_template(llama_model)
+        self._takes_parts = _PARTS.search(template) is not None
+        return template
+
+    def _get_template_messages(self, messages: list[Any], media_marker: str) -> list[Any]:
+        """As upstream; one text for each message where the template knows no parts."""
+        made = super()._get_template_messages(messages, media_marker)
+        if not self._takes_parts:
+            for message in made:
+                if isinstance(message.get("content"), list):
+                    message["content"] = "".join(part.get("text", "") for part in message["content"])
+        return made
+
+    def _init_mtmd_context(self, llama_model: Any) -> None:
+        _log_as_upstream(self)
+        try:
+            super()._init_mtmd_context(llama_model)
+        except ValueError as err:
+            raise ConfigError(
+                f"mmproj (--mmproj) {self.clip_model_path} is no projector of images for this model: give the file "
+                f"that was made beside the model's ({err})"
+            ) from err
+
+
+def open_projector(llm: Any, handler: Any) -> None:
+    """Load the projector of a model that has just been loaded, before a pool takes what memory is left.
+
+    handler: of the model's chats; nothing is done unless it is a `Projector`. ConfigError if it is none of this model.
+    """
+    if isinstance(handler, Projector):
+        handler._init_mtmd_context(llm)
 
 
 def answer(llm: Any, *args: Any, **settings: Any) -> Any:
@@ -43,6 +98,7 @@ class Seat:
             )
         with llm._call_lock.lock:
             handler._init_mtmd_context(llm)
+            _log_as_upstream(handler)
             encoder = _digest(handler)
         self._llm = llm
         self.chat_handler = copy.copy(handler)  # the model's own stays as upstream made it
@@ -134,6 +190,11 @@ class _Mtmd:
             data = self._stock.mtmd_get_output_embd(ctx)
             rows: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
             return rows
+
+
+def _log_as_upstream(handler: Any) -> None:
+    """What libmtmd logs goes where the rest of llama.cpp's log goes: nowhere unless `verbose`."""
+    handler._mtmd_cpp.mtmd_helper_log_set(llama_log_callback, None)
 
 
 def _digest(handler: Any) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,6 +193,54 @@ def test_what_a_pool_cannot_place_is_refused_by_name(
     monkeypatch.setattr(mtmd_cpp, f"mtmd_decode_{name}", lambda *args: True)
     with pytest.raises(ConfigError, match=f"{why}.* use kvflash=None"):
         asker(kvflash=512).ask(RED, "Which?")
+
+
+def with_projector(projector: Path, **settings: Any) -> Llama:
+    return Llama(str(MODEL), mmproj=projector, **{**SIZE, **settings})
+
+
+def test_mmproj_answers_by_the_models_own_template(projector: Path) -> None:
+    """In a pool as on upstream's own path; a template that knows no parts gets texts."""
+    rows, read = [], []
+    photo = {"type": "image_url", "image_url": {"url": png(RED)}}
+    for settings in ({"kvflash": 2048, "kvflash_calibrate": False}, {}):
+        llm = with_projector(projector, **settings)
+        parts = [photo, {"type": "text", "text": "Which colour?"}]
+        llm.create_chat_completion([{"role": "user", "content": parts}], max_tokens=4, temperature=0.0)
+        read.append(llm.input_ids[: llm.n_tokens].copy())
+        rows.append(np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),)).copy())
+        text = llm.detokenize([token for token in read[-1].tolist() if token > 0], special=True).decode()
+        assert "<|im_start|>user\n" in text
+        assert "Which colour?<|im_end|>" in text
+        llm.close()
+    assert (read[0] < 0).sum() == ROWS
+    np.testing.assert_array_equal(rows[0], rows[1])
+
+
+def test_mmproj_keeps_the_parts_that_a_template_goes_through(projector: Path) -> None:
+    from kvflash_ggml.llama.vision import Projector
+
+    handler = pickle.loads(pickle.dumps(Projector(projector)))
+    parts = [{"type": "image_url", "image_url": "x"}, {"type": "text", "text": "b"}]
+    for source, whole in (("{% for part in message['content'] %}", False), ("{{ message.content }}", True)):
+        model = SimpleNamespace(metadata={"tokenizer.chat_template": source})
+        assert handler._get_chat_template(model) == source
+        (made,) = handler._get_template_messages([{"role": "user", "content": parts}], "<m>")
+        assert made["content"] == ("<m>b" if whole else [{"type": "text", "text": "<m>"}, parts[1]])
+
+
+def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Path) -> None:
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    with pytest.raises(ConfigError, match=r"mmproj.* is no projector"):
+        with_projector(MODEL)
+    with pytest.raises(ConfigError, match=r"mmproj.* cannot be read"):
+        with_projector(tmp_path / "none.gguf")
+    with pytest.raises(ConfigError, match=r"mmproj=.* and chat_handler"):
+        with_projector(projector, chat_handler=Llava15ChatHandler(str(projector)))
+    other = write_projector(tmp_path / "other.gguf", 64)
+    with pytest.raises(ConfigError, match=r"other.gguf is no projector of images for this model"):
+        with_projector(other, kvflash=512)
 
 
 def test_drafts_beside_images_are_refused(asker: Any) -> None:

@@ -46,6 +46,7 @@ class FakeLlama:
 
     def __post_init__(self) -> None:
         self.metadata = {"tokenizer.chat_template": "x"} if self.template else {}
+        self.chat_handler = self.settings.get("mmproj")
         self.kvflash = stats() if self.settings["kvflash"] is not None else None
         self.placement = None
         self.kvflash_progress: Callable[[int, int], None] | None = None
@@ -82,7 +83,7 @@ class FakeLlama:
 
     def create_chat_completion(self, messages: Any, **settings: Any) -> Iterator[dict[str, Any]]:
         self.requests.append(([dict(m) for m in messages], settings | {"samplers": self.kvflash_samplers}))
-        text = "".join(m["content"] for m in messages)
+        text = "".join(m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"] for m in messages)
         yield {"choices": [{"delta": {"role": "assistant"}, "finish_reason": None}]}
         for chunk in self._chunks(text, settings):
             choice = chunk["choices"][0]

@@ -690,3 +690,36 @@ print("numpy" in sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("kvflash-run ")
     assert done.stdout.endswith("False\n")
+
+
+def test_images_come_before_the_prompt(cli: Stage, tmp_path: Path, terminal: None) -> None:
+    one, other = tmp_path / "a.png", tmp_path / "b.png"
+    one.write_bytes(b"\1")
+    other.write_bytes(b"\2")
+    urls = ["data:image;base64,AQ==", "data:image;base64,Ag=="]
+    asked = ["m.gguf", "--mmproj", one, "--image", one, "--image", other, "-p", "What?"]
+    assert cli(*asked, "--kvflash", "1024").exit_code == 0
+    assert cli.settings["mmproj"] == one
+    (message,) = cli.request
+    assert [part["image_url"]["url"] for part in message["content"][:-1]] == urls
+    assert message["content"][-1] == {"type": "text", "text": "What?"}
+    for refused, why in (
+        (["m.gguf", "--image", one, "-p", "What?"], "add --mmproj FILE"),
+        ([*asked, "-no-cnv"], "leave out -no-cnv"),
+    ):
+        result = cli(*refused)
+        assert result.exit_code == 2
+        assert why in result.stderr
+
+
+def test_a_chat_takes_an_image(cli: Stage, tmp_path: Path) -> None:
+    image = tmp_path / "a.png"
+    image.write_bytes(b"\1")
+    result = cli("m.gguf", "-cnv", "--mmproj", image, stdin=f"/image '{image}'\nwho?\nand?\n/image nowhere\n/image\n")
+    first, _answer, second = cli.made[-1].requests[-1][0]
+    assert [part["type"] for part in first["content"]] == ["image_url", "text"]
+    assert second["content"] == "and?"
+    assert f"{image}: put before your next message" in result.stderr
+    assert "nowhere is no file" in result.stderr
+    assert "usage: /image FILE" in result.stderr
+    assert "--mmproj FILE" in cli("m.gguf", "-cnv", stdin=f"/image '{image}'\n").stderr

@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "eagle3": (small_eagle3, "an EAGLE3 drafter", 'draft_model="FILE"'),
     "older": (lambda p: small_target(p, architecture="dflash-draft"), "older names", "kvflash-convert migrate"),
     "assistant": (lambda p: small_target(p, architecture="gemma4-assistant"), "memory of its target", "own programs"),
-    "mmproj": (lambda p: made(p, general__architecture="clip"), "a projector", "clip_model_path"),
+    "mmproj": (lambda p: made(p, general__architecture="clip"), "a projector", "--mmproj FILE"),
     "lora": (
         lambda p: made(p, general__architecture="llama", general__type="adapter"),
         "an adapter (LoRA) of a model of the architecture llama",
