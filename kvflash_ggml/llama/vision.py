@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import mmap
 import re
@@ -18,6 +19,7 @@ from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 from ..arrays import Floats
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
+from ..media import images
 from ..media.rows import MediaRows
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
@@ -125,6 +127,19 @@ class Seat:
         self.n_tokens += len(tokens)
 
 
+def bitmap_of(mtmd: Any, data: bytes) -> Any:
+    """An image file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
+
+    mtmd: `llama_cpp.mtmd_cpp`. ConfigError for a file that is no image or is too large, however hostile it is.
+    """
+    pixels = images.decode(data, mtmd._libmtmd._name)
+    bitmap = mtmd.mtmd_bitmap_init(
+        pixels.width, pixels.height, (ctypes.c_uint8 * len(pixels.data)).from_buffer_copy(pixels.data)
+    )
+    mtmd.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
+    return bitmap
+
+
 class _Uncleared:
     """A context whose memory a handler cannot clear."""
 
@@ -152,11 +167,8 @@ class _Mtmd:
         return getattr(self._stock, name)
 
     def mtmd_helper_bitmap_init_from_buf(self, ctx: Any, data: Any, *rest: Any) -> Any:
-        """As upstream. The image is named by its bytes, and its chunks by it."""
-        bitmap = self._stock.mtmd_helper_bitmap_init_from_buf(ctx, data, *rest)
-        if bitmap:
-            self._stock.mtmd_bitmap_set_id(bitmap, hashlib.sha256(data).hexdigest().encode())
-        return bitmap
+        """As upstream, but for where the image is decoded. ConfigError if it cannot be."""
+        return bitmap_of(self._stock, bytes(data))
 
     def mtmd_helper_eval_chunk_single(
         self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any

@@ -1,0 +1,68 @@
+"""Decodes one image file in a process of its own, which a hostile file can end: the program behind `images.decode`.
+
+Run it with the path of libmtmd, and bounds in seconds of the CPU and in bytes. It reads the file from stdin and writes
+width and height, four bytes each, and RGB to stdout. It imports nothing of the package, which would take longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from pathlib import Path
+
+with contextlib.suppress(ModuleNotFoundError):  # Windows has no limits
+    import resource
+
+REFUSED = 3
+"""The exit status for a file that is no image, or has no room."""
+
+
+class _Options(ctypes.Structure):
+    """As `mtmd_helper_init_opt`, which only videos look at."""
+
+    _fields_ = (("fps", ctypes.c_float), ("folder", ctypes.c_char_p), ("interval", ctypes.c_int64))
+
+
+class _Made(ctypes.Structure):
+    """As `mtmd_helper_bitmap_wrapper`."""
+
+    _fields_ = (("bitmap", ctypes.c_void_p), ("video", ctypes.c_void_p))
+
+
+def main(library: str, seconds: int, memory: int) -> int:
+    """Decode stdin to stdout; the exit status."""
+    data, lib = sys.stdin.buffer.read(), ctypes.CDLL(library)
+    _limit(seconds, memory)
+    decode = lib.mtmd_helper_bitmap_init_from_buf
+    decode.restype = _Made
+    decode.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_bool, _Options]
+    made = decode(None, data, len(data), False, _Options())
+    if not made.bitmap:
+        return REFUSED
+    bitmap = ctypes.c_void_p(made.bitmap)
+    lib.mtmd_bitmap_get_data.restype = ctypes.POINTER(ctypes.c_char)
+    width, height = lib.mtmd_bitmap_get_nx(bitmap), lib.mtmd_bitmap_get_ny(bitmap)
+    pixels = (ctypes.c_char * (3 * width * height)).from_address(
+        ctypes.cast(lib.mtmd_bitmap_get_data(bitmap), ctypes.c_void_p).value or 0
+    )
+    sys.stdout.buffer.write(width.to_bytes(4, "little") + height.to_bytes(4, "little"))
+    sys.stdout.buffer.write(pixels)
+    return 0
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """Bound the time of the CPU, and the memory beyond what there is now; open no file, and leave no core dump."""
+    if "resource" not in globals():
+        return
+    bounds = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 3}
+    with contextlib.suppress(OSError):  # only Linux says how much there is, and keeps to it
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + memory
+    for which, most in bounds.items():
+        with contextlib.suppress(ValueError, OSError):  # there is a lower one
+            resource.setrlimit(which, (most, most))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
