@@ -81,7 +81,12 @@ class ChatTemplate:
         told, parser = self._told(given)
         parses = given["tools"] or (told["thinks"] and given["reasoning"] != "none")
         grammar = Grammar(
-            text=_strict(told["grammar"], called=given["tool_choice"] == "required", one=given["parallel"] is False),
+            text=_strict(
+                told["grammar"],
+                called=given["tool_choice"] == "required",
+                one=given["parallel"] is False,
+                thinking=told["thinking"],
+            ),
             lazy=told["lazy"],
             triggers=tuple(told["triggers"]),
             trigger_words=tuple(told["words"]),
@@ -101,15 +106,35 @@ class ChatTemplate:
         )
 
 
-def _strict(grammar: str, *, called: bool, one: bool) -> str:
+_CONTENT = (
+    (re.compile(r"(?m)(?<=^root ::= )(.*?) until-\d+\?"), r"\1"),
+    (re.compile(r"(?m)(?<=^root ::= )(.*) until-\d+(?= (?:space )?tool-call)"), r"\1"),
+    # between marks that may be left out, as Kimi K3 has it
+    (re.compile(r'(?m)(?<=^root ::= )(.*) until-\d+(?= "[^"]*"\? [\w-]*tool-call)'), r"\1"),
+    # a message in front of the calls: Functionary's, and gpt-oss's among its reasoning
+    (re.compile(r'(?m)(?<=^root ::= )(.*)\("all\\n" until-\d+ .* \| tools\)$'), r"\1tools"),
+    (re.compile(r"(?m)(?<=^root ::= )\(start any\)\*"), "(start analysis)*"),
+)
+"""Where grammars of upstream's have content in front of calls, and what is left of that place."""
+
+_WRAPPED = re.compile(r'\("([^"]*)" until-\d+ "[^"]*"\)\? (?=tool-call)')
+"""Content between marks, or reasoning between those of `Grammar.thinking`."""
+
+_SEVERAL = (
+    (re.compile(r"(?m)^(tool-calls ::= )\(tool-call\?? space\)\+$"), r"\1tool-call space"),
+    (re.compile(r'(?m)^((?:tools|kimi-k3-tool-call) ::= (?:"[^"]*" )?\([^()]*\))\+'), r"\1"),
+)
+"""Where these grammars have further calls, though one was asked for."""
+
+
+def _strict(grammar: str, *, called: bool, one: bool, thinking: Sequence[str]) -> str:
     """A grammar of calls without what it lets through: content in front of calls that must be made, and a second call.
 
-    called: must there be a call? one: may there be no second?
+    called: must there be a call? one: may there be no second? thinking: marks of reasoning, the first before it.
     """
-    if called:
-        grammar = re.sub(r"(?m)(?<=^root ::= )(.*?) until-\d+\?", r"\1", grammar)
-        grammar = re.sub(r"(?m)(?<=^root ::= )(.*) until-\d+(?= (?:space )?tool-call)", r"\1", grammar)
-    return re.sub(r"(?m)^(tool-calls ::= )\(tool-call\?? space\)\+$", r"\1tool-call space", grammar) if one else grammar
+    for pattern, left in (*(_CONTENT if called else ()), *(_SEVERAL if one else ())):
+        grammar = pattern.sub(left, grammar)
+    return _WRAPPED.sub(lambda found: found[0] if found[1] in thinking else "", grammar) if called else grammar
 
 
 @lru_cache(1)

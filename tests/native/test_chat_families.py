@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from typing import Any
 
 import pytest
+from support.held import Held
 from vendoring import source
 from vendoring.pin import VendorError
 
 from kvflash_ggml.chat.reader import AnswerReader, words
 from kvflash_ggml.chat.templates import ChatTemplate
-from kvflash_ggml.chat.values import Call, ChatInput, Delta, Said
+from kvflash_ggml.chat.values import Call, ChatInput, Delta, Grammar, Said
 
 TOOLS = [
     {
@@ -170,6 +171,10 @@ FAMILIES = {
         f'<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "weather", '
         f'"parameters": {ARGUMENTS}}}\n]<|END_ACTION|>',
         reasoning=THOUGHT,
+    ),
+    "command-r+": Family(
+        "CohereForAI-c4ai-command-r-plus-tool_use",
+        f'Action:\n```json\n[\n    {{\n        "tool_name": "weather",\n        "parameters": {ARGUMENTS}\n    }}\n]```',
     ),
     "seed-oss": Family(
         "ByteDance-Seed-OSS",
@@ -339,3 +344,49 @@ def test_no_mutation_of_a_stream_loses_text(name: str) -> None:
         late = words(" ".join(call.id for call in read(family, text).calls))  # a call has a name of ours until then
         assert not missing(family, text, answer.said) - late, (text, answer.said)
         assert told == replace(answer.said, calls=tuple(replace(call, id="") for call in answer.said.calls))
+
+
+PROSE = {
+    "functionary-3.2": ("all\nLet me see.", "weather\n"),
+    "command-r7b": ("<|START_RESPONSE|>Let me see.<|END_RESPONSE|>", "<|START_ACTION|>"),
+    "command-r+": ("<|CHATBOT_TOKEN|>Let me see.<|END_OF_TURN_TOKEN|>", "Action:"),
+    "gpt-oss": ("<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant", "<|channel|>commentary to="),
+    **{name: ("Let me see.", "") for name, family in FAMILIES.items() if family.content},
+}
+"""Content in front of a call, and how the call begins if the family's answer is one without content."""
+
+
+def must_call(family: Family, *, parallel: bool | None = None) -> Grammar:
+    asked = ChatInput(
+        messages=[{"role": "user", "content": "How will the weather be?"}],
+        tools=TOOLS,
+        choice="required",
+        parallel=parallel,
+        enable_thinking=family.thinking,
+    )
+    grammar = template(family.template).render(asked).grammar
+    assert grammar is not None
+    return grammar
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_a_call_that_must_be_made_comes_first(name: str, llama: Callable[..., Any]) -> None:
+    family, (prose, begins) = FAMILIES[name], PROSE[name]
+    head, _, call = family.text.partition(begins or prose)
+    llm = llama("dense", n_ctx=64, n_batch=64)
+    assert Held(llm, must_call(family)).takes(head + (begins + call if begins else call.lstrip()))
+    assert not Held(llm, must_call(family)).takes(head + prose)
+
+
+@pytest.mark.parametrize(("name", "begins", "ends"), [
+    ("functionary-3.2", "weather", "}"), ("kimi-k3", "<|open|>call", "<|close|>call<|sep|>"),
+])  # fmt: skip
+def test_one_call_is_made_where_one_is_asked_for(name: str, begins: str, ends: str, llama: Callable[..., Any]) -> None:
+    family = FAMILIES[name]
+    text = family.text.replace(family.content, "")
+    call = begins + text.partition(begins)[2].partition(ends)[0] + ends
+    llm = llama("dense", n_ctx=64, n_batch=64)
+    for parallel, may in ((True, True), (False, False), (None, False)):
+        grammar = must_call(family, parallel=parallel)
+        assert Held(llm, grammar).takes(text)
+        assert Held(llm, grammar).takes(text.replace(call, call * 2)) == may

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import llama_cpp
 import pytest
+from support.held import Held
 
 from kvflash_ggml.chat.values import Grammar
 from kvflash_ggml.errors import ConfigError
-from kvflash_ggml.llama.samplers import sampler_of
 
 CALL = Grammar(text='root ::= "<go>" ("left" | "right")', lazy=True, trigger_words=("<go>",))
 THINKING = Grammar(
     text=CALL.text, lazy=True, trigger_words=CALL.trigger_words, thinking=("<think>", "</think>"), prefill="<think>"
 )
-
-
-class Held:
-    """A sampler of a grammar, and what it allows next."""
-
-    def __init__(self, llm: Any, grammar: Grammar) -> None:
-        self._llm, self._vocab = llm, llm._model.vocab
-        self.sampler = sampler_of(self._vocab, grammar)
-
-    def write(self, *texts: str) -> None:
-        for text in texts:
-            for token in self._llm.tokenize(text.encode(), add_bos=False, special=True):
-                llama_cpp.llama_sampler_accept(self.sampler, token)
-
-    def allows(self, *words: str) -> list[bool]:
-        """May the next token be the first of each word?"""
-        tokens = [self._llm.tokenize(word.encode(), add_bos=False, special=True)[0] for word in words]
-        data = (llama_cpp.llama_token_data * len(tokens))(*((token, 0.0, 0.0) for token in tokens))
-        array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
-        llama_cpp.llama_sampler_apply(self.sampler, ctypes.byref(array))
-        return [data[i].logit == 0.0 for i in range(len(tokens))]
 
 
 @pytest.fixture
