@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -94,6 +96,11 @@ class LlamaModel:
     @property
     def n_ctx(self) -> int:
         return self._llm.n_ctx()
+
+    @property
+    def fingerprint(self) -> str:
+        facts = json.dumps(self._llm._saver.snapshots.fingerprint, sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
     @property
     def stateful(self) -> bool:

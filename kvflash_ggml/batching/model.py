@@ -125,6 +125,11 @@ class Model(Protocol):
     def n_ctx(self) -> int: ...
 
     @property
+    def fingerprint(self) -> str:
+        """What must be equal for a text to go on bitwise in another process, as 32 hexadecimal digits."""
+        ...
+
+    @property
     def readings(self) -> tuple[str, ...]:
         """What tokens of a prompt can be made to see. Always the same."""
         ...

@@ -11,8 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..constants import CHUNK
 from ..errors import ConfigError, ContextFull, KVFlashError, NotFinite
+from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder, SwapStore
+from ..store.takeover import SharedSwapStore
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
 from .conversations import Conversations
 from .messages import (
@@ -113,18 +116,32 @@ class Scheduler:
         *,
         limits: Limits | None = None,
         folder: ConversationFolder | None = None,
+        shared: SharedTexts | None = None,
         on_end: Callable[[Request, Usage, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = Limits() if limits is None else limits
         self.model = model
         self.waiting = RequestQueue(most=limits.most, most_tokens=limits.most_tokens)
-        self.swapped = SwapStore(
-            capacity=limits.park_bytes,
-            folder=folder,
-            write=lambda swapped, place, sync: model.write(swapped, place.path, sync=sync),
-            read=lambda place: model.read(place.path),
-        )
+        self._wake = threading.Event()
+        self.swapped: SwapStore
+        self.shared: SharedSwapStore | None = None
+        if shared is not None:
+            self.swapped = self.shared = SharedSwapStore(
+                shared,
+                capacity=limits.park_bytes,
+                write=lambda swapped, path: model.write(swapped, path, sync=False),
+                read=model.read,
+                at_hand=lambda: [slot.conversation for slot in self.slots if slot.conversation is not None],
+                wake=self._wake.set,
+            )
+        else:
+            self.swapped = SwapStore(
+                capacity=limits.park_bytes,
+                folder=folder,
+                write=lambda swapped, place, sync: model.write(swapped, place.path, sync=sync),
+                read=lambda place: model.read(place.path),
+            )
         self.counts = SlotCounts()
         self.slots = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
         self.conversations = Conversations(self.slots, self.swapped, folder)
@@ -136,7 +153,6 @@ class Scheduler:
         self._begun: dict[str, Answer] = {}  # that were put aside
         self._aside: list[Job] = []  # of these, whose readers have enough for now
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
         self._stopping = False
         self._ending = False  # answers that run end too
         self._running: list[_Running] = []
@@ -284,6 +300,8 @@ class Scheduler:
                     self._calls.popleft()()
             if not self._running:
                 self._sweep()
+            if self.shared is not None:
+                self.shared.collect()
             self._admit()
             if self._running:
                 self._round(self._running)
@@ -377,6 +395,8 @@ class Scheduler:
         usage = one.answer.usage
         try:
             one.slot.settle()
+            if self.shared is not None:
+                self._share(self.shared, one.slot, usage)
         except Exception:
             logger.exception("the text could not be settled")
             self._forget_text(one.slot)
@@ -387,6 +407,13 @@ class Scheduler:
         self._leave(one)
         self._ended(one.job.request, usage, reason)
         self._tell(one.job, event)
+
+    def _share(self, shared: SharedSwapStore, slot: Slot, usage: Usage) -> None:
+        """Have the text of an answer that has ended written behind what comes next."""
+        read = usage.prompt - usage.cached
+        if read >= CHUNK and usage.prompt_s > 0:
+            shared.read_rate = read / usage.prompt_s
+        slot.offer(shared)
 
     def _leave(self, one: _Running) -> None:
         self._running.remove(one)

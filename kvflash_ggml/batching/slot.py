@@ -13,6 +13,7 @@ from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
 from ..sequence.prefill import QUESTION_TOKENS
 from ..store.swapped import Conversation, SwappedText, SwapStore
+from ..store.takeover import SharedSwapStore
 from .messages import Request
 from .model import Model
 
@@ -74,7 +75,8 @@ class Slot:
         if mine is None or mine.salt != request.salt or self._private or not request.reuse:
             return 0, False
         shared = common_prefix(self.model.tokens, tokens)
-        return self.model.usable(tokens), _goes_on(shared, mine.prompt, len(self.model.tokens))
+        goes_on = not mine.stale and _goes_on(shared, mine.prompt, len(self.model.tokens))
+        return self.model.usable(tokens), goes_on
 
     def take(self, request: Request, *, drawn: Sequence[int] = (), beside: Sequence[Slot] = ()) -> Conversation:
         """Bring the text to hand that a request goes on from; another one there is swapped out.
@@ -87,8 +89,8 @@ class Slot:
         if not request.reuse:
             return self._begin(request, private=True)
         tokens, mine, now = request.tokens, self.conversation, self._clock()
-        live, goes_on = self._live(request)
         found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
+        live, goes_on = self._live(request)
         source = max(beside, key=lambda slot: slot.gain(request), default=None)
         if source is not None and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK):
             return self._copy(source, request) or self.take(request)
@@ -164,6 +166,15 @@ class Slot:
         if self._private:
             self.clear()
 
+    def offer(self, store: SharedSwapStore) -> None:
+        """After an answer: have the text at hand written to the store that servers share, while it stays at hand."""
+        if self.conversation is None or self._private or len(self.model.tokens) < CHUNK:
+            return
+        try:
+            store.offer(self.conversation, self.model.swap_out())
+        except HostMemoryError as err:
+            logger.warning("a conversation is not written behind its answer: %s", err)
+
     def clear(self) -> None:
         """Forget the text at hand."""
         self.conversation, self._private = None, False
@@ -175,7 +186,7 @@ class Slot:
         self.clear()
         found, _ = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         if found is not None:
-            self._store.erase(found)
+            self._store.lose(found)
 
     def swap_out(self, *, unfinished: bool = False) -> None:
         """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
@@ -249,7 +260,7 @@ class Slot:
         except KVFlashError as err:
             self.counts.lost += 1
             logger.warning("a conversation of %d tokens is read again: %s", len(found.tokens), err)
-            self._store.erase(found)
+            self._store.lose(found)
             self.clear()
             return False
         finally:

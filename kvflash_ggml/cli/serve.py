@@ -135,9 +135,9 @@ class ServerOptions:
 
 _COMMON = (
     "--model", "--hf-repo", "--alias", "--chat-template-file", "--host", "--port", "--api-key", "--isolate-keys",
-    "--session-dir", "--park-memory", "--max-queue", "--max-tokens-default", "--temp", "--ctx-size", "--n-gpu-layers",
-    "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec", "--verbose",
-    "--quiet",
+    "--session-dir", "--store", "--park-memory", "--max-queue", "--max-tokens-default", "--temp", "--ctx-size",
+    "--n-gpu-layers", "--threads", "--cache-type-k", "--cache-type-v", "--kvflash", "--kvflash-cache", "--kvflash-spec",
+    "--verbose", "--quiet",
 )  # fmt: skip
 
 
@@ -191,6 +191,8 @@ def serve(
         raise click.UsageError(f"--host {settings.host} lets others in: give an --api-key, or say --insecure")
     if settings.isolate_keys and not settings.keys:
         raise click.UsageError("--isolate-keys without keys keeps nobody apart: give an --api-key for each client")
+    if settings.store is not None and settings.session_dir is not None:
+        raise click.UsageError("--store and --session-dir both keep conversations: give one of them")
     log_to_stderr(log)
     if settings.isolate_keys and pool.cache is not None and not log.quiet:
         note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")

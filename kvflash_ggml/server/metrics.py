@@ -100,6 +100,9 @@ class Metrics:
             "conversations_stored": ("Texts that left memory for the folder.", swapped.counts.stored),
             "conversations_dropped": ("Texts that were dropped for want of room.", swapped.counts.dropped),
             "conversations_not_stored": ("Texts that the folder did not take.", swapped.counts.failed),
+            "store_writes": ("Texts that were written to the shared store.", swapped.counts.written),
+            "store_takeovers": ("Texts that were fetched from the shared store.", swapped.counts.taken),
+            "store_copies": ("Texts that went on as a copy, as another server had them.", swapped.counts.copied),
         }
         for name, (what, value) in counters.items():
             yield CounterMetricFamily(f"kvflash:{name}", what, value=value)

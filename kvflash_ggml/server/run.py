@@ -19,6 +19,8 @@ from .. import system
 from ..batching.model import Model
 from ..batching.scheduler import Limits, Scheduler
 from ..errors import ConfigError
+from ..store.objects import open_objects
+from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder
 from .app import make_app
 from .connection import bounded
@@ -63,7 +65,7 @@ def serve(
 
     sock: of `listen`. found: called, on another thread, with the number of conversations that the session folder
     had. ready: called with the address once requests are taken. embedder: answers requests for embeddings; None for
-    501. ConfigError for a session folder that cannot be used.
+    501. ConfigError for a session folder or a store that cannot be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     system.allow_files()
@@ -79,7 +81,12 @@ def serve(
         park_bytes=settings.park_bytes,
     )
     folder = None if settings.session_dir is None else ConversationFolder(settings.session_dir)
-    scheduler = Scheduler(model, limits=limits, folder=folder, on_end=ended)
+    shared = None
+    if settings.store is not None:
+        # texts of other models, caches and builds lie beside ours
+        objects = open_objects(f"{settings.store.rstrip('/')}/{model.fingerprint}")
+        shared = SharedTexts(objects, bandwidth=settings.store_bandwidth)
+    scheduler = Scheduler(model, limits=limits, folder=folder, shared=shared, on_end=ended)
     metrics.attach(scheduler)
     scheduler.start()
     scheduler.call(lambda: found(len(scheduler.swapped)))

@@ -57,6 +57,14 @@ class ServerSettings:
         Path, "--session-dir", "--slot-save-path", metavar="DIR",
         help="Folder for those that find no room there, and for all of them when the server ends.",
     )  # fmt: skip
+    store: str | None = _conversations(
+        notation.word, metavar="URL",
+        help="Store of conversations that servers of one model share: a folder, or a URL of fsspec, as s3://bucket/texts.",
+    )  # fmt: skip
+    store_bandwidth: int = _conversations(
+        notation.size, default=0, metavar="SIZE", shown=False,
+        help="Bytes per second to and from the store, at most.  [default: no limit]",
+    )  # fmt: skip
     max_queue: int = _limits(int, least=1, default=256, help="Requests that may wait; a further one gets 429.")
     max_queued_tokens: int | None = _limits(int, least=1, help="Prompt tokens that may wait.  [default: 4 x -c]")
     max_body: int = _limits(

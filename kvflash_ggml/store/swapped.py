@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Protocol
 from ..arrays import Int32s, common_prefix
 from ..errors import ConfigError, KVFlashError
 from .folder import Folder, disk_is_full, file_stat
+from .shared import Head, new_id
 from .texts import Texts
 
 SUFFIX = ".kvs"
@@ -25,7 +25,10 @@ _SWAPPED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stored:
-    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from."""
+    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from.
+
+    head: of one in a shared store, whose object `path` names then.
+    """
 
     path: Path
     id: str
@@ -33,10 +36,13 @@ class Stored:
     prompt: int
     places: Sequence[int] | None
     current: bool = True
+    head: Head | None = None
 
     @property
     def bytes(self) -> int:
         """On the disk; none of a file that has gone."""
+        if self.head is not None:
+            return self.head.size
         stat = file_stat(self.path)
         return 0 if stat is None else stat.st_size
 
@@ -136,10 +142,10 @@ class Conversation:
 
     id: ours. name: what requests call it, if they do. salt: whose texts may go on from it. tokens: as it was put aside.
     prompt: how many of them the last request gave; a request that leaves the text before that is another conversation.
-    parked: in memory; stored: in the folder.
+    parked: in memory; stored: in the folder. stale: another server has gone on with it.
     """
 
-    id: str = field(default_factory=lambda: f"c-{secrets.token_hex(8)}")
+    id: str = field(default_factory=new_id)
     name: str | None = None
     salt: str = ""
     tokens: Int32s
@@ -147,6 +153,7 @@ class Conversation:
     swapped: SwappedText | None = None
     stored: Stored | None = None
     used: float = 0.0
+    stale: bool = False
 
     @property
     def where(self) -> str:
@@ -160,11 +167,17 @@ class Conversation:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Conversations that left memory for the folder, that were let go of, and that the folder did not take."""
+    """Conversations that left memory for the folder, that were let go of, and that the folder did not take.
+
+    Of a shared store: states that were written, that were fetched, and conversations that went on as copies.
+    """
 
     stored: int = 0
     dropped: int = 0
     failed: int = 0
+    written: int = 0
+    taken: int = 0
+    copied: int = 0
 
 
 class SwapStore:
@@ -210,9 +223,13 @@ class SwapStore:
         for found in self._texts.alike(tokens, salt=salt):
             length = found.usable(tokens)
             key = (length, name is not None and found.name == name, found.used)
-            if length and key > most:
+            if length and key > most and self.saves(found, length):
                 best, most = found, key
         return best, most[0]
+
+    def saves(self, conversation: Conversation, length: int) -> bool:
+        """Is it faster to go on from a conversation than to read the `length` tokens that it has of a prompt?"""
+        return True
 
     def nearest(self, tokens: Int32s, *, salt: str) -> tuple[int, int]:
         """How much of a prompt the text has that has most of it, and how long that text is."""
@@ -259,7 +276,7 @@ class SwapStore:
             pass
         while len(self._texts) > self._most:
             self.counts.dropped += 1
-            self.erase(next(iter(self._texts)))
+            self.drop(next(iter(self._texts)))
 
     def evict(self, *, held: bool = False) -> bool:
         """Take the one used longest ago out of memory; False if there is none. held: if need be one on its way back."""
@@ -272,7 +289,7 @@ class SwapStore:
             self.counts.stored += 1
         else:
             self.counts.dropped += 1
-            self.erase(oldest)
+            self.drop(oldest)
         return True
 
     def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
@@ -337,6 +354,14 @@ class SwapStore:
         self._release(conversation)
         self._texts.remove(conversation)
         self.delete_file(conversation)
+
+    def drop(self, conversation: Conversation) -> None:
+        """Forget a conversation for want of room."""
+        self.erase(conversation)
+
+    def lose(self, conversation: Conversation) -> None:
+        """Forget a conversation that cannot be brought back."""
+        self.erase(conversation)
 
     def delete_file(self, conversation: Conversation) -> None:
         """Forget the file of a conversation, if it has one."""

@@ -75,6 +75,7 @@ class FakeModel:
     stateful: bool = False
     reply: Callable[[bytes], bytes] = lambda prompt: b"an answer"
     on_step: Callable[[], None] = lambda: None
+    fingerprint: str = "0123456789abcdef" * 2
     tokens: Int32s = field(default_factory=lambda: EMPTY)
     places: set[int] = field(default_factory=set)
     held: int = 0

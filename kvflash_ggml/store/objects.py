@@ -1,0 +1,158 @@
+"""Named objects that several machines share: in a folder, or wherever `fsspec` reaches. Nothing here knows a text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .. import pip_line
+from ..errors import ConfigError
+from ..files import PART, replacing
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object of a listing. size: in bytes. modified: seconds since 1970, by the store's clock."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Objects(Protocol):
+    """Objects by name, with slashes. Each method raises OSError where the store fails, and `get` FileNotFoundError."""
+
+    def get(self, name: str) -> bytes: ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object that is named by its content: what is there already has the same bytes."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object unless there is one of this name, in one step; False if there is."""
+        ...
+
+    def list(self, prefix: str) -> list[Listed]:
+        """Return the objects below a folder, sorted by name."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete an object; one that is not there is no error."""
+        ...
+
+
+class FolderObjects:
+    """Objects in a folder, which may lie on a network file system. ConfigError if it cannot be made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise ConfigError(
+                f"cannot keep texts in {path}: {err.strerror or err}: name a folder that can be written"
+            ) from err
+
+    def get(self, name: str) -> bytes:
+        return (self._path / name).read_bytes()
+
+    def put(self, name: str, data: bytes) -> None:
+        place = self._path / name
+        with contextlib.suppress(FileNotFoundError):
+            if place.stat().st_size == len(data):
+                os.utime(place)  # it is used from now on: whoever tidies up leaves it
+                return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as file:
+            file.write(data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        place = self._path / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.parent / f".{place.name}.{secrets.token_hex(4)}{PART}"
+        try:
+            with part.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(part, place)  # whole or not at all, and never over another
+        except FileExistsError:
+            return False
+        finally:
+            part.unlink(missing_ok=True)
+        return True
+
+    def list(self, prefix: str) -> list[Listed]:
+        found = []
+        for folder, _, names in os.walk(self._path / prefix, followlinks=False):
+            for name in names:
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):  # another server deletes it
+                    stat = path.lstat()
+                    found.append(Listed(path.relative_to(self._path).as_posix(), stat.st_size, stat.st_mtime))
+        return sorted(found, key=lambda one: one.name)
+
+    def delete(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+
+class RemoteObjects:
+    """Objects of a file system of `fsspec`: S3 with `s3fs`, and so on. ConfigError for a URL that it does not know."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+
+            self._fs: Any
+            self._fs, path = fsspec.core.url_to_fs(url)
+        except ImportError as err:
+            raise ConfigError(
+                f"{url} needs a package that is not installed: {pip_line.install('store')} ({err})"
+            ) from err
+        except ValueError as err:
+            raise ConfigError(f"{url} is no store: {err}: name a folder, or a URL that fsspec knows") from err
+        self._fs.use_listings_cache = False
+        self._root = path.rstrip("/")
+
+    def get(self, name: str) -> bytes:
+        return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+
+    def put(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(f"{self._root}/{name}", data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def list(self, prefix: str) -> list[Listed]:
+        self._fs.invalidate_cache()
+        found = self._fs.find(f"{self._root}/{prefix}", detail=True)
+        skip = len(self._root.lstrip("/")) + 1
+        return sorted(
+            (Listed(path.lstrip("/")[skip:], int(info["size"]), _modified(info)) for path, info in found.items()),
+            key=lambda one: one.name,
+        )
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._root}/{name}")
+
+
+def _modified(info: dict[str, Any]) -> float:
+    """When an object was written. File systems of `fsspec` have several names and types for it."""
+    when = next((info[key] for key in ("LastModified", "mtime", "modified", "created", "updated") if key in info), 0.0)
+    return float(when.timestamp() if hasattr(when, "timestamp") else when)
+
+
+def open_objects(url: str) -> Objects:
+    """Return the objects at a URL or below a folder. ConfigError if it cannot be used."""
+    if "://" in url and not url.startswith("file://"):
+        return RemoteObjects(url)
+    return FolderObjects(Path(url.removeprefix("file://")))

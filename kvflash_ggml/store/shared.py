@@ -1,0 +1,280 @@
+"""Texts that the servers of one model share: any of them goes on with a conversation that another has left.
+
+All objects are immutable. `blocks/HASH` holds a part of a snapshot and is named by its content, so that two states of a
+text have the blocks of their common beginning once. `heads/BEGIN/ID~NUMBER` says of one state of a conversation which
+blocks it has. The head with the largest number counts. To write the next number is the compare-and-swap: only one
+server can create it, and no clock is asked. A server that finds it taken keeps its text as another conversation.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import Int32s
+from ..constants import CHUNK
+from ..errors import SnapshotError
+from .objects import Objects
+
+logger = logging.getLogger("kvflash_ggml")
+
+FIRST = 64
+"""Bytes of a snapshot that differ in each state of a text. They stand in the head, and blocks begin behind them."""
+
+BLOCK = 4 << 20
+
+MAX_HEAD = 64 << 20
+MAX_TOKENS = 1 << 26
+MAX_BYTES = 1 << 42
+RATE_SHARE = 0.3
+"""What the newest transfer has of the mean rate."""
+
+_HEAD = re.compile(r"heads/(?P<begin>[0-9a-f]{32})/(?P<id>c-[0-9a-f]{16})~(?P<number>[0-9]{8})")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Head:
+    """One state of a conversation. number: grows with each. places: see `usable`. blocks: hashes, in order.
+
+    size: bytes of the snapshot. first: its first FIRST bytes.
+    """
+
+    id: str
+    number: int
+    salt: str
+    prompt: int
+    places: tuple[int, ...] | None
+    tokens: Int32s
+    first: bytes
+    size: int
+    blocks: tuple[str, ...]
+
+    @property
+    def begin(self) -> str:
+        return begin_of(self.tokens, self.salt)
+
+    @property
+    def name(self) -> str:
+        return head_name(self.begin, self.id, self.number)
+
+
+def head_name(begin: str, id: str, number: int) -> str:
+    """Return the name of the object of a state."""
+    return f"heads/{begin}/{id}~{number:08}"
+
+
+def begin_of(tokens: Int32s, salt: str) -> str:
+    """Return the folder of texts that begin so: with the same first chunk, for the same salt."""
+    return hashlib.sha256(f"{salt}\0".encode() + tokens[:CHUNK].astype("<i4").tobytes()).hexdigest()[:32]
+
+
+def new_id() -> str:
+    """Return an identity that no other conversation has."""
+    return f"c-{secrets.token_hex(8)}"
+
+
+def parse_head_name(name: str) -> tuple[str, str, int] | None:
+    """Return begin, conversation and number of a head's object; None if the name is another's."""
+    found = _HEAD.fullmatch(name)
+    return None if found is None else (found["begin"], found["id"], int(found["number"]))
+
+
+def encode(head: Head) -> bytes:
+    """Return the bytes of a head: a line with the hash of the rest, then JSON."""
+    tokens = base64.b64encode(zlib.compress(head.tokens.astype("<i4").tobytes(), 1)).decode()
+    facts = {
+        "id": head.id, "number": head.number, "salt": head.salt, "prompt": head.prompt, "count": len(head.tokens),
+        "places": head.places, "tokens": tokens, "bytes": head.size, "first": head.first.hex(), "blocks": head.blocks,
+    }  # fmt: skip
+    body = json.dumps(facts).encode()
+    return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def decode(name: str, data: bytes) -> Head:
+    """Read a head. SnapshotError, which names the object, if it is damaged or does not belong there."""
+    said, _, body = data[:MAX_HEAD].partition(b"\n")
+    if len(data) > MAX_HEAD or said.decode("latin-1") != hashlib.sha256(body).hexdigest():
+        raise SnapshotError(f"{name} is damaged: it does not match its checksum")
+    try:
+        head = _head(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, zlib.error) as err:
+        raise SnapshotError(f"{name} is no head of a text: {type(err).__name__} {err}") from err
+    if parse_head_name(name) != (head.begin, head.id, head.number):
+        raise SnapshotError(f"{name} is the head of another text: {head.name}")
+    return head
+
+
+def _head(facts: dict[str, object]) -> Head:
+    """Check what strangers may have written. ValueError and others for what cannot be."""
+
+    def whole(value: object, most: int) -> int:
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{value!r:.40} is no number up to {most}")
+        return value
+
+    count, size = whole(facts["count"], MAX_TOKENS), whole(facts["bytes"], MAX_BYTES)
+    stream = zlib.decompressobj()
+    raw = stream.decompress(base64.b64decode(str(facts["tokens"]), validate=True), 4 * count + 1)
+    first, blocks, places = bytes.fromhex(str(facts["first"])), facts["blocks"], facts["places"]
+    salt, id = facts["salt"], facts["id"]
+    if len(raw) != 4 * count or len(first) != min(FIRST, size):
+        raise ValueError("its tokens or first bytes are cut short")
+    if not isinstance(blocks, list) or len(blocks) != -(-(size - len(first)) // BLOCK):
+        raise ValueError("it has other blocks than its size needs")
+    if not all(isinstance(block, str) and _HASH.fullmatch(block) for block in blocks):
+        raise ValueError("a block has no hash for a name")
+    if not isinstance(salt, str) or not re.fullmatch(r"[0-9a-f]*", salt) or not isinstance(id, str):
+        raise ValueError("its salt or id is none")
+    if places is not None and not isinstance(places, list):
+        raise ValueError("its places are none")
+    return Head(
+        id=id, number=whole(facts["number"], 10**8 - 1), salt=salt, prompt=whole(facts["prompt"], count),
+        places=None if places is None else tuple(whole(place, count) for place in places),
+        tokens=np.frombuffer(raw, "<i4").astype(np.int32), size=size, first=first, blocks=tuple(blocks),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A state that is to be written. base: the head that this server went on from, None for a new conversation."""
+
+    id: str
+    salt: str
+    prompt: int
+    places: Sequence[int] | None
+    tokens: Int32s
+    base: Head | None
+
+
+class SharedTexts:
+    """The store of one model. Any thread uses it.
+
+    bandwidth: bytes per second at most, 0 for no limit. clock and sleep: seconds.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        *,
+        bandwidth: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._objects = objects
+        self._bandwidth = bandwidth
+        self._clock = clock
+        self._sleep = sleep
+        self._free = 0.0  # when the next transfer may begin
+        self._lock = threading.Lock()
+        self.rate: float | None = None
+        """Bytes per second of what was fetched, a moving mean; None before the first."""
+
+    def latest(self, begin: str) -> dict[str, int]:
+        """Return the number that counts of each conversation that begins so. OSError."""
+        found: dict[str, int] = {}
+        for one in self._objects.list(f"heads/{begin}"):
+            parsed = parse_head_name(one.name)
+            if parsed is not None:
+                found[parsed[1]] = max(found.get(parsed[1], 0), parsed[2])
+        return found
+
+    def read(self, begin: str, id: str, number: int) -> Head:
+        """Read a head. SnapshotError if it is damaged, OSError if it cannot be had."""
+        name = head_name(begin, id, number)
+        return decode(name, self._objects.get(name))
+
+    def publish(self, draft: Draft, path: Path) -> Head:
+        """Write a state whose snapshot is the file `path`; its blocks go first. OSError.
+
+        The head has another id than the draft if somebody else has gone on with the conversation since `base`.
+        """
+        begin, base = begin_of(draft.tokens, draft.salt), draft.base
+        goes_on = base is not None and base.id == draft.id and base.begin == begin
+        known = self.latest(begin)
+        there = set(base.blocks) if base is not None and goes_on and known.get(base.id, 0) >= base.number else set()
+        first, blocks = b"", list[str]()
+        with path.open("rb") as file:
+            first = file.read(FIRST)
+            while data := file.read(BLOCK):
+                blocks.append(hashlib.sha256(data).hexdigest())
+                if blocks[-1] not in there:
+                    self._wait(len(data))
+                    self._objects.put(f"blocks/{blocks[-1]}", data)
+        id, number = draft.id, (base.number if base is not None and goes_on else 0) + 1
+        while True:
+            head = Head(
+                id=id, number=number, salt=draft.salt, prompt=draft.prompt,
+                places=None if draft.places is None else tuple(draft.places), tokens=draft.tokens,
+                size=path.stat().st_size, first=first, blocks=tuple(blocks),
+            )  # fmt: skip
+            if self._take(head):
+                break
+            id, number = new_id(), 1
+        if base is not None and head.id == base.id:
+            self._objects.delete(base.name)
+        return head
+
+    def _take(self, head: Head) -> bool:
+        """Create the head that counts from now on; False if another server was faster."""
+        if not self._objects.create(head.name, encode(head)):
+            return False
+        # earlier heads are deleted, so that this number may have been free though it is old
+        if self.latest(head.begin).get(head.id, 0) > head.number:
+            self._objects.delete(head.name)
+            return False
+        return True
+
+    def fetch(self, head: Head, path: Path) -> None:
+        """Write the snapshot of a state to a file. SnapshotError if a block is gone or damaged, OSError."""
+        began = self._clock()
+        with path.open("wb") as file:
+            file.write(head.first)
+            left = head.size - len(head.first)
+            for block in head.blocks:
+                size = min(BLOCK, left)
+                self._wait(size)
+                file.write(self._block(block, size))
+                left -= size
+        took = max(self._clock() - began, 1e-6)
+        self.rate = head.size / took if self.rate is None else self.rate + RATE_SHARE * (head.size / took - self.rate)
+
+    def _block(self, hash: str, size: int) -> bytes:
+        name = f"blocks/{hash}"
+        try:
+            data = self._objects.get(name)
+        except FileNotFoundError as err:
+            raise SnapshotError(f"{name} has gone from the store") from err
+        if len(data) != size or hashlib.sha256(data).hexdigest() != hash:
+            self._objects.delete(name)  # whoever writes this block next writes it again
+            raise SnapshotError(f"{name} is damaged: {len(data)} bytes that do not match its name")
+        return data
+
+    def erase(self, begin: str, id: str) -> None:
+        """Forget a conversation. Its blocks go with the next `prune`. OSError."""
+        for one in self._objects.list(f"heads/{begin}"):
+            parsed = parse_head_name(one.name)
+            if parsed is not None and parsed[1] == id:
+                self._objects.delete(one.name)
+
+    def _wait(self, size: int) -> None:
+        """Let so many bytes pass, in turn with other threads, within the bandwidth."""
+        if not self._bandwidth:
+            return
+        with self._lock:
+            now = self._clock()
+            begin = max(now, self._free)
+            self._free = end = begin + size / self._bandwidth
+        self._sleep(end - now)

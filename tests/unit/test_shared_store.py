@@ -1,0 +1,370 @@
+"""A store of texts that servers share: who goes on with a conversation, and what a broken store costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_model import FakeModel
+from support.served import answer
+
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
+from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.store import shared as shared_module
+from kvflash_ggml.store.objects import FolderObjects, Listed, Objects
+from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of, decode, encode, parse_head_name
+
+TEXT = np.arange(600, dtype=np.int32) % 90 + 33
+
+
+class MemoryObjects:
+    """Objects in memory. before: called with what is about to happen, and may raise or do something else first."""
+
+    def __init__(self, before: Callable[[str, str], None] = lambda what, name: None) -> None:
+        self.all: dict[str, bytes] = {}
+        self.before = before
+
+    def get(self, name: str) -> bytes:
+        self.before("get", name)
+        if name not in self.all:
+            raise FileNotFoundError(name)
+        return self.all[name]
+
+    def put(self, name: str, data: bytes) -> None:
+        self.before("put", name)
+        self.all[name] = data
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.before("create", name)
+        return self.all.setdefault(name, data) is data
+
+    def list(self, prefix: str) -> list[Listed]:
+        self.before("list", prefix)
+        return [Listed(name, len(data), 0.0) for name, data in sorted(self.all.items()) if name.startswith(prefix)]
+
+    def delete(self, name: str) -> None:
+        self.before("delete", name)
+        self.all.pop(name, None)
+
+
+def publish(texts: SharedTexts, path: Path, tokens: Any, base: Head | None = None, id: str | None = None) -> Head:
+    tokens = np.asarray(tokens, np.int32)
+    path.write_bytes(tokens.tobytes())
+    id = id or (shared_module.new_id() if base is None else base.id)
+    return texts.publish(Draft(id=id, salt="", prompt=len(tokens), places=None, tokens=tokens, base=base), path)
+
+
+@pytest.fixture(params=["folder", "memory", "fsspec"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    if request.param == "folder":
+        return FolderObjects(tmp_path / "store")
+    if request.param == "memory":
+        return MemoryObjects()
+    pytest.importorskip("fsspec", reason="the extra 'store' is not installed")
+    from kvflash_ggml.store.objects import RemoteObjects
+
+    return RemoteObjects(f"memory://{tmp_path}")
+
+
+def test_objects(objects: Objects) -> None:
+    with pytest.raises(FileNotFoundError):
+        objects.get("a/b")
+    assert objects.list("a") == []
+    objects.delete("a/b")
+    assert objects.create("a/b", b"one")
+    assert not objects.create("a/b", b"two")
+    objects.put("c/d", b"three")
+    objects.put("c/d", b"three")
+    assert (objects.get("a/b"), objects.get("c/d")) == (b"one", b"three")
+    assert [(one.name, one.size) for one in objects.list("a")] == [("a/b", 3)]
+    objects.delete("a/b")
+    assert objects.list("a") == []
+
+
+def test_a_text_comes_back(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states of a text have the blocks of their common beginning once."""
+    monkeypatch.setattr(shared_module, "BLOCK", 256)
+    texts = SharedTexts(objects)
+    first = publish(texts, tmp_path / "out", TEXT)
+    second = publish(texts, tmp_path / "out", [*TEXT, *TEXT[:50]], base=first)
+    assert (second.id, second.number) == (first.id, 2)
+    assert second.blocks[: len(first.blocks) - 1] == first.blocks[:-1]
+    assert texts.latest(first.begin) == {first.id: 2}
+    found = texts.read(first.begin, first.id, 2)
+    texts.fetch(found, tmp_path / "in")
+    assert (tmp_path / "in").read_bytes() == (tmp_path / "out").read_bytes()
+    assert len(objects.list("blocks")) == len({*first.blocks, *second.blocks})
+    texts.erase(first.begin, first.id)
+    assert texts.latest(first.begin) == {}
+
+
+def test_two_owners_have_two_texts(objects: Objects, tmp_path: Path) -> None:
+    texts = SharedTexts(objects)
+    base = publish(texts, tmp_path / "out", TEXT)
+    one = publish(texts, tmp_path / "out", [*TEXT, 1], base=base)
+    other = publish(texts, tmp_path / "out", [*TEXT, 2], base=base)
+    assert (one.id, one.number) == (base.id, 2)
+    assert (other.id != base.id, other.number) == (True, 1)
+    late = publish(texts, tmp_path / "out", [*TEXT, 1, 3], base=one)
+    again = publish(texts, tmp_path / "out", [*TEXT, 4], base=base)  # its number is free again: 1 and 2 are deleted
+    assert texts.latest(base.begin) == {base.id: late.number, other.id: 1, again.id: 1}
+
+
+def test_what_is_damaged_is_refused_by_name(objects: Objects, tmp_path: Path) -> None:
+    texts = SharedTexts(objects)
+    head = publish(texts, tmp_path / "out", TEXT)
+    (block,) = head.blocks
+    objects.delete(f"blocks/{block}")
+    with pytest.raises(SnapshotError, match=f"blocks/{block} has gone"):
+        texts.fetch(head, tmp_path / "in")
+    objects.put(f"blocks/{block}", b"half")
+    with pytest.raises(SnapshotError, match=f"blocks/{block} is damaged: 4 bytes"):
+        texts.fetch(head, tmp_path / "in")
+    publish(texts, tmp_path / "out", TEXT)
+    texts.fetch(head, tmp_path / "in")  # the damaged block was written again
+
+
+@given(st.data())
+def test_hostile_heads(data: st.DataObject) -> None:
+    good = Head(
+        id="c-0123456789abcdef", number=1, salt="", prompt=3, places=(1, 2), tokens=TEXT, size=64, first=bytes(64),
+        blocks=(),
+    )  # fmt: skip
+    raw = encode(good)
+    assert np.array_equal(decode(good.name, raw).tokens, TEXT)
+    at = data.draw(st.integers(0, len(raw) - 1))
+    broken = data.draw(st.sampled_from([raw[:at], raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]]))
+    with pytest.raises(SnapshotError, match=good.name):
+        decode(good.name, broken)
+    with pytest.raises(SnapshotError, match="the head of another text"):
+        decode(good.name.replace("c-0", "c-1"), raw)
+
+
+@pytest.mark.parametrize(
+    "facts", [b"[]", b"{}", b'{"count": 1e9}', b'{"count": 1, "bytes": 9}', b"[" * 100_000, b"\xff"]
+)
+def test_hostile_facts(facts: bytes) -> None:
+    import hashlib
+
+    with pytest.raises(SnapshotError, match="heads/x is no head"):
+        decode("heads/x", hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts)
+
+
+class Killed(Exception):
+    """The server ends here, and forgets what it had."""
+
+
+@given(st.lists(st.sampled_from(["go", "go", "go", "other", "other", "kill", "fail", "lose"]), max_size=60))
+def test_any_schedule_keeps_texts_whole(tmp_path_factory: pytest.TempPathFactory, events: list[str]) -> None:
+    """Three servers go on with one conversation. Between any two operations of one, others run, in any depth of three.
+
+    A write can fail, get lost, or be the last of its server. No clock is asked, so that none can differ. Whatever was
+    written is the state that counts, or that state goes on from it; no state is a mixture.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+    draw, depth, marks = iter(events), 0, iter(range(1000, 10_000))
+    known: list[Head | None] = [None, None, None]
+    done: list[Head] = []
+
+    def before(what: str, name: str) -> None:
+        event = next(draw, "go")
+        if event == "other" and depth < 3:
+            turn(depth)
+        elif event == "kill":
+            raise Killed
+        elif event == "fail":
+            raise OSError("the store is away")
+
+    class Losing(MemoryObjects):
+        def put(self, name: str, data: bytes) -> None:
+            if next(draw, "go") != "lose":
+                super().put(name, data)
+
+    objects = Losing(before)
+    texts = SharedTexts(objects)
+
+    def turn(server: int) -> None:
+        """Take over what counts, and go on with it; or go on with what this server had."""
+        nonlocal depth
+        depth += 1
+        path = folder / f"{server}-{depth}"
+        try:
+            base = known[server]
+            if next(draw, "go") == "other" or base is None:
+                latest = sorted(texts.latest(begin_of(TEXT, "")).items())
+                base = texts.read(begin_of(TEXT, ""), *latest[0]) if latest else None
+            known[server] = publish(texts, path, [*(TEXT if base is None else base.tokens), next(marks)], base=base)
+            done.append(known[server])  # type: ignore[arg-type]
+        except Killed:
+            known[server] = None
+        except OSError:  # also what has just been replaced
+            pass
+        finally:
+            depth -= 1
+
+    for number in range(12):
+        turn(number % 3)
+    objects.before = lambda what, name: None
+    latest = texts.latest(begin_of(TEXT, ""))
+    for id, number in latest.items():
+        head = texts.read(begin_of(TEXT, ""), id, number)
+        try:
+            texts.fetch(head, folder / "in")
+        except SnapshotError:
+            assert "lose" in events, "only a lost block may be missed"
+            continue
+        assert (folder / "in").read_bytes() == head.tokens.tobytes()
+    for head in done:
+        assert latest[head.id] >= head.number, "a state was lost"
+        now = texts.read(head.begin, head.id, latest[head.id])
+        assert np.array_equal(now.tokens[: len(head.tokens)], head.tokens), "two texts were mixed"
+
+
+# --- servers
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[..., Scheduler]]:
+    made: list[Scheduler] = []
+
+    def start(objects: Objects | None = None, **settings: Any) -> Scheduler:
+        texts = SharedTexts(FolderObjects(tmp_path / "store") if objects is None else objects)
+        made.append(Scheduler(FakeModel(), shared=texts, **settings))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+        assert one.model.held == 0, "parked texts that nobody has released"  # type: ignore[attr-defined]
+
+
+def written(scheduler: Scheduler, count: int) -> None:
+    """Wait until the server has written so many states."""
+    for _ in range(500):
+        if scheduler.call(lambda: scheduler.swapped.counts.written).result(10) >= count:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{scheduler.swapped.counts} after 5 s")
+
+
+def test_another_server_goes_on(server: Callable[..., Scheduler]) -> None:
+    one, other = server(), server()
+    tokens = TEXT.tolist()
+    for turn, here in enumerate((one, other, one, other, one), 1):
+        end = answer(here, tokens, 20)
+        assert end.usage.cached == (0 if turn == 1 else len(tokens) - 10), turn
+        written(here, -(-turn // 2))
+        tokens = [*tokens, *end.tokens, *TEXT[:10].tolist()]
+    assert (one.swapped.counts.taken, other.swapped.counts.taken) == (2, 2)
+    assert (one.swapped.counts.copied, one.counts.lost) == (0, 0)
+
+
+def test_two_servers_at_once(server: Callable[..., Scheduler]) -> None:
+    """Each goes on with its own: one has the conversation, and the other a copy."""
+    one, other = server(), server()
+    first = answer(one, TEXT, 20)
+    written(one, 1)
+    text = [*TEXT.tolist(), *first.tokens]
+    answer(other, [*text, *b"other"], 20)
+    written(other, 1)
+    end = answer(one, [*text, *b"mine"], 20)
+    assert end.usage.cached >= len(text)
+    written(one, 2)
+    again = answer(server(), [*text, *b"mine", *end.tokens, *b"and"], 20)
+    assert again.usage.cached >= len(text) + 4 + len(end.tokens)
+    assert answer(server(), [*text, *b"other", *first.tokens, *b"and"], 20).usage.cached >= len(text)
+
+
+def test_a_store_that_fails_costs_no_answer(server: Callable[..., Scheduler], caplog: pytest.LogCaptureFixture) -> None:
+    def away(what: str, name: str) -> None:
+        raise OSError("no route to host")
+
+    objects = MemoryObjects(away)
+    one = server(objects)
+    for turn in range(3):
+        assert answer(one, [*TEXT, turn], 20).reason == "stop"
+    assert [record for record in caplog.messages if "the store cannot be used" in record] == [caplog.messages[0]]
+    objects.before = lambda what, name: None
+    answer(one, [*TEXT, 9], 20)
+    written(one, 1)
+
+
+def test_a_damaged_store_costs_one_reading(server: Callable[..., Scheduler], tmp_path: Path) -> None:
+    one = server()
+    end = answer(one, TEXT, 20)
+    written(one, 1)
+    (block,) = (tmp_path / "store" / "blocks").iterdir()
+    block.write_bytes(b"half")
+    other = server()
+    tokens = [*TEXT.tolist(), *end.tokens, 65]
+    assert answer(other, tokens, 20).usage.cached == 0
+    assert other.counts.lost == 1
+    written(other, 1)
+    (head,) = [path for path in (tmp_path / "store" / "heads").rglob("*~*") if path.name.endswith("~00000001")][:1]
+    for path in (tmp_path / "store" / "heads").rglob("*~*"):
+        path.write_bytes(head.read_bytes()[:99])
+    assert answer(server(), tokens, 20).usage.cached == 0
+
+
+def test_memory_that_is_full(server: Callable[..., Scheduler]) -> None:
+    """What leaves memory is fetched again; the store keeps what is dropped."""
+    one = server(limits=Limits(park_bytes=1))
+    one.shared.saves = lambda conversation, length: True  # type: ignore
+    texts = [[*b"%d" % n, *TEXT.tolist()] for n in range(3)]
+    ends = [answer(one, tokens, 20) for tokens in texts]
+    for tokens, end in zip(texts, ends, strict=True):
+        again = answer(one, [*tokens, *end.tokens, 65], 20)
+        assert again.usage.cached == len(tokens) + len(end.tokens)
+
+
+def test_erased_everywhere(server: Callable[..., Scheduler]) -> None:
+    one, other = server(), server()
+    end = answer(one, TEXT, 20)
+    written(one, 1)
+    tokens = [*TEXT.tolist(), *end.tokens]
+    answer(other, [*tokens, 65], 20)
+    written(other, 1)
+    assert other.slot.conversation is not None
+    other.call(lambda: other.slot.swap_out()).result(10)
+    (id,) = [one.id for one in other.swapped]
+    from kvflash_ggml.batching.messages import Access
+
+    assert other.call(lambda: other.conversations.erase(id, Access())).result(10)
+    assert answer(server(), [*tokens, 65], 20).usage.cached == 0
+
+
+def test_the_faster_of_both(server: Callable[..., Scheduler]) -> None:
+    one, other = server(), server()
+    end = answer(one, TEXT, 20)
+    written(one, 1)
+    shared = other.shared
+    assert shared is not None
+    shared._shared.rate, shared.read_rate = 1.0, 1e9  # fetching takes minutes, reading nothing
+    assert answer(other, [*TEXT.tolist(), *end.tokens, 65], 20).usage.cached == 0
+    shared._shared.rate = 1e12
+    assert answer(other, [*TEXT.tolist(), *end.tokens, 66], 20).usage.cached >= len(TEXT)
+
+
+def test_bandwidth() -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    texts = SharedTexts(MemoryObjects(), bandwidth=1000, clock=lambda: now, sleep=sleep)
+    for _ in range(5):
+        texts._wait(500)
+    assert now == 2.5
+
+
+def test_names() -> None:
+    assert parse_head_name("heads/" + "a" * 32 + "/c-0123456789abcdef~00000012") == ("a" * 32, "c-0123456789abcdef", 12)
+    assert parse_head_name("heads/" + "a" * 32 + "/../x") is None
