@@ -17,9 +17,11 @@ from ..errors import ConfigError, KVFlashError
 from ..llama.bias import with_bias
 from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
+from ..native.library import build_info
 from ..sequence import together
 from ..state.session import SessionState
-from ..store.swapped import SwappedText, usable
+from ..store.swapped import SwappedText
+from ..store.texts import usable
 from . import model
 from .messages import Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
@@ -101,6 +103,12 @@ class LlamaModel:
     def fingerprint(self) -> str:
         facts = json.dumps(self._llm._saver.snapshots.fingerprint, sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+    @property
+    def made(self) -> str:
+        build = build_info()
+        devices = ", ".join(device.name for device in self._stats.devices)
+        return f"{devices}, {build['flavour']} build {build['patches_hash']} {build.get('cpu_library', '')}"
 
     @property
     def stateful(self) -> bool:

@@ -126,7 +126,12 @@ class Model(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What must be equal for a text to go on bitwise in another process, as 32 hexadecimal digits."""
+        """What must be equal for a text to go on in another process, as 32 hexadecimal digits."""
+        ...
+
+    @property
+    def made(self) -> str:
+        """Devices and build. Where they are equal too, a text goes on bitwise, else up to rounding."""
         ...
 
     @property

@@ -173,6 +173,7 @@ class QueueFull(KVFlashError):
 class Job:
     """A request on its way. sink: gets its events, on the engine's thread. full: has its reader enough for now?
     submitted: in seconds of the clock. begun: has it had a turn, and was put aside? who: the same if it comes again.
+    fetching: is its text on its way from the store that servers share? None if nobody has looked there yet.
     """
 
     request: Request
@@ -181,6 +182,7 @@ class Job:
     submitted: float
     cancelled: bool = False
     begun: bool = False
+    fetching: Callable[[], bool] | None = None
     who: Hashable = field(init=False)
 
     def __post_init__(self) -> None:

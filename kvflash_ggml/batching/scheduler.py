@@ -134,6 +134,7 @@ class Scheduler:
                 read=model.read,
                 at_hand=lambda: [slot.conversation for slot in self.slots if slot.conversation is not None],
                 wake=self._wake.set,
+                clock=clock,
             )
         else:
             self.swapped = SwapStore(
@@ -178,12 +179,15 @@ class Scheduler:
         return [(request, read) for request, read in known if read is not None]
 
     def doing(self, request: Request) -> str:
-        """What becomes of a request that was submitted, in a word or two: "queued", "reading 512/2048", "parked"."""
+        """What becomes of a request that was submitted, in a word or two: "queued", "fetching", "reading 512/2048"."""
         for one in self._running.copy():
             if one.job.request is request:
                 read = one.answer.reading
                 return "generating" if read is None else f"reading {read[0]}/{read[1]}"
-        return "parked" if any(job.request is request for job in self._aside.copy()) else "queued"
+        for job in self._aside.copy():
+            if job.request is request:
+                return "parked" if job.begun else "fetching"
+        return "queued"
 
     @property
     def slot(self) -> Slot:
@@ -204,7 +208,7 @@ class Scheduler:
     @property
     def put_aside(self) -> int:
         """How many answers wait for their readers."""
-        return len(self._aside)
+        return sum(job.begun for job in self._aside.copy())
 
     @property
     def idle(self) -> bool:
@@ -300,8 +304,8 @@ class Scheduler:
                     self._calls.popleft()()
             if not self._running:
                 self._sweep()
-            if self.shared is not None:
-                self.shared.collect()
+            if self.shared is not None and self.shared.collect():
+                self._bring_back()
             self._admit()
             if self._running:
                 self._round(self._running)
@@ -330,7 +334,20 @@ class Scheduler:
             job = self.waiting.take()
             if job is None:
                 return
-            self._begin(job)
+            if not self._fetches(job):
+                self._begin(job)
+
+    def _fetches(self, job: Job) -> bool:
+        """Let a job wait aside while its text is looked for in the store that servers share."""
+        request = job.request
+        if self.shared is None or job.fetching is not None or job.begun or not request.reuse:
+            return False
+        known = max(slot.gain(request) for slot in self.slots)
+        _, length = self.shared.find(request.tokens, salt=request.salt, name=request.conversation)
+        job.fetching = self.shared.search(request.tokens, salt=request.salt, known=max(known, length))
+        if job.fetching is not None:
+            self._aside.append(job)
+        return job.fetching is not None
 
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
@@ -449,12 +466,13 @@ class Scheduler:
             self._forget_text(one.slot)
 
     def _bring_back(self) -> None:
-        """Into line again with those whose readers take more, and those that are to end."""
+        """Into line again with those whose readers take more, whose texts are here, and those that are to end."""
         now = self._clock()
         for job in list(self._aside):
             limit = job.request.timeout_s
             late = limit is not None and now - job.submitted > limit
-            if job.cancelled or late or self._ending or not job.full():
+            waits = job.full() or (job.fetching is not None and job.fetching())
+            if job.cancelled or late or self._ending or not waits:
                 self.waiting.put_first(job)
                 self._aside.remove(job)
 

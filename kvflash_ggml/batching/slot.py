@@ -89,8 +89,8 @@ class Slot:
         if not request.reuse:
             return self._begin(request, private=True)
         tokens, mine, now = request.tokens, self.conversation, self._clock()
-        found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
         live, goes_on = self._live(request)
+        found, length = self._store.find(tokens, salt=request.salt, name=request.conversation)
         source = max(beside, key=lambda slot: slot.gain(request), default=None)
         if source is not None and source.gain(request) >= max(MIN_BEGINNING, live + CHUNK, length + CHUNK):
             return self._copy(source, request) or self.take(request)
@@ -183,6 +183,8 @@ class Slot:
     def lose(self, request: Request) -> None:
         """The text of a request is spoiled: it is forgotten, and so is what it may have gone on from."""
         self.counts.lost += 1
+        if self.conversation is not None:
+            self._store.spoil(self.conversation)
         self.clear()
         found, _ = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         if found is not None:

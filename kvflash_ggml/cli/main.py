@@ -30,6 +30,7 @@ _MODULES = {
     "exec": "execute",
     "calibrate": "calibrate",
     "snapshot": "snapshot",
+    "store": "store",
     "rpc": "rpc",
     "launch": "launch",
 }
@@ -133,6 +134,7 @@ def main() -> None:
     kvflash-run launch claude                               a coding agent on that server
     kvflash-run exec --kvflash auto -- llm -m my-model      another Python program, with a pool
     kvflash-run snapshot info book.kvs                      what is in a saved session
+    kvflash-run store ls /mnt/texts                         what servers of one model share
     kvflash-run calibrate model.gguf                        which heads find what is asked for
     kvflash-run rpc serve                                   lend this machine's devices to another
     kvflash-run doctor                                      what is installed, and does it work

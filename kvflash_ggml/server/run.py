@@ -85,7 +85,7 @@ def serve(
     if settings.store is not None:
         # texts of other models, caches and builds lie beside ours
         objects = open_objects(f"{settings.store.rstrip('/')}/{model.fingerprint}")
-        shared = SharedTexts(objects, bandwidth=settings.store_bandwidth)
+        shared = SharedTexts(objects, made=model.made, bandwidth=settings.store_bandwidth)
     scheduler = Scheduler(model, limits=limits, folder=folder, shared=shared, on_end=ended)
     metrics.attach(scheduler)
     scheduler.start()

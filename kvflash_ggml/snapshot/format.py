@@ -228,8 +228,9 @@ def write(
 ) -> None:
     """Write a saved session as a snapshot. The stream is seekable and at its beginning."""
     writer = Writer(stream, compress=compress)
-    facts = write_sections(writer, saved)
+    # first: so they lie where they lay in an earlier state of the text, and a store has their bytes once
     writer.pages("pages", (saved.heap.bytes_of(page) for page in saved.pages))
+    facts = write_sections(writer, saved)
     write_statistics(writer, saved, slice(None))
     reader = None if saved.policy is None else saved.policy.reader
     if reader is not None:

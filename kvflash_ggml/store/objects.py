@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,11 +51,15 @@ class FolderObjects:
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
+        probe = f".probe-{secrets.token_hex(4)}"
         try:
             self._path.mkdir(parents=True, exist_ok=True)
+            self.create(probe, b"")  # needs hard links, which some file systems lack
+            self.delete(probe)
         except OSError as err:
             raise ConfigError(
-                f"cannot keep texts in {path}: {err.strerror or err}: name a folder that can be written"
+                f"cannot keep texts in {path}: {err.strerror or err}: name a folder that can be written, on a file "
+                f"system with hard links"
             ) from err
 
     def get(self, name: str) -> bytes:
@@ -81,7 +86,7 @@ class FolderObjects:
                 os.fsync(file.fileno())
             os.link(part, place)  # whole or not at all, and never over another
         except FileExistsError:
-            return False
+            return part.stat().st_nlink > 1  # NFS may ask twice, and refuse the second time what it did the first
         finally:
             part.unlink(missing_ok=True)
         return True
@@ -115,25 +120,28 @@ class RemoteObjects:
             ) from err
         except ValueError as err:
             raise ConfigError(f"{url} is no store: {err}: name a folder, or a URL that fsspec knows") from err
-        self._fs.use_listings_cache = False
         self._root = path.rstrip("/")
 
     def get(self, name: str) -> bytes:
-        return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+        with _os_errors():
+            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def put(self, name: str, data: bytes) -> None:
-        self._fs.pipe_file(f"{self._root}/{name}", data)
+        with _os_errors():
+            self._fs.pipe_file(f"{self._root}/{name}", data)
 
     def create(self, name: str, data: bytes) -> bool:
         try:
-            self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
+            with _os_errors():
+                self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
         except FileExistsError:
             return False
         return True
 
     def list(self, prefix: str) -> list[Listed]:
-        self._fs.invalidate_cache()
-        found = self._fs.find(f"{self._root}/{prefix}", detail=True)
+        with _os_errors():
+            self._fs.invalidate_cache()
+            found = self._fs.find(f"{self._root}/{prefix}", detail=True)
         skip = len(self._root.lstrip("/")) + 1
         return sorted(
             (Listed(path.lstrip("/")[skip:], int(info["size"]), _modified(info)) for path, info in found.items()),
@@ -141,8 +149,19 @@ class RemoteObjects:
         )
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _os_errors():
             self._fs.rm_file(f"{self._root}/{name}")
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise what libraries of object stores raise as OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as err:
+        raise OSError(f"{type(err).__name__}: {err}") from err
 
 
 def _modified(info: dict[str, Any]) -> float:

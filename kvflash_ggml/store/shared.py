@@ -4,6 +4,7 @@ All objects are immutable. `blocks/HASH` holds a part of a snapshot and is named
 text have the blocks of their common beginning once. `heads/BEGIN/ID~NUMBER` says of one state of a conversation which
 blocks it has. The head with the largest number counts. To write the next number is the compare-and-swap: only one
 server can create it, and no clock is asked. A server that finds it taken keeps its text as another conversation.
+`heads/BEGIN/ID~NUMBER~MARKS` is empty. It tells from a listing how a state's text goes on, so that few heads are read.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import hashlib
 import json
 import logging
 import re
-import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import SnapshotError
 from .objects import Objects
+from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -41,7 +42,13 @@ MAX_BYTES = 1 << 42
 RATE_SHARE = 0.3
 """What the newest transfer has of the mean rate."""
 
-_HEAD = re.compile(r"heads/(?P<begin>[0-9a-f]{32})/(?P<id>c-[0-9a-f]{16})~(?P<number>[0-9]{8})")
+MOST_READ = 4
+"""Heads that a search reads: of texts that share a long beginning, as a system prompt, there may be thousands."""
+
+_HEAD = re.compile(
+    r"heads/(?P<begin>[0-9a-f]{32})/(?P<id>c-[0-9a-f]{16})~(?P<number>[0-9]{8})"
+    r"(~(?P<chunks>[0-9a-f]{1,6})-(?P<end>[0-9a-f]{8})(?P<steps>([0-9a-f]{4}){0,24}))?"
+)
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -49,12 +56,13 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 class Head:
     """One state of a conversation. number: grows with each. places: see `usable`. blocks: hashes, in order.
 
-    size: bytes of the snapshot. first: its first FIRST bytes.
+    size: bytes of the snapshot. first: its first FIRST bytes. made: on which devices.
     """
 
     id: str
     number: int
     salt: str
+    made: str
     prompt: int
     places: tuple[int, ...] | None
     tokens: Int32s
@@ -81,23 +89,68 @@ def begin_of(tokens: Int32s, salt: str) -> str:
     return hashlib.sha256(f"{salt}\0".encode() + tokens[:CHUNK].astype("<i4").tobytes()).hexdigest()[:32]
 
 
-def new_id() -> str:
-    """Return an identity that no other conversation has."""
-    return f"c-{secrets.token_hex(8)}"
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What the name of an object says of a state. marks: chunks, a hash of them, and hashes of 2, 4, 8, ... of them;
+    None for the name of a head.
+    """
+
+    begin: str
+    id: str
+    number: int
+    marks: tuple[int, str, tuple[str, ...]] | None = None
 
 
-def parse_head_name(name: str) -> tuple[str, str, int] | None:
-    """Return begin, conversation and number of a head's object; None if the name is another's."""
+def parse_name(name: str) -> Name | None:
+    """Return what the name of a head, or of its marks, says; None if it is another object's."""
     found = _HEAD.fullmatch(name)
-    return None if found is None else (found["begin"], found["id"], int(found["number"]))
+    if found is None:
+        return None
+    marks = None
+    if found["end"] is not None:
+        steps = found["steps"]
+        marks = int(found["chunks"], 16), found["end"], tuple(steps[i : i + 4] for i in range(0, len(steps), 4))
+    return Name(found["begin"], found["id"], int(found["number"]), marks)
+
+
+def chunk_hashes(tokens: Int32s) -> list[str]:
+    """Return a hash of the first chunk, of the first two chunks, and so on."""
+    sha, hashes = hashlib.sha256(), []
+    for at in range(0, len(tokens) - len(tokens) % CHUNK, CHUNK):
+        sha.update(tokens[at : at + CHUNK].astype("<i4").tobytes())
+        hashes.append(sha.hexdigest()[:8])
+    return hashes
+
+
+def marks_of(tokens: Int32s) -> str:
+    """Return the end of the name that tells how a text goes on. It has a chunk at least."""
+    hashes = chunk_hashes(tokens)
+    steps = [hashes[(2 << i) - 1][:4] for i in range(24) if 2 << i <= len(hashes)]
+    return f"{len(hashes):x}-{hashes[-1]}{''.join(steps)}"
+
+
+def alike(marks: tuple[int, str, tuple[str, ...]] | None, hashes: list[str]) -> tuple[int, int]:
+    """Return how many chunks a text shares with those of `hashes`, at least and less than; as its marks tell."""
+    if marks is None:
+        return 1, 1 << 30
+    chunks, end, steps = marks
+    if 0 < chunks <= len(hashes) and hashes[chunks - 1] == end:
+        return chunks, chunks + 1
+    known = 1
+    for step in steps:
+        if 2 * known > len(hashes) or hashes[2 * known - 1][:4] != step:
+            break
+        known *= 2
+    return known, 2 * known
 
 
 def encode(head: Head) -> bytes:
     """Return the bytes of a head: a line with the hash of the rest, then JSON."""
     tokens = base64.b64encode(zlib.compress(head.tokens.astype("<i4").tobytes(), 1)).decode()
     facts = {
-        "id": head.id, "number": head.number, "salt": head.salt, "prompt": head.prompt, "count": len(head.tokens),
-        "places": head.places, "tokens": tokens, "bytes": head.size, "first": head.first.hex(), "blocks": head.blocks,
+        "id": head.id, "number": head.number, "salt": head.salt, "made": head.made, "prompt": head.prompt,
+        "count": len(head.tokens), "places": head.places, "tokens": tokens,
+        "bytes": head.size, "first": head.first.hex(), "blocks": head.blocks,
     }  # fmt: skip
     body = json.dumps(facts).encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
@@ -112,7 +165,7 @@ def decode(name: str, data: bytes) -> Head:
         head = _head(json.loads(body))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, zlib.error) as err:
         raise SnapshotError(f"{name} is no head of a text: {type(err).__name__} {err}") from err
-    if parse_head_name(name) != (head.begin, head.id, head.number):
+    if parse_name(name) != Name(head.begin, head.id, head.number):
         raise SnapshotError(f"{name} is the head of another text: {head.name}")
     return head
 
@@ -129,7 +182,7 @@ def _head(facts: dict[str, object]) -> Head:
     stream = zlib.decompressobj()
     raw = stream.decompress(base64.b64decode(str(facts["tokens"]), validate=True), 4 * count + 1)
     first, blocks, places = bytes.fromhex(str(facts["first"])), facts["blocks"], facts["places"]
-    salt, id = facts["salt"], facts["id"]
+    salt, id, made = facts["salt"], facts["id"], facts["made"]
     if len(raw) != 4 * count or len(first) != min(FIRST, size):
         raise ValueError("its tokens or first bytes are cut short")
     if not isinstance(blocks, list) or len(blocks) != -(-(size - len(first)) // BLOCK):
@@ -138,10 +191,12 @@ def _head(facts: dict[str, object]) -> Head:
         raise ValueError("a block has no hash for a name")
     if not isinstance(salt, str) or not re.fullmatch(r"[0-9a-f]*", salt) or not isinstance(id, str):
         raise ValueError("its salt or id is none")
+    if not isinstance(made, str) or len(made) > 200 or not made.isprintable():
+        raise ValueError("its devices are none")
     if places is not None and not isinstance(places, list):
         raise ValueError("its places are none")
     return Head(
-        id=id, number=whole(facts["number"], 10**8 - 1), salt=salt, prompt=whole(facts["prompt"], count),
+        id=id, number=whole(facts["number"], 10**8 - 1), salt=salt, made=made, prompt=whole(facts["prompt"], count),
         places=None if places is None else tuple(whole(place, count) for place in places),
         tokens=np.frombuffer(raw, "<i4").astype(np.int32), size=size, first=first, blocks=tuple(blocks),
     )  # fmt: skip
@@ -162,18 +217,20 @@ class Draft:
 class SharedTexts:
     """The store of one model. Any thread uses it.
 
-    bandwidth: bytes per second at most, 0 for no limit. clock and sleep: seconds.
+    made: the devices that compute here. bandwidth: bytes per second at most, 0 for no limit. clock and sleep: seconds.
     """
 
     def __init__(
         self,
         objects: Objects,
         *,
+        made: str = "",
         bandwidth: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._objects = objects
+        self.made = made
         self._bandwidth = bandwidth
         self._clock = clock
         self._sleep = sleep
@@ -184,12 +241,50 @@ class SharedTexts:
 
     def latest(self, begin: str) -> dict[str, int]:
         """Return the number that counts of each conversation that begins so. OSError."""
-        found: dict[str, int] = {}
+        return {id: name.number for id, name in self._names(begin).items()}
+
+    def _names(self, begin: str) -> dict[str, Name]:
+        """Return of each conversation the number that counts, with its newest marks. OSError."""
+        numbers, marks = dict[str, int](), dict[str, Name]()
         for one in self._objects.list(f"heads/{begin}"):
-            parsed = parse_head_name(one.name)
-            if parsed is not None:
-                found[parsed[1]] = max(found.get(parsed[1], 0), parsed[2])
-        return found
+            name = parse_name(one.name)
+            if name is None:
+                continue
+            if name.marks is None:
+                numbers[name.id] = max(numbers.get(name.id, 0), name.number)
+            elif name.id not in marks or marks[name.id].number < name.number:
+                marks[name.id] = name
+        return {id: Name(begin, id, number, marks[id].marks if id in marks else None) for id, number in numbers.items()}
+
+    def search(
+        self, tokens: Int32s, *, salt: str, known: int, numbers: Mapping[str, float], refused: set[str]
+    ) -> tuple[Head | None, Collection[str]]:
+        """Return the state that saves most of a prompt, None if none saves more than `known` tokens; and all ids.
+
+        numbers: states that are known already, by the id of their conversation. refused: names of heads to leave alone,
+        to which those are added that are damaged. OSError.
+        """
+        begin, hashes = begin_of(tokens, salt), chunk_hashes(tokens)
+        names = self._names(begin)
+        shared = {id: alike(name.marks, hashes) for id, name in names.items() if numbers.get(id, 0) < name.number}
+        likely = sorted((id for id, (_, below) in shared.items() if below * CHUNK > known), key=lambda id: shared[id])
+        best, most = None, known
+        for id in likely[: -MOST_READ - 1 : -1]:
+            name = head_name(begin, id, names[id].number)
+            if name in refused:
+                continue
+            try:
+                head = self.read(begin, id, names[id].number)
+            except FileNotFoundError:  # it has just been replaced
+                continue
+            except SnapshotError as err:
+                refused.add(name)
+                logger.warning("a conversation of the store is left alone: %s", err)
+                continue
+            length = usable(head.tokens, head.places, tokens)
+            if length > most:
+                best, most = head, length
+        return best, names.keys()
 
     def read(self, begin: str, id: str, number: int) -> Head:
         """Read a head. SnapshotError if it is damaged, OSError if it cannot be had."""
@@ -213,18 +308,20 @@ class SharedTexts:
                 if blocks[-1] not in there:
                     self._wait(len(data))
                     self._objects.put(f"blocks/{blocks[-1]}", data)
-        id, number = draft.id, (base.number if base is not None and goes_on else 0) + 1
+        id, number, marks = draft.id, (base.number if base is not None and goes_on else 0) + 1, marks_of(draft.tokens)
         while True:
             head = Head(
-                id=id, number=number, salt=draft.salt, prompt=draft.prompt,
+                id=id, number=number, salt=draft.salt, made=self.made, prompt=draft.prompt,
                 places=None if draft.places is None else tuple(draft.places), tokens=draft.tokens,
                 size=path.stat().st_size, first=first, blocks=tuple(blocks),
             )  # fmt: skip
             if self._take(head):
                 break
             id, number = new_id(), 1
+        self._objects.put(f"{head.name}~{marks}", b"")
         if base is not None and head.id == base.id:
             self._objects.delete(base.name)
+            self._objects.delete(f"{base.name}~{marks_of(base.tokens)}")
         return head
 
     def _take(self, head: Head) -> bool:
@@ -265,8 +362,8 @@ class SharedTexts:
     def erase(self, begin: str, id: str) -> None:
         """Forget a conversation. Its blocks go with the next `prune`. OSError."""
         for one in self._objects.list(f"heads/{begin}"):
-            parsed = parse_head_name(one.name)
-            if parsed is not None and parsed[1] == id:
+            name = parse_name(one.name)
+            if name is not None and name.id == id:
                 self._objects.delete(one.name)
 
     def _wait(self, size: int) -> None:

@@ -12,8 +12,8 @@ from typing import Protocol
 from ..arrays import Int32s, common_prefix
 from ..errors import ConfigError, KVFlashError
 from .folder import Folder, disk_is_full, file_stat
-from .shared import Head, new_id
-from .texts import Texts
+from .shared import Head
+from .texts import Texts, new_id, usable
 
 SUFFIX = ".kvs"
 
@@ -25,10 +25,7 @@ _SWAPPED = re.compile(r"(?P<id>c-[0-9a-f]{16})~(?P<salt>[0-9a-f]*)~(?P<prompt>[0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stored:
-    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from.
-
-    head: of one in a shared store, whose object `path` names then.
-    """
+    """A conversation's file. current: it has all of it. places: where, before its end, it can be gone on from."""
 
     path: Path
     id: str
@@ -36,13 +33,10 @@ class Stored:
     prompt: int
     places: Sequence[int] | None
     current: bool = True
-    head: Head | None = None
 
     @property
     def bytes(self) -> int:
         """On the disk; none of a file that has gone."""
-        if self.head is not None:
-            return self.head.size
         stat = file_stat(self.path)
         return 0 if stat is None else stat.st_size
 
@@ -128,21 +122,14 @@ class SwappedText(Protocol):
     def release(self) -> None: ...
 
 
-def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
-    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
-    shared = min(common_prefix(text, tokens), len(tokens) - 1)
-    if places is None or shared == len(text):
-        return shared
-    return max((place for place in places if place <= shared), default=0)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Conversation:
     """A text that requests go on with. It is at hand, or on the shelf.
 
     id: ours. name: what requests call it, if they do. salt: whose texts may go on from it. tokens: as it was put aside.
     prompt: how many of them the last request gave; a request that leaves the text before that is another conversation.
-    parked: in memory; stored: in the folder. stale: another server has gone on with it.
+    parked: in memory; stored: in the folder. head: its newest state in the store that servers share; stale: another
+    server has gone on with it since.
     """
 
     id: str = field(default_factory=new_id)
@@ -152,6 +139,7 @@ class Conversation:
     prompt: int = 0
     swapped: SwappedText | None = None
     stored: Stored | None = None
+    head: Head | None = None
     used: float = 0.0
     stale: bool = False
 
@@ -223,13 +211,9 @@ class SwapStore:
         for found in self._texts.alike(tokens, salt=salt):
             length = found.usable(tokens)
             key = (length, name is not None and found.name == name, found.used)
-            if length and key > most and self.saves(found, length):
+            if length and key > most:
                 best, most = found, key
         return best, most[0]
-
-    def saves(self, conversation: Conversation, length: int) -> bool:
-        """Is it faster to go on from a conversation than to read the `length` tokens that it has of a prompt?"""
-        return True
 
     def nearest(self, tokens: Int32s, *, salt: str) -> tuple[int, int]:
         """How much of a prompt the text has that has most of it, and how long that text is."""
@@ -244,10 +228,14 @@ class SwapStore:
         """Put a conversation aside. It holds `swapped` from here on. Others go if there is no room."""
         if conversation in self._texts:
             self.take(conversation)
+        self.shelve(conversation, swapped, now)
+        self.make_room()
+
+    def shelve(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
+        """The same for a new one, and room is made later."""
         conversation.tokens, conversation.swapped, conversation.used = swapped.tokens, swapped, now
         self.add(conversation)
         self._texts.add_parts(conversation, swapped.parts())
-        self.make_room()
 
     def add(self, conversation: Conversation) -> None:
         """One that is put aside, or that the folder had when the server began."""
@@ -362,6 +350,9 @@ class SwapStore:
     def lose(self, conversation: Conversation) -> None:
         """Forget a conversation that cannot be brought back."""
         self.erase(conversation)
+
+    def spoil(self, conversation: Conversation) -> None:
+        """A text at hand turned out to be of no use: do not take it over from another server again."""
 
     def delete_file(self, conversation: Conversation) -> None:
         """Forget the file of a conversation, if it has one."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +18,43 @@ import numpy as np
 from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 from ..errors import KVFlashError, SnapshotError
-from .shared import Draft, Head, SharedTexts, begin_of, head_name, new_id
-from .swapped import Conversation, Stored, SwappedText, SwapStore
+from .shared import Draft, Head, SharedTexts
+from .swapped import Conversation, SwappedText, SwapStore
+from .texts import new_id, usable
 
 logger = logging.getLogger("kvflash_ggml")
 
+READERS = 4
+"""Searches at once: one that fetches much does not keep the others."""
+
+REST_S = 10.0
+"""How long a store that has failed is left alone."""
+
+PATIENCE_S = 30.0
+"""How long a request waits for the store while nobody knows how long it takes to read its prompt."""
+
+LEAST_S = 1.0
+"""A request waits so long at least, though its prompt might be read sooner: what is taken over goes on bitwise."""
+
+TRY_AGAIN = 1.25
+"""A store that was too slow is believed to be so much faster the next time: else nobody would ever try it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a search brings: the ids of all conversations that begin so, and the one that is taken over, in a file."""
+
+    ids: Collection[str]
+    head: Head | None = None
+    path: Path | None = None
+
 
 class SharedSwapStore(SwapStore):
-    """A `SwapStore` whose folder is a store that several servers share. One thread uses it; another one writes.
+    """A `SwapStore` that shares conversations with other servers. What is on its shelf is in memory.
 
-    write and read: of the model, by the path of a file in a folder of its own. at_hand: the conversations in slots.
-    wake: called, on the writing thread, when something was written. more: `capacity` and `most`, see `SwapStore`.
+    One thread uses it; others read and write the store. write and read: of the model, by the path of a file. at_hand:
+    the conversations in slots. wake: called, on another thread, when something was written or found. clock: seconds.
+    more: `capacity` and `most`, see `SwapStore`.
     """
 
     def __init__(
@@ -35,19 +65,23 @@ class SharedSwapStore(SwapStore):
         read: Callable[[Path], SwappedText],
         at_hand: Callable[[], Iterable[Conversation]],
         wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
         **more: Any,
     ) -> None:
-        super().__init__(write=lambda swapped, place, sync: write(swapped, place.path), read=self._fetch, **more)
+        super().__init__(write=lambda swapped, place, sync: None, read=lambda place: read(place.path), **more)
         self._shared = shared
         self._to_file, self._from_file = write, read
         self._at_hand = at_hand
         self._wake = wake
+        self._clock = clock
         self._scratch = tempfile.TemporaryDirectory(prefix="kvflash-store-")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvflash-store")
+        self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="kvflash-takeover")
         self._writing: dict[Conversation, tuple[Future[Head], SwappedText]] = {}
         self._next: dict[Conversation, SwappedText] = {}
+        self._searches: dict[tuple[str, bytes], tuple[Int32s, Future[_Found]]] = {}
         self._refused = set[str]()
-        self._failing = False
+        self._rests_until: float | None = None
         self.read_rate: float | None = None
         """Tokens per second of prompts; None before the first."""
 
@@ -55,208 +89,251 @@ class SharedSwapStore(SwapStore):
 
     def offer(self, conversation: Conversation, swapped: SwappedText) -> None:
         """Write a conversation behind what the server does next. It holds `swapped` from here on."""
-        if conversation in self._writing:
+        if self._rests:
+            swapped.release()
+        elif conversation in self._writing:
             before = self._next.pop(conversation, None)
             if before is not None:
                 before.release()
             self._next[conversation] = swapped
         else:
-            self._submit(conversation, swapped)
+            future = self._submit(conversation, swapped)
+            self._writing[conversation] = future, swapped
+            future.add_done_callback(lambda _: self._wake())
 
-    def _submit(self, conversation: Conversation, swapped: SwappedText) -> None:
-        base = None if conversation.stored is None else conversation.stored.head
+    def _submit(self, conversation: Conversation, swapped: SwappedText) -> Future[Head]:
+        base = conversation.head
         draft = Draft(
-            id=conversation.id, salt=conversation.salt, prompt=min(conversation.prompt, len(swapped.tokens)),
-            places=swapped.places, tokens=swapped.tokens.copy(), base=base,
+            id=base.id if base is not None else new_id() if conversation.stale else conversation.id,
+            salt=conversation.salt, prompt=min(conversation.prompt, len(swapped.tokens)), places=swapped.places,
+            tokens=swapped.tokens.copy(), base=base,
         )  # fmt: skip
-        future = self._writer.submit(self._publish, draft, swapped)
-        self._writing[conversation] = future, swapped
-        future.add_done_callback(lambda _: self._wake())
+        return self._writer.submit(self._publish, draft, swapped)
 
     def _publish(self, draft: Draft, swapped: SwappedText) -> Head:
-        path = Path(self._scratch.name, f"out-{draft.id}.kvs")
-        try:
+        with self._file() as path:
             self._to_file(swapped, path)
             return self._shared.publish(draft, path)
-        finally:
-            path.unlink(missing_ok=True)
-
-    def collect(self) -> None:
-        """Take note of what has been written."""
-        for conversation, (future, _) in list(self._writing.items()):
-            if future.done():
-                self._finish(conversation)
 
     def _finish(self, conversation: Conversation) -> None:
         """Wait until a conversation is written as it was offered last."""
         while conversation in self._writing:
             future, swapped = self._writing[conversation]
-            error = future.exception()
+            self._note(conversation, future)
             swapped.release()
             del self._writing[conversation]
-            if error is None:
-                self._written(conversation, future.result())
-            elif isinstance(error, KVFlashError | OSError):
-                self._failed(error)
-            else:
-                raise error
             if conversation in self._next:
-                self._submit(conversation, self._next.pop(conversation))
+                self.offer(conversation, self._next.pop(conversation))
 
-    def _written(self, conversation: Conversation, head: Head) -> None:
-        if conversation.stored is not None and conversation.id != head.id:
+    def _note(self, conversation: Conversation, future: Future[Head]) -> bool:
+        """Wait until a state is written, and note what became of it; False if it could not be."""
+        try:
+            head = future.result()
+        except Exception as err:  # whatever a store does, the engine's thread goes on
+            self.counts.failed += 1
+            self._rest(err)
+            return False
+        before, conversation.head = conversation.head, head
+        if conversation.stale or (before is not None and before.id != head.id):
             self.counts.copied += 1
-            logger.info("%s has gone on elsewhere: this server goes on with a copy, %s", conversation.id, head.id)
-        self._failing = False
+            logger.info("%s has gone on elsewhere: this server goes on with a copy", conversation.id)
+        conversation.stale = False
+        self._rests_until = None
         self.counts.written += 1
-        conversation.id, conversation.stored = head.id, _stored(head)
-        conversation.stored.current = np.array_equal(head.tokens, conversation.tokens)
+        return True
 
-    def _failed(self, error: BaseException) -> None:
-        self.counts.failed += 1
-        if not self._failing:
-            self._failing = True
-            logger.warning("the store cannot be used, texts stay here until it can: %s", error)
-
-    def add(self, conversation: Conversation) -> None:
-        if conversation.stored is not None and conversation.stored.head is not None:
-            conversation.stored.current = np.array_equal(conversation.stored.head.tokens, conversation.tokens)
-        super().add(conversation)
+    def _is_written(self, conversation: Conversation) -> bool:
+        swapped, head = conversation.swapped, conversation.head
+        return swapped is not None and head is not None and np.array_equal(head.tokens, swapped.tokens)
 
     def store(self, conversation: Conversation, *, sync: bool = True) -> bool:
         self._finish(conversation)
-        swapped, stored = conversation.swapped, conversation.stored
-        if swapped is None or (stored is not None and stored.current):
-            return stored is not None
-        if len(swapped.tokens) < CHUNK:
+        swapped = conversation.swapped
+        if swapped is None or self._is_written(conversation):
+            return swapped is not None
+        if self._rests or len(swapped.tokens) < CHUNK:
             return False  # sooner read than fetched
-        self._submit(conversation, _Borrowed(swapped))
-        self._finish(conversation)
-        return conversation.stored is not None and conversation.stored.current
+        return self._note(conversation, self._submit(conversation, swapped))
+
+    @property
+    def _rests(self) -> bool:
+        return self._rests_until is not None and self._clock() < self._rests_until
+
+    def _rest(self, error: BaseException) -> None:
+        """The store has failed: leave it alone for a while, and say so once until it works again."""
+        if self._rests_until is None:
+            logger.warning("the store cannot be used, texts stay here until it can: %s", error)
+        self._rests_until = self._clock() + REST_S
 
     # --- taking over
 
-    def find(self, tokens: Int32s, *, salt: str, name: str | None) -> tuple[Conversation | None, int]:
-        self.collect()
-        if len(tokens) > CHUNK:
-            try:
-                self._look(tokens, salt)
-            except OSError as err:
-                self._failed(err)
-        return super().find(tokens, salt=salt, name=name)
+    def search(self, tokens: Int32s, *, salt: str, known: int) -> Callable[[], bool] | None:
+        """Look, on another thread, for a conversation that saves more than `known` tokens of a prompt, and fetch it.
 
-    def saves(self, conversation: Conversation, length: int) -> bool:
-        stored = conversation.stored
-        if conversation.swapped is not None or stored is None or stored.head is None:
-            return True
-        fetched, read = self._shared.rate, self.read_rate
-        return fetched is None or read is None or stored.head.size / fetched < length / read
+        Returns whether to wait: while that is under way, and not longer than reading would take. None for no search.
+        """
+        if len(tokens) <= CHUNK or self._rests:
+            return None
+        key = salt, tokens.tobytes()
+        if key not in self._searches:
+            numbers = dict[str, float]()
+            for one in [*self._at_hand(), *self._texts.alike(tokens, salt=salt)]:
+                id = one.id if one.head is None else one.head.id
+                busy = one in self._writing
+                numbers[id] = float("inf") if busy else 0 if one.head is None else one.head.number
+            future = self._reader.submit(self._seek, tokens, salt, known, numbers)
+            self._searches[key] = tokens, future
+            future.add_done_callback(lambda _: self._wake())
+        takes = PATIENCE_S if self.read_rate is None else (len(tokens) - known) / self.read_rate
+        until = self._clock() + max(LEAST_S, takes)
+        return lambda: key in self._searches and self._clock() < until
 
-    def _look(self, tokens: Int32s, salt: str) -> None:
-        """Learn which conversations that begin as `tokens` do the store has. OSError."""
-        begin = begin_of(tokens, salt)
-        latest = self._shared.latest(begin)
-        shelf = {one.id: one for one in self._texts.alike(tokens, salt=salt)}
-        at_hand = {one.id: one for one in self._at_hand()}
-        for id, number in latest.items():
-            mine = at_hand.get(id) or shelf.get(id)
-            if (
-                (mine is not None and mine in self._writing)
-                or _number(mine) >= number
-                or head_name(begin, id, number) in self._refused
-            ):
-                continue
-            try:
-                head = self._shared.read(begin, id, number)
-            except FileNotFoundError:  # it has just been replaced
-                continue
-            except SnapshotError as err:
-                self._refused.add(head_name(begin, id, number))
-                logger.warning("a conversation of the store is left alone: %s", err)
-                continue
-            if mine is not None:
-                self._stale(mine, head)
-            self.add(
-                Conversation(id=head.id, salt=head.salt, tokens=head.tokens, prompt=head.prompt, stored=_stored(head))
-            )
-        for id, one in shelf.items():
-            clean = one.stored is not None and one.stored.head is not None and one.stored.current
-            if clean and id not in latest and one not in self._writing and one in self._texts:
-                self.drop(one)  # erased by somebody, or older than what another server has of it
-
-    def _stale(self, mine: Conversation, head: Head) -> None:
-        """Another server has gone on with a conversation. What only this one has of it becomes a copy."""
-        if mine in self._texts and common_prefix(mine.tokens, head.tokens) == len(mine.tokens):
-            self.drop(mine)
-        else:
-            mine.id, mine.stale = new_id(), True
-
-    def _fetch(self, place: Stored) -> SwappedText:
-        if place.head is None:
-            raise SnapshotError(f"{place.path} is not of this store")
-        path = Path(self._scratch.name, "in.kvs")
+    def _seek(self, tokens: Int32s, salt: str, known: int, numbers: dict[str, float]) -> _Found:
+        shared, refused = self._shared, self._refused
+        head, ids = shared.search(tokens, salt=salt, known=known, numbers=numbers, refused=refused)
+        if head is None:
+            return _Found(ids)
+        if shared.rate is not None and self.read_rate is not None:
+            reading = (usable(head.tokens, head.places, tokens) - known) / self.read_rate
+            if head.size / shared.rate > max(LEAST_S, reading):
+                shared.rate *= TRY_AGAIN
+                return _Found(ids)
+        path = self._new_path()
         try:
-            self._shared.fetch(place.head, path)
+            shared.fetch(head, path)
+        except BaseException as err:
+            path.unlink(missing_ok=True)
+            if not isinstance(err, SnapshotError):
+                raise
+            refused.add(head.name)
+            logger.warning("a conversation of the store is left alone: %s", err)
+            return _Found(ids)
+        return _Found(ids, head, path)
+
+    def collect(self) -> bool:
+        """Take note of what was written and found. Returns whether a search has ended."""
+        for conversation, (written, _) in list(self._writing.items()):
+            if written.done():
+                self._finish(conversation)
+        ended = False
+        for key, (tokens, future) in list(self._searches.items()):
+            if not future.done():
+                continue
+            ended = True
+            del self._searches[key]
+            try:
+                found = future.result()
+            except Exception as err:  # as in `_note`
+                self._rest(err)
+                continue
+            self._forget_erased(tokens, key[0], found.ids)
+            if found.head is not None and found.path is not None:
+                self._take_over(found.head, found.path)
+        return ended
+
+    def _take_over(self, head: Head, path: Path) -> None:
+        """Put a text of the store on the shelf. path: its file, which is deleted."""
+        try:
             swapped = self._from_file(path)
-        except OSError as err:
-            raise SnapshotError(f"{place.path} cannot be had from the store: {err}") from err
+        except (KVFlashError, OSError) as err:
+            self._refused.add(head.name)
+            logger.warning("%s of the store is read again: %s", head.name, err)
+            return
         finally:
             path.unlink(missing_ok=True)  # what was opened stays readable
-        if not np.array_equal(swapped.tokens, place.head.tokens):
+        here = [*self._at_hand(), *self._texts]
+        mine = [one for one in here if one.head is not None and one.head.id == head.id]
+        other = not np.array_equal(swapped.tokens, head.tokens)
+        if other or any(one.head is not None and one.head.number >= head.number for one in mine):
             swapped.release()
-            raise SnapshotError(f"{place.path} has another text than its head says")
-        place.places = swapped.places
+            if other:
+                self._refused.add(head.name)
+                logger.warning("%s of the store has another text than it says: it is left alone", head.name)
+            return
+        for one in mine:
+            one.head, one.stale = None, True
+            if one in self._texts and _begins(one.tokens, head.tokens):
+                self.drop(one)
+        if head.made != self._shared.made:
+            logger.info("a text of %s goes on, on %s: up to rounding", head.made or "?", self._shared.made or "?")
+        id = new_id() if any(one.id == head.id for one in here) else head.id
+        taken = Conversation(id=id, salt=head.salt, tokens=head.tokens, prompt=head.prompt, head=head)
+        self.shelve(taken, swapped, self._clock())  # whoever waits for it comes next
         self.counts.taken += 1
-        return swapped
+
+    def put(self, conversation: Conversation, swapped: SwappedText, now: float) -> None:
+        alike = self._texts.alike(swapped.tokens, salt=conversation.salt)
+        if conversation.stale and any(_begins(swapped.tokens, one.tokens) for one in alike if one is not conversation):
+            swapped.release()  # another server has gone on with it, and so does this one
+        else:
+            super().put(conversation, swapped, now)
 
     # --- forgetting
 
+    def evict(self, *, held: bool = False) -> bool:
+        able = [one for one in self if one is not self._held]
+        if held and self._held is not None and not able:
+            able = [self._held]
+        if not able:
+            return False
+        oldest = next((one for one in able if self._is_written(one)), able[0])
+        if self.store(oldest, sync=False):
+            self.counts.stored += 1
+        else:
+            self.counts.dropped += 1
+        self.drop(oldest)
+        return True
+
     def drop(self, conversation: Conversation) -> None:
         """Forget a conversation here; the store keeps it."""
-        self._finish(conversation)
-        conversation.stored = None
-        super().erase(conversation)
+        self._release(conversation)
+        self._texts.remove(conversation)
 
     def lose(self, conversation: Conversation) -> None:
-        if conversation.stored is not None and conversation.stored.head is not None:
-            self._refused.add(conversation.stored.head.name)
+        self.spoil(conversation)
         self.drop(conversation)
 
+    def spoil(self, conversation: Conversation) -> None:
+        if conversation.head is not None:
+            self._refused.add(conversation.head.name)
+
     def delete_file(self, conversation: Conversation) -> None:
+        """Erase a conversation from the store."""
         self._finish(conversation)
-        stored, conversation.stored = conversation.stored, None
-        if stored is not None and stored.head is not None:
+        head, conversation.head = conversation.head, None
+        if head is not None:
             try:
-                self._shared.erase(stored.head.begin, conversation.id)
+                self._shared.erase(head.begin, head.id)
             except OSError as err:
-                self._failed(err)
+                self._rest(err)
+
+    def _forget_erased(self, tokens: Int32s, salt: str, ids: Collection[str]) -> None:
+        """Drop what the store does not have any more, of what begins as `tokens`: somebody has erased it."""
+        for one in list(self._texts.alike(tokens, salt=salt)):
+            if self._is_written(one) and one.head is not None and one.head.id not in ids and one is not self._held:
+                self.drop(one)
 
     def close(self) -> None:
         for conversation in list(self._writing):
             self._finish(conversation)
         super().close()
+        self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._scratch.cleanup()
 
+    # --- files
 
-class _Borrowed:
-    """A text that somebody else releases."""
+    def _new_path(self) -> Path:
+        return Path(self._scratch.name, f"{secrets.token_hex(8)}.kvs")
 
-    def __init__(self, swapped: SwappedText) -> None:
-        self._swapped = swapped
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._swapped, name)
-
-    def release(self) -> None:
-        pass
-
-
-def _number(conversation: Conversation | None) -> int:
-    """Return which state of a conversation is known here; 0 for none."""
-    stored = None if conversation is None else conversation.stored
-    return 0 if stored is None or stored.head is None else stored.head.number
+    @contextmanager
+    def _file(self) -> Iterator[Path]:
+        path = self._new_path()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _stored(head: Head) -> Stored:
-    return Stored(path=Path(head.name), id=head.id, salt=head.salt, prompt=head.prompt, places=head.places, head=head)
+def _begins(beginning: Int32s, tokens: Int32s) -> bool:
+    return common_prefix(beginning, tokens) == len(beginning)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ..arrays import Int32s, common_prefix
@@ -94,3 +95,16 @@ class Texts(Generic[T]):
 
 def _begin(tokens: Int32s, salt: str) -> tuple[str, bytes]:
     return salt, tokens[:CHUNK].astype("<i4").tobytes()
+
+
+def usable(text: Int32s, places: Sequence[int] | None, tokens: Int32s) -> int:
+    """How much of a prompt need not be read if it goes on from a text. One token is read in any case."""
+    shared = min(common_prefix(text, tokens), len(tokens) - 1)
+    if places is None or shared == len(text):
+        return shared
+    return max((place for place in places if place <= shared), default=0)
+
+
+def new_id() -> str:
+    """Return an identity that no other conversation has."""
+    return f"c-{secrets.token_hex(8)}"

@@ -19,7 +19,8 @@ from kvflash_ggml.chat.values import ChatInput, Grammar
 from kvflash_ggml.chat.words import CLOSE, OPEN, in_words, plain_call
 from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.policy.qk import Reason
-from kvflash_ggml.store.swapped import SwappedText, usable
+from kvflash_ggml.store.swapped import SwappedText
+from kvflash_ggml.store.texts import usable
 
 END = 256
 STEP = 64
@@ -76,6 +77,7 @@ class FakeModel:
     reply: Callable[[bytes], bytes] = lambda prompt: b"an answer"
     on_step: Callable[[], None] = lambda: None
     fingerprint: str = "0123456789abcdef" * 2
+    made: str = "fake"
     tokens: Int32s = field(default_factory=lambda: EMPTY)
     places: set[int] = field(default_factory=set)
     held: int = 0

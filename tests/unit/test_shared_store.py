@@ -12,51 +12,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_model import FakeModel
+from support.fake_objects import MemoryObjects
 from support.served import answer
 
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import SnapshotError
 from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects, Listed, Objects
-from kvflash_ggml.store.shared import Draft, Head, SharedTexts, begin_of, decode, encode, parse_head_name
+from kvflash_ggml.store.objects import FolderObjects, Objects
+from kvflash_ggml.store.shared import (
+    Draft,
+    Head,
+    SharedTexts,
+    alike,
+    chunk_hashes,
+    decode,
+    encode,
+    marks_of,
+    parse_name,
+)
+from kvflash_ggml.store.takeover import REST_S
+from kvflash_ggml.store.texts import new_id
 
 TEXT = np.arange(600, dtype=np.int32) % 90 + 33
-
-
-class MemoryObjects:
-    """Objects in memory. before: called with what is about to happen, and may raise or do something else first."""
-
-    def __init__(self, before: Callable[[str, str], None] = lambda what, name: None) -> None:
-        self.all: dict[str, bytes] = {}
-        self.before = before
-
-    def get(self, name: str) -> bytes:
-        self.before("get", name)
-        if name not in self.all:
-            raise FileNotFoundError(name)
-        return self.all[name]
-
-    def put(self, name: str, data: bytes) -> None:
-        self.before("put", name)
-        self.all[name] = data
-
-    def create(self, name: str, data: bytes) -> bool:
-        self.before("create", name)
-        return self.all.setdefault(name, data) is data
-
-    def list(self, prefix: str) -> list[Listed]:
-        self.before("list", prefix)
-        return [Listed(name, len(data), 0.0) for name, data in sorted(self.all.items()) if name.startswith(prefix)]
-
-    def delete(self, name: str) -> None:
-        self.before("delete", name)
-        self.all.pop(name, None)
 
 
 def publish(texts: SharedTexts, path: Path, tokens: Any, base: Head | None = None, id: str | None = None) -> Head:
     tokens = np.asarray(tokens, np.int32)
     path.write_bytes(tokens.tobytes())
-    id = id or (shared_module.new_id() if base is None else base.id)
+    id = id or (new_id() if base is None else base.id)
     return texts.publish(Draft(id=id, salt="", prompt=len(tokens), places=None, tokens=tokens, base=base), path)
 
 
@@ -133,8 +116,8 @@ def test_what_is_damaged_is_refused_by_name(objects: Objects, tmp_path: Path) ->
 @given(st.data())
 def test_hostile_heads(data: st.DataObject) -> None:
     good = Head(
-        id="c-0123456789abcdef", number=1, salt="", prompt=3, places=(1, 2), tokens=TEXT, size=64, first=bytes(64),
-        blocks=(),
+        id="c-0123456789abcdef", number=1, salt="", made="CPU", prompt=3, places=(1, 2), tokens=TEXT, size=64,
+        first=bytes(64), blocks=(),
     )  # fmt: skip
     raw = encode(good)
     assert np.array_equal(decode(good.name, raw).tokens, TEXT)
@@ -154,76 +137,6 @@ def test_hostile_facts(facts: bytes) -> None:
 
     with pytest.raises(SnapshotError, match="heads/x is no head"):
         decode("heads/x", hashlib.sha256(facts).hexdigest().encode() + b"\n" + facts)
-
-
-class Killed(Exception):
-    """The server ends here, and forgets what it had."""
-
-
-@given(st.lists(st.sampled_from(["go", "go", "go", "other", "other", "kill", "fail", "lose"]), max_size=60))
-def test_any_schedule_keeps_texts_whole(tmp_path_factory: pytest.TempPathFactory, events: list[str]) -> None:
-    """Three servers go on with one conversation. Between any two operations of one, others run, in any depth of three.
-
-    A write can fail, get lost, or be the last of its server. No clock is asked, so that none can differ. Whatever was
-    written is the state that counts, or that state goes on from it; no state is a mixture.
-    """
-    folder = tmp_path_factory.mktemp("shared")
-    draw, depth, marks = iter(events), 0, iter(range(1000, 10_000))
-    known: list[Head | None] = [None, None, None]
-    done: list[Head] = []
-
-    def before(what: str, name: str) -> None:
-        event = next(draw, "go")
-        if event == "other" and depth < 3:
-            turn(depth)
-        elif event == "kill":
-            raise Killed
-        elif event == "fail":
-            raise OSError("the store is away")
-
-    class Losing(MemoryObjects):
-        def put(self, name: str, data: bytes) -> None:
-            if next(draw, "go") != "lose":
-                super().put(name, data)
-
-    objects = Losing(before)
-    texts = SharedTexts(objects)
-
-    def turn(server: int) -> None:
-        """Take over what counts, and go on with it; or go on with what this server had."""
-        nonlocal depth
-        depth += 1
-        path = folder / f"{server}-{depth}"
-        try:
-            base = known[server]
-            if next(draw, "go") == "other" or base is None:
-                latest = sorted(texts.latest(begin_of(TEXT, "")).items())
-                base = texts.read(begin_of(TEXT, ""), *latest[0]) if latest else None
-            known[server] = publish(texts, path, [*(TEXT if base is None else base.tokens), next(marks)], base=base)
-            done.append(known[server])  # type: ignore[arg-type]
-        except Killed:
-            known[server] = None
-        except OSError:  # also what has just been replaced
-            pass
-        finally:
-            depth -= 1
-
-    for number in range(12):
-        turn(number % 3)
-    objects.before = lambda what, name: None
-    latest = texts.latest(begin_of(TEXT, ""))
-    for id, number in latest.items():
-        head = texts.read(begin_of(TEXT, ""), id, number)
-        try:
-            texts.fetch(head, folder / "in")
-        except SnapshotError:
-            assert "lose" in events, "only a lost block may be missed"
-            continue
-        assert (folder / "in").read_bytes() == head.tokens.tobytes()
-    for head in done:
-        assert latest[head.id] >= head.number, "a state was lost"
-        now = texts.read(head.begin, head.id, latest[head.id])
-        assert np.array_equal(now.tokens[: len(head.tokens)], head.tokens), "two texts were mixed"
 
 
 # --- servers
@@ -286,17 +199,20 @@ def test_a_store_that_fails_costs_no_answer(server: Callable[..., Scheduler], ca
     def away(what: str, name: str) -> None:
         raise OSError("no route to host")
 
-    objects = MemoryObjects(away)
-    one = server(objects)
+    objects, now = MemoryObjects(away), [0.0]
+    one = server(objects, clock=lambda: now[0])
     for turn in range(3):
         assert answer(one, [*TEXT, turn], 20).reason == "stop"
     assert [record for record in caplog.messages if "the store cannot be used" in record] == [caplog.messages[0]]
     objects.before = lambda what, name: None
+    now[0] += REST_S
     answer(one, [*TEXT, 9], 20)
     written(one, 1)
 
 
-def test_a_damaged_store_costs_one_reading(server: Callable[..., Scheduler], tmp_path: Path) -> None:
+def test_a_damaged_store_costs_one_reading(
+    server: Callable[..., Scheduler], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one = server()
     end = answer(one, TEXT, 20)
     written(one, 1)
@@ -305,7 +221,7 @@ def test_a_damaged_store_costs_one_reading(server: Callable[..., Scheduler], tmp
     other = server()
     tokens = [*TEXT.tolist(), *end.tokens, 65]
     assert answer(other, tokens, 20).usage.cached == 0
-    assert other.counts.lost == 1
+    assert f"blocks/{block.name} is damaged: 4 bytes" in caplog.text
     written(other, 1)
     (head,) = [path for path in (tmp_path / "store" / "heads").rglob("*~*") if path.name.endswith("~00000001")][:1]
     for path in (tmp_path / "store" / "heads").rglob("*~*"):
@@ -316,12 +232,12 @@ def test_a_damaged_store_costs_one_reading(server: Callable[..., Scheduler], tmp
 def test_memory_that_is_full(server: Callable[..., Scheduler]) -> None:
     """What leaves memory is fetched again; the store keeps what is dropped."""
     one = server(limits=Limits(park_bytes=1))
-    one.shared.saves = lambda conversation, length: True  # type: ignore
     texts = [[*b"%d" % n, *TEXT.tolist()] for n in range(3)]
     ends = [answer(one, tokens, 20) for tokens in texts]
     for tokens, end in zip(texts, ends, strict=True):
         again = answer(one, [*tokens, *end.tokens, 65], 20)
         assert again.usage.cached == len(tokens) + len(end.tokens)
+    assert one.swapped.counts.taken == 3
 
 
 def test_erased_everywhere(server: Callable[..., Scheduler]) -> None:
@@ -366,5 +282,25 @@ def test_bandwidth() -> None:
 
 
 def test_names() -> None:
-    assert parse_head_name("heads/" + "a" * 32 + "/c-0123456789abcdef~00000012") == ("a" * 32, "c-0123456789abcdef", 12)
-    assert parse_head_name("heads/" + "a" * 32 + "/../x") is None
+    begin, id = "a" * 32, "c-0123456789abcdef"
+    name = parse_name(f"heads/{begin}/{id}~00000012")
+    assert name is not None
+    assert (name.begin, name.id, name.number, name.marks) == (begin, id, 12, None)
+    marked = parse_name(f"heads/{begin}/{id}~00000012~{marks_of(TEXT)}")
+    assert marked is not None
+    assert marked.marks is not None
+    assert marked.marks[0] == len(TEXT) // 64
+    for other in ("/../x", f"/{id}~1", f"/{id}~00000012~", f"/{id}~00000012~0-", f"/{id}~00000012~9-012345678"):
+        assert parse_name(f"heads/{begin}{other}") is None
+
+
+@pytest.mark.parametrize("shared", [64, 100, 128, 200, 500, 576, 599, 600])
+@pytest.mark.parametrize("more", [0, 1, 64, 700])
+def test_marks_tell_how_much_is_shared(shared: int, more: int) -> None:
+    name = parse_name(f"heads/{'a' * 32}/c-0123456789abcdef~00000001~{marks_of(TEXT)}")
+    assert name is not None
+    other = np.concatenate([TEXT[:shared], np.full(more, 7, np.int32)])
+    least, below = alike(name.marks, chunk_hashes(other))
+    assert least <= shared // 64 < below
+    if shared == len(TEXT):
+        assert least == shared // 64

@@ -1,0 +1,161 @@
+"""What is in a store that servers share, whether it is sound, and what of it may go. Needs no model.
+
+Servers may use the store meanwhile. What they have just written stays: see GRACE_S. In the worst case they lose a state
+to `remove`, notice it by a block that has gone, and prefill that text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import SnapshotError
+from ..files import PART
+from .objects import Listed, Objects
+from .shared import Head, decode, parse_name
+
+GRACE_S = 3600.0
+"""A block that no state has stays so long: a server may be about to write the state."""
+
+_PLACE = re.compile(r"(?P<model>[0-9a-f]{32})/(?P<name>.+)")
+_BLOCK = re.compile(r"blocks/[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The newest state of a conversation. head: None for a damaged one; why: what is wrong then."""
+
+    object: Listed
+    head: Head | None
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Texts:
+    """What the store has of one model. blocks: by hash. left: what no text needs any more, or does not yet."""
+
+    model: str
+    states: list[State] = field(default_factory=list)
+    blocks: dict[str, Listed] = field(default_factory=dict)
+    left: list[Listed] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """All of it, in the store."""
+        objects = [*(state.object for state in self.states), *self.blocks.values(), *self.left]
+        return sum(one.size for one in objects)
+
+
+@dataclass(frozen=True, slots=True)
+class Removable:
+    """An object that may go, and why: "old", "room", "damaged" or "left over"."""
+
+    name: str
+    size: int
+    why: str
+
+
+def survey(objects: Objects) -> list[Texts]:
+    """Read all heads of a store. Objects of other names are left out. OSError."""
+    found: dict[str, Texts] = {}
+    newest: dict[tuple[str, str, str], Listed] = {}
+    marks: list[tuple[tuple[str, str, str], int, Listed]] = []
+    listed = {one.name: one for one in objects.list("")}
+    listed |= {one.name: one for one in objects.list("")}  # what was replaced while the first one was made
+    for one in listed.values():
+        place = _PLACE.fullmatch(one.name)
+        if place is None:
+            continue
+        texts = found.setdefault(place["model"], Texts(place["model"]))
+        name = parse_name(place["name"])
+        if _BLOCK.fullmatch(place["name"]):
+            texts.blocks[place["name"].removeprefix("blocks/")] = one
+        elif name is not None and name.marks is not None:
+            marks.append(((texts.model, name.begin, name.id), name.number, one))
+        elif name is not None:
+            key = texts.model, name.begin, name.id
+            before = newest.get(key)
+            newest[key] = one if before is None else max(before, one, key=lambda one: one.name)
+            if before is not None:
+                texts.left.append(min(before, one, key=lambda one: one.name))
+        elif one.name.endswith(PART):
+            texts.left.append(one)
+    numbers = dict[tuple[str, str, str], int]()
+    for key, one in newest.items():
+        numbers[key] = int(one.name.rpartition("~")[2])
+        try:
+            head = decode(one.name.removeprefix(f"{key[0]}/"), objects.get(one.name))
+            found[key[0]].states.append(State(one, head))
+        except FileNotFoundError:
+            continue
+        except SnapshotError as err:
+            found[key[0]].states.append(State(one, None, str(err)))
+    for key, number, one in marks:
+        if numbers.get(key, 0) != number:
+            found[key[0]].left.append(one)
+    return list(found.values())
+
+
+def problems(objects: Objects, texts: Texts) -> Iterator[str]:
+    """Read every block of a model's texts, and tell what is damaged or missing. OSError."""
+    yield from (state.why for state in texts.states if state.head is None)
+    damaged = set[str]()
+    for hash, one in texts.blocks.items():
+        try:
+            if hashlib.sha256(objects.get(one.name)).hexdigest() != hash:
+                damaged.add(hash)
+                yield f"{one.name} is damaged: it does not match its name"
+        except FileNotFoundError:
+            continue
+    for state in texts.states:
+        missing = set() if state.head is None else set(state.head.blocks) - texts.blocks.keys()
+        if missing:
+            yield f"{state.object.name} lacks {len(missing)} of its blocks"
+
+
+def removable(
+    texts: list[Texts], *, now: float, older_than: float | None = None, larger_than: int | None = None
+) -> list[Removable]:
+    """What may go, in the order in which it has to: states before their blocks.
+
+    older_than: seconds since a conversation was written. larger_than: bytes; those that were written longest ago go
+    until the rest takes no more. Damaged heads go too, and what has been left over for GRACE_S.
+    """
+    gone: list[Removable] = []
+    kept: list[tuple[Texts, State]] = []
+    for one in texts:
+        for state in one.states:
+            age = now - state.object.modified
+            why = "damaged" if state.head is None else "old" if older_than is not None and age > older_than else None
+            if why is None:
+                kept.append((one, state))
+            else:
+                gone.append(Removable(state.object.name, state.object.size, why))
+    kept.sort(key=lambda pair: pair[1].object.modified)
+    holders = Counter[tuple[str, str]]()
+    for one, state in kept:
+        holders.update({(one.model, hash) for hash in _blocks(state) & one.blocks.keys()})
+    sizes = {(one.model, hash): block.size for one in texts for hash, block in one.blocks.items()}
+    total = sum(sizes[key] for key in holders) + sum(state.object.size for _, state in kept)
+    for one, state in kept:
+        if larger_than is None or total <= larger_than:
+            break
+        gone.append(Removable(state.object.name, state.object.size, "room"))
+        total -= state.object.size
+        for hash in _blocks(state) & one.blocks.keys():
+            holders[one.model, hash] -= 1
+            if not holders[one.model, hash]:
+                total -= sizes[one.model, hash]
+    for one in texts:
+        free = [block for hash, block in one.blocks.items() if not holders[one.model, hash]]
+        for left in [*one.left, *free]:
+            if now - left.modified > GRACE_S:
+                gone.append(Removable(left.name, left.size, "left over"))
+    return gone
+
+
+def _blocks(state: State) -> set[str]:
+    return set() if state.head is None else set(state.head.blocks)
