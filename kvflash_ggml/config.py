@@ -292,8 +292,11 @@ class KVFlashConfig:
             )
 
     def _check_parallel(self) -> None:
+        spec = self.spec or SpecConfig()
+        drafter = next((name for name in spec.types if name != "ngram"), None)
         alone = {
-            "spec": self.spec is not None,
+            str(drafter): drafter is not None,
+            f"the drafter {spec.draft}": spec.draft is not None,
             "answer='lossless'": self.answer == "lossless",
             "policy='drafter'": self.policy == "drafter",
             "reading='preview'": self.reading == "preview",
@@ -302,6 +305,15 @@ class KVFlashConfig:
         for name, asked in alone.items():
             if asked and self.parallel > 1:
                 raise ConfigError(f"{name} serves one sequence, and parallel is {self.parallel}: leave out one of them")
+        if self.deterministic_batch and self.parallel == 1:
+            raise ConfigError(
+                "deterministic_batch: a sequence alone has nobody beside it, and parallel is 1: leave it out, or give"
+                " parallel"
+            )
+        if self.deterministic_batch and self.spec is not None:
+            raise ConfigError(
+                "deterministic_batch: drafts change how many rows a step has, and bits with it: leave out spec"
+            )
         if self.deterministic_batch and self.tau is None and not self.deterministic:
             raise ConfigError("deterministic_batch: tau adapts to the clock, and chunks with it: give a tau")
 

@@ -62,8 +62,9 @@ class Timed(Fixed):
         self.won = 0
 
     def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
-    ) -> None:
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
+        stopped: bool = False, beside: int = 0,
+    ) -> None:  # fmt: skip
         """See `Controls`."""
         if rows == self._rows:
             self.seconds.append(seconds)

@@ -63,7 +63,7 @@ def step(llms: Sequence[Llama], tokens: Sequence[int]) -> list[int]:
     for error in together.compute(prepared):
         if error is not None:
             raise error
-    return [one.likeliest for _, one in prepared if one.likeliest is not None]
+    return [one.likeliest[-1] for _, one in prepared if one.likeliest]
 
 
 def newest(llm: Llama) -> int:

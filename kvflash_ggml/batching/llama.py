@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -53,6 +54,9 @@ class SwappedSequence:
     def release(self) -> None:
         self.saved.release()
 
+
+MAX_ROWS = 64
+"""Rows of a step of several answers, at most."""
 
 SLOWEST_S = 5.0
 """For one token by a grammar; a usual one takes milliseconds. Others wait for the engine meanwhile."""
@@ -109,6 +113,12 @@ class LlamaModel:
         build = build_info()
         devices = ", ".join(device.name for device in self._stats.devices)
         return f"{devices}, {build['flavour']} build {build['patches_hash']} {build.get('cpu_library', '')}"
+
+    @property
+    def step_rows(self) -> int:
+        sequence = self._llm._reader.sequence
+        assert sequence is not None
+        return min(MAX_ROWS, len(sequence.engine.token))
 
     @property
     def stateful(self) -> bool:
@@ -176,15 +186,17 @@ class LlamaModel:
     def compute(self, steps: Sequence[model.Pending]) -> None:
         from ..llama.generation import Pending
 
-        pending = [step for step in steps if isinstance(step, Pending)]
+        pending, began = [step for step in steps if isinstance(step, Pending)], time.perf_counter()
         try:
             errors = together.compute([(step.sequence, step.step) for step in pending], again=False)
         except Exception as err:  # a step could not be taken back: its device is lost
             for step in pending:
                 step.computed, step.error = True, err
             return
+        seconds, rows = time.perf_counter() - began, sum(step.rows for step in pending)
         for step, error in zip(pending, errors, strict=True):
             step.computed, step.error = bool(step.step.codes), error
+            step.seconds, step.beside = seconds, rows - step.rows
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), self._llm._sampler)

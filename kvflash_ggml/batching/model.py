@@ -92,8 +92,8 @@ class Paused:
 class Pending(Protocol):
     """A step of an answer. Several, of different texts, can be computed together: see `Model.compute`.
 
-    alone: not this one. rows: of the step. failed: it is computed alone when its answer goes on, and no logits of other
-    steps are at hand then.
+    alone: not this one. rows: of the step. more: another token can be drawn from it after the last one. failed: it is
+    computed alone when its answer goes on, and no logits of other steps are at hand then.
     """
 
     @property
@@ -101,6 +101,9 @@ class Pending(Protocol):
 
     @property
     def failed(self) -> bool: ...
+
+    @property
+    def more(self) -> bool: ...
 
     @property
     def rows(self) -> int: ...
@@ -132,6 +135,11 @@ class Model(Protocol):
     @property
     def made(self) -> str:
         """Devices and build. Where they are equal too, a text goes on bitwise, else up to rounding."""
+        ...
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of the steps that `compute` takes together, at most. Always the same."""
         ...
 
     @property

@@ -47,9 +47,6 @@ PACE_SHARE = 0.02
 DECODE_SHARE = 0.5
 """While a prompt is read, other answers go on between two of its steps, for so much of the time that a step takes."""
 
-MAX_ROWS = 64
-"""Rows of a step of several answers, at most."""
-
 ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
 """Counters of a text; the others are of the model."""
 
@@ -379,21 +376,29 @@ class Scheduler:
         reader.stepped = self._clock()
 
     def _round(self, answers: Sequence[_Running]) -> None:
-        """Draw one more token for each of these answers, if they have one more."""
+        """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""
         for one in tuple(answers):
             if one.pending is None:
                 self._advance(one)
         ready = [one for one in tuple(answers) if one.pending is not None and one in self._running]
         several = [one for one in ready if one.pending is not None and not one.pending.alone]
-        for group in _groups(several):
+        for group in _groups(several, self.model.step_rows):
             if len(group) > 1:
                 self.model.compute([one.pending for one in group if one.pending is not None])
             # whoever can draw does so before the next step
             for one in sorted(group, key=lambda one: one.pending is not None and one.pending.failed):
-                self._advance(one)
+                self._draw(one)
         for one in ready:
             if one not in several:
-                self._advance(one)
+                self._draw(one)
+
+    def _draw(self, one: _Running) -> None:
+        """Let an answer draw the tokens of its step: their logits are at hand until the next one."""
+        step = one.pending
+        assert step is not None
+        self._advance(one)
+        while step.more and one.pending is None and one in self._running:
+            self._advance(one)
 
     def _advance(self, one: _Running, *, check: bool = False) -> None:
         """Let an answer go on to its next step, or the next token."""
@@ -539,13 +544,13 @@ def _failed(code: str, message: str) -> tuple[str, Failed]:
     return code, Failed(code=code, message=message)
 
 
-def _groups(answers: Sequence[_Running]) -> Iterator[list[_Running]]:
-    """Answers whose next steps are computed together, MAX_ROWS rows at most."""
+def _groups(answers: Sequence[_Running], most: int) -> Iterator[list[_Running]]:
+    """Answers whose next steps are computed together, so many rows at most."""
     group: list[_Running] = []
     rows = 0
     for one in answers:
         assert one.pending is not None
-        if group and rows + one.pending.rows > MAX_ROWS:
+        if group and rows + one.pending.rows > most:
             yield group
             group, rows = [], 0
         group.append(one)

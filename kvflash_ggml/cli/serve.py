@@ -261,7 +261,7 @@ def _open(path: str, *, parallel: int, **settings: Any) -> Iterator[Any]:
             if parallel == 1:
                 raise
             note(f"--parallel {parallel} has no effect, answers take turns: {err}")
-            llm = stack.enter_context(open_model(path, **settings))
+            llm = stack.enter_context(open_model(path, **{**settings, "deterministic_batch": False}))
         yield llm
 
 

@@ -102,7 +102,7 @@ def beside(path: str, asked: Asked) -> Beside:
         return Beside()
     small = reader(path, config)
     scorer = policy.resolve(config.policy) if small is None else None
-    found, drafts = search(Path(path), config.spec), likely(config, asked.upstream.get("draft_model"))
+    found, drafts = search(Path(path), config), likely(config, asked.upstream.get("draft_model"))
     embeds = 0
     if config.embedding:
         with measure.sketch(path, llama_cpp.llama_model_default_params()) as model:

@@ -45,18 +45,27 @@ class Verified:
 class Pending:
     """A step of an answer that may be computed with steps of other texts before the answer goes on.
 
-    computed: it was, and `error` is what went wrong. Otherwise the answer computes it alone when it goes on.
+    verified: the draft whose rows it has. computed: it was, in `seconds`, with so many rows `beside` it, and `error` is
+    what went wrong. Otherwise the answer computes it alone when it goes on.
     """
 
     sequence: Sequence
     step: Step
+    verified: Verified | None = None
     computed: bool = False
+    seconds: float = 0.0
+    beside: int = 0
     error: Exception | None = None
 
     @property
     def alone(self) -> bool:
-        """Can it not be computed with others? Such steps stream, or verify a draft."""
-        return self.step.view is not None or self.step.ahead > 0
+        """Can it not be computed with others? Such steps stream, or verify a tree."""
+        return self.step.view is not None or self.step.branches is not None
+
+    @property
+    def more(self) -> bool:
+        """Can another token be drawn from it, after the one that was drawn last?"""
+        return self.verified is not None and self.verified.child is not None
 
     @property
     def rows(self) -> int:
@@ -165,7 +174,9 @@ class Generation:
     def pending(self, step: Step) -> Pending:
         """A step of `advance`, for whoever computes steps of several answers together."""
         assert self._reader.sequence is not None
-        return Pending(self._reader.sequence, step)
+        if self._reader.speculator is not None:
+            self._reader.speculator.pause()
+        return Pending(self._reader.sequence, step, self._verified)
 
     def compute(self, step: Step, pending: Pending | None = None) -> None:
         """Compute a step of `advance`, or go on with one that was `pending` and computed with others.
@@ -178,8 +189,10 @@ class Generation:
             if pending is None:
                 sequence.finish(step)
             else:
+                if reader.speculator is not None:
+                    reader.speculator.resume(pending.seconds, pending.beside)
                 pending.finish()
-                self._likeliest = step.likeliest if reader.greedy and verified is None else None
+                self._likeliest = step.likeliest[-1] if reader.greedy and verified is None else None
         except KVFlashError as err:
             if verified is not None:
                 self._refuse(verified, err)
@@ -192,7 +205,7 @@ class Generation:
             reader.requires_eval = True
             raise
         if verified is not None and reader.greedy:
-            verified.picks = sequence.engine.argmax(range(len(verified.rows))).tolist()
+            verified.picks = step.likeliest or sequence.engine.argmax(range(len(verified.rows))).tolist()
 
     def _prepare(self, token: int) -> Step | None:
         """The step of one token. None if the text had to be read again, and the token with it."""

@@ -152,7 +152,7 @@ class Llama(llama_cpp.Llama):
                 drafter.check(self._config.drafter)
             if self._drafter is None:
                 self._scorer = policy.resolve(self._config.policy)
-            self._found = search(Path(model_path), self._config.spec)
+            self._found = search(Path(model_path), self._config)
         self._rpc = {"rpc": list(request.rpc) or None, "rpc_trust": request.rpc_trust}
         endpoints = remote.find_all(request.rpc, trust=request.rpc_trust)
         if not endpoints:

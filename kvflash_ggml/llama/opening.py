@@ -26,6 +26,7 @@ from ..placement import sizing
 from ..placement.sizing import PoolSize
 from ..sequence.pool import Pool
 from ..sequence.sequence import Sequence
+from ..spec.ngram import NGram
 from ..state.session import SessionState
 from .call_lock import CallLock
 from .context import PagedContext, take_closing
@@ -45,7 +46,7 @@ def open_pool(llm: Any, size: PoolSize, beside: Pool | None = None) -> None:
         llm._scorer = drafter.make_scorer(llm, llm._drafter, idle=size.slots - 2 * n_ubatch)
     engine = native.Engine(ctypes.cast(llm._ctx.ctx, ctypes.c_void_p).value or 0, max(n_ubatch, llm._room.rows))
     llm._ctx._exit_stack.callback(engine.close)  # should anything of what follows fail
-    drafting = open_drafting(llm, llm._config.spec, llm._found, engine, llm._room.rows, llm._ctx._exit_stack)
+    drafting = open_drafting(llm, llm._config, llm._found, engine, llm._room.rows, llm._ctx._exit_stack)
     llm._drafting = drafting.counting_on(llm._reader.speculator)  # of a pool of another size
     config = llm._config
     sizing.warn_if_tight(engine.info.devices, n_ubatch)
@@ -95,7 +96,7 @@ def _open_text(llm: Any, sequence: Sequence) -> None:
 def open_beside(llm: Any, seq: int) -> Any:
     """A Llama on the same model, context and pool, which holds the text of another sequence.
 
-    It is closed with the first one, and has its settings. Nothing drafts for it.
+    It is closed with the first one, and has its settings. Its text drafts for itself if the first one's does.
     """
     first, config = llm._reader.sequence, llm._config
     made = object.__new__(type(llm))
@@ -106,6 +107,10 @@ def open_beside(llm: Any, seq: int) -> Any:
     made._saver = Saver(made._reader)
     made._scorer = policy.resolve(config.policy)
     _open_text(made, open_session(made, config, first.pool, made._scorer, seq=seq, reading=first.reading))
+    made._drafting = replace(llm._drafting, drafters=[NGram() for _ in llm._drafting.drafters])
+    made._reader.speculator = made._reader.sequence.follower = make_speculator(
+        made, made._reader, config, made._drafting
+    )
     if made._finder is not None:
         made._finder.settle(made._reader.sequence)
     if llm._reader.prefixes is not None:

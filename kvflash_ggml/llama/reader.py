@@ -145,7 +145,7 @@ class Reader:
         assert sequence is not None
         llm.input_ids[start : start + count] = sequence.ids[start : start + count]
         if llm._logits_all:
-            logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(count, llm._n_vocab))
+            logits = np.ctypeslib.as_array(llm._ctx.get_logits_ith(sequence.logits.first), shape=(count, llm._n_vocab))
             llm.scores[start : start + count] = logits
         llm.n_tokens = start + count
         self.requires_eval = False
@@ -155,11 +155,11 @@ class Reader:
         sequence, llm = self.sequence, self.llm
         assert sequence is not None
         pos = llm.n_tokens
+        sequence.keep(row)
         if llm._logits_all:
             self.grow_scores(pos + 1)
-            logits = llm._ctx.get_logits_ith(row)
+            logits = llm._ctx.get_logits_ith(sequence.logits.row(pos))
             llm.scores[pos] = np.ctypeslib.as_array(logits, shape=(llm._n_vocab,))
-        sequence.keep(row)
         llm.input_ids[pos] = sequence.ids[pos]
         llm.n_tokens = pos + 1
         self.requires_eval = False

@@ -121,9 +121,12 @@ class Drafting:
         return replace(self, total=speculator.total, on_pool=self.on_pool if nested is None else nested.total)
 
 
-def search(model: Path, spec: SpecConfig | None) -> tuple[Found, ...]:
+def search(model: Path, config: KVFlashConfig) -> tuple[Found, ...]:
     """Who is to draft, before anything is loaded. ConfigError, and ConversionError for a file that does not fit."""
-    return () if spec is None else tuple(find(model, spec.types, spec.draft))
+    spec = config.spec
+    if spec is None:
+        return ()
+    return (Found(NGRAM),) if config.parallel > 1 else tuple(find(model, spec.types, spec.draft))
 
 
 def loads_head(found: Sequence[Found]) -> bool:
@@ -138,15 +141,22 @@ def device_bytes(found: Sequence[Found]) -> int:
 
 
 def open_drafting(
-    llm: llama_cpp.Llama, spec: SpecConfig | None, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
+    llm: llama_cpp.Llama, config: KVFlashConfig, found: Sequence[Found], engine: Engine, rows: int, stack: ExitStack
 ) -> Drafting:
     """Open who was found, before the first step. They are closed by the stack.
 
-    Raises what they raise, and UnsupportedError where llama.cpp does not give what they want of the target; where
-    nobody was named, a warning is all, and the text drafts alone.
+    Raises what they raise, UnsupportedError where llama.cpp does not give what they want of the target, and ConfigError
+    where drafts of several sequences could not be taken back; where nobody was named, a warning is all, and the text
+    drafts alone.
     """
+    spec = config.spec
     if not rows:
         return Drafting()
+    if engine.info.recurrent and config.parallel > 1:
+        raise ConfigError(
+            f"spec: a step has equally many rows of each sequence with recurrent state, and drafts differ in length;"
+            f" parallel is {config.parallel}: leave out one of them"
+        )
     ends = _ends(llm)
     if spec is None:
         return Drafting(rows=rows, ends=ends)
@@ -199,8 +209,12 @@ def make_speculator(
     ends = drafting.ends or _ends(llm)  # nobody was to draft when the context was made
     speculator = partial(Speculator, n_vocab=llm.n_vocab(), ends=ends)
     if config.answer != "lossless":
-        controls = _controls(spec, drafting)
-        return speculator(sources, controls, features=drafting.features, total=drafting.total) if sources else None
+        if not sources:
+            return None
+        made = speculator(sources, _controls(spec, drafting), features=drafting.features, total=drafting.total)
+        if config.parallel > 1 and not spec.types:
+            made.off = f"parallel is {config.parallel}, and drafters other than ngram serve one sequence"
+        return made
     nested = speculator(sources, _controls(spec, drafting), total=drafting.on_pool) if sources else None
     pool = Asked(PoolDrafter(reader, nested))
     asked = [*sources, pool] if spec.width is None else [pool, *sources]

@@ -70,8 +70,8 @@ class Step:
     are of the text. branches: how the rows of a tree lie. before: the draft rows that it follows. state: what is not
     pooled, as it was before the draft rows; None if it can go back by itself. wait: the transfer that must be done
     before it is computed. streamed: the images of `view` while it runs. first: its first row among the steps that run
-    with it. codes: what llama_decode has answered; empty until it has run. likeliest: the token after its last row,
-    where somebody has looked for it.
+    with it. codes: what llama_decode has answered; empty until it has run. likeliest: the token after each row
+    with logits, where somebody has looked for them.
     """
 
     seq: int
@@ -93,7 +93,7 @@ class Step:
     streamed: Streamed | None = None
     first: int = 0
     codes: list[int] = field(default_factory=list)
-    likeliest: int | None = None
+    likeliest: list[int] = field(default_factory=list)
 
 
 class Unfinished:

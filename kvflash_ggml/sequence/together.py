@@ -86,19 +86,19 @@ def _are_finite(ready: Sequence[Prepared]) -> bool:
     The likeliest tokens are noted, since logits take long to look at.
     """
     rows: list[int] = []
-    last: list[tuple[Step, int]] = []
+    begins: list[tuple[Step, int]] = []
     for _, step in ready:
         end = step.first + len(step.tokens)
         if step.output.every or step.output.last:
+            begins.append((step, len(rows)))
             rows += range(step.first if step.output.every else end - 1, end)
-            last.append((step, len(rows) - 1))
     if rows:
         try:
             tokens = ready[0][0].engine.argmax(rows).tolist()
         except NotFinite:
             return False
-        for step, at in last:
-            step.likeliest = tokens[at]
+        for step, at in begins:
+            step.likeliest = tokens[at : at + (len(step.tokens) if step.output.every else 1)]
     return True
 
 

@@ -75,17 +75,14 @@ class Times:
         if self._guessed:
             self._guessed = {}
 
-    @property
-    def known(self) -> bool:
-        """Has a plain step been timed?"""
-        return 1 in self._known
+    def knows(self, rows: int) -> bool:
+        """Has a step of so many rows, or fewer, been timed?"""
+        return bool(self._known) and min(self._known) <= rows
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a step of so many rows, guessed low where none was timed. A plain one must be known."""
-        if rows == 1:
-            return self._known[1]
+        """Seconds of a step of so many rows, which are known, guessed low where none was timed."""
         if rows not in self._guessed:
-            self._guessed[rows] = max(self._known[1], self._guess(rows))
+            self._guessed[rows] = max(self._known[min(self._known)], self._guess(rows))
         return self._guessed[rows]
 
     def _guess(self, rows: int) -> float:

@@ -95,11 +95,13 @@ class Controls(Protocol):
         ...
 
     def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
-    ) -> None:
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
+        stopped: bool = False, beside: int = 0,
+    ) -> None:  # fmt: skip
         """A step of so many rows took so long, proposals not included, and accepted the nodes of `path`.
 
         draft: what was verified, without padding. stopped: the text ended there, so what follows was not tested.
+        beside: rows of other texts in the step, not counted in `rows`. The next step is taken to have as many.
         """
         ...
 
@@ -140,8 +142,9 @@ class Fixed:
         return self._rows if len(draft) else 1
 
     def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
-    ) -> None:
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
+        stopped: bool = False, beside: int = 0,
+    ) -> None:  # fmt: skip
         """See `Controls`."""
 
     def idle(self, sources: Collection[str]) -> int:
@@ -205,6 +208,9 @@ class Controller:
     takes no more than (1 + eps) P + 4 T[1] and what one step takes longer than it was thought to, whatever drafters
     return: a step that could break this is not taken. What is known of times and sources outlives the answer.
 
+    With rows of other texts beside it, a step takes the time of all rows and wins a token for each of the others: what
+    is said of tokens and times here is said of all texts together then.
+
     widths: rows that may be verified. serial: names of the sources that compute their tokens one after the other.
     hopes: of sources, how often a token of theirs is thought to be right as long as little is known.
     """
@@ -222,7 +228,8 @@ class Controller:
         self._widths = tuple(sorted(width for width in widths if width > 1))
         self._serial = frozenset(serial)
         self._eps, self._credit = eps, credit
-        self._times = Times()
+        self._times = Times()  # by rows of all texts
+        self._beside = 0  # rows of other texts in the last step
         self._sources: dict[str, _Source] = {}
         self._held, self._since = 0, HOLD  # rows verified last, and steps since they changed
         self._full = 0  # steps in a row that accepted all that they verified
@@ -245,12 +252,25 @@ class Controller:
             source.behind = 0  # of another text
         if 2 * length > 3 * self._timed_at:
             self._since_timed = inf
-        self._want_times(2 if self._times.known else 3)
+        self._want_times(2 if self._knows else 3)
 
     @property
     def speedup(self) -> float | None:
         """See `control.Controls`."""
         return self._plain / self._took if self._took else None
+
+    @property
+    def _knows(self) -> bool:
+        """Has a plain step been timed?"""
+        return self._times.knows(1 + self._beside)
+
+    def _time(self, rows: int) -> float:
+        """Seconds of a step of so many rows beside those of others. A plain one must be known."""
+        return self._times(rows + self._beside)
+
+    def _won(self, tokens: float) -> float:
+        """So many tokens of this text and one for each row beside, in plain steps."""
+        return (self._beside + tokens) / (self._beside + 1)
 
     def apart(self) -> None:
         """See `control.Controls`."""
@@ -261,13 +281,13 @@ class Controller:
         known = self._source(source)
         known.behind = behind if behind >= PROMPT else 0
         most = self._widths[-1] - 1
-        if self._due or not self._times.known:
+        if self._due or not self._knows:
             self.off = "plain steps are being timed"
         elif known.resting:
             self.off = known.why
         elif self._is_late(known):
             self.off = SPENT
-        elif not known.serial and known.drafting(most) <= CHEAP * self._times(1):
+        elif not known.serial and known.drafting(most) <= CHEAP * self._time(1):
             if self._beyond(self._widths[0], known.drafting(most)) <= self._left():
                 return most
             self.off = SPENT
@@ -294,7 +314,7 @@ class Controller:
 
     def choose(self, draft: Draft, instead: Collection[str] = ()) -> int:
         """See `control.Controls`."""
-        if not len(draft) or self._due or not self._times.known:
+        if not len(draft) or self._due or not self._knows:
             return 1
         tokens = expected(draft, self._source(draft.source).survival.of(draft))
         enough = next((width for width in self._widths if width > len(draft)), self._widths[-1])
@@ -309,13 +329,14 @@ class Controller:
         return best.rows
 
     def told(
-        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *, stopped: bool = False
-    ) -> None:
+        self, rows: int, seconds: float, draft: Draft | None = None, path: Sequence[int] = (), *,
+        stopped: bool = False, beside: int = 0,
+    ) -> None:  # fmt: skip
         """See `control.Controls`."""
-        first, changed = rows != self._rows, self._rows not in (0, rows)
-        won = 1 + len(path)
-        self._times.told(rows, seconds, first=first)
-        if self._times.known:
+        first, changed = rows != self._rows and not beside, self._rows not in (0, rows)
+        won, self._beside = 1 + len(path), beside
+        self._times.told(rows + beside, seconds, first=first)  # others change their rows at any time
+        if self._knows:
             self._reckon(won, seconds, plain=rows == 1 and not changed)
         self._pending = 0.0
         self._full = self._full + 1 if draft is not None and len(path) == len(draft) else 0
@@ -334,13 +355,13 @@ class Controller:
 
     def idle(self, sources: Collection[str]) -> int:
         """See `control.Controls`."""
-        if self._due or self._rows != 1 or not self._times.known:
+        if self._due or self._rows != 1 or not self._knows:
             return 0
         return min((self._source(name).resting for name in sources), default=LOOK)
 
     def passed(self, steps: int) -> float:
         """See `control.Controls`."""
-        seconds = steps * self._times(1)
+        seconds = steps * self._time(1)
         self._plain += seconds
         self._took += seconds
         self._since_timed += seconds
@@ -355,11 +376,12 @@ class Controller:
 
     def _reckon(self, won: int, seconds: float, *, plain: bool) -> None:
         """Enter a step into the books. A plain one after a plain one costs what plain decoding costs."""
-        step = self._times(1)
-        self._plain += won * step
+        step = self._time(1)
+        steps = self._won(won)
+        self._plain += steps * step
         self._took += seconds + self._pending
         self._since_timed += seconds
-        self.excess += self._pending if plain else seconds + self._pending - won * step
+        self.excess += self._pending if plain else seconds + self._pending - steps * step
         self.excess = max(self.excess, -EARNED * self._credit * step)
 
     def _follow(self, rows: int, first: bool, won: int) -> None:
@@ -382,17 +404,17 @@ class Controller:
 
     def _want_times(self, steps: int) -> None:
         """Have plain steps timed if the last one was long ago."""
-        if not self._times.known or self._since_timed >= FRESH * self._times(1):
+        if not self._knows or self._since_timed >= FRESH * self._time(1):
             self._due = steps
 
     def _left(self) -> float:
         """Seconds that a step may take longer than a plain one, with the books in order if it accepts nothing."""
-        return self._credit * self._times(1) + self._eps * self._plain - self.excess - self._pending
+        return self._credit * self._time(1) + self._eps * self._plain - self.excess - self._pending
 
     def _beyond(self, rows: int, drafting: float) -> float:
         """Seconds that a step of so many rows takes longer than a plain one, with what it takes to draft them."""
         back = 2 * self._times.switch if rows != self._rows else 0.0  # there, and back
-        return drafting + self._times(rows) - self._times(1) + back
+        return drafting + self._time(rows) - self._time(1) + back
 
     def _best(
         self, tokens: Shares, widths: Collection[int], drafting: Callable[[int], float] = lambda count: 0.0
@@ -403,13 +425,13 @@ class Controller:
         """
         change = self._times.switch / max(1.0, self._stay)
         most = self._times.most  # what is unknown is come near to by and by, and begins where it costs least
-        tried = max(self._widths[0], most * (4 if most > 3 else 2))
-        rates = {1: 1 / (self._times(1) + (change if self._rows > 1 else 0.0))}
+        tried = max(self._widths[0], most * (4 if most > 3 else 2) - self._beside)
+        rates = {1: 1 / (self._time(1) + (change if self._rows > 1 else 0.0))}
         left, dear = self._left(), 0.0
         for rows in widths:
             if rows <= tried and not self._holds(rows):
-                took = self._times(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
-                rate = tokens[min(rows, len(tokens)) - 1] / took
+                took = self._time(rows) + drafting(rows - 1) + (change if rows != self._rows else 0.0)
+                rate = self._won(tokens[min(rows, len(tokens)) - 1]) / took
                 if self._beyond(rows, drafting(rows - 1)) <= left:
                     rates[rows] = rate
                 else:
@@ -451,7 +473,7 @@ class Controller:
         """A proposal was for nothing: rest, longer each time, but no longer than it takes to make good for it."""
         source = self._source(name)
         source.failed += 1
-        repaid = source.drafting(1) / (self._eps / 4 * self._times(1)) if self._times.known else 0.0
+        repaid = source.drafting(1) / (self._eps / 4 * self._time(1)) if self._knows else 0.0
         source.resting = min(1 << min(source.failed, 16), round(repaid))
         source.why = f"{name} rests: its last {source.failed} proposals came to nothing"
 

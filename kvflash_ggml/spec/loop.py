@@ -124,10 +124,10 @@ class Speculator:
 
     controls: what is worth it. n_vocab: of the target. ends: tokens that end a text. features: what drafters are given
     of the target's compute; None if they want nothing. One that is not asked for long is not given it any more, until
-    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more, None while
-    something may be. Steps for which it is known before that nobody will be asked are neither timed nor told of one by
-    one. drafters: or what is known of them, where another speculator asks the same ones. nested: that one, if it asks
-    them for what one of these drafts from; it is told of the text by this one.
+    it is worth asking again. total: what came of drafts before. off: why nothing is drafted any more, or who was left
+    out; None while all may be asked. Steps for which it is known before that nobody will be asked are neither timed nor
+    told of one by one. drafters: or what is known of them, where another speculator asks the same ones. nested: that
+    one, if it asks them for what one of these drafts from; it is told of the text by this one.
     """
 
     def __init__(
@@ -156,8 +156,10 @@ class Speculator:
         self._prompt = 0  # where a prompt that is being read ends
         self._ahead: tuple[int, Int32s, Floats] | None = None
         self._ahead_from: int | None = None  # where rows that are not of the text begin
-        self._running: float | None = None  # when the step that is timed began, or went on
+        self._timed = False  # the step that is under way
+        self._running: float | None = None  # when it began, or went on
         self._spent = 0.0
+        self._beside = 0  # rows of other texts in it
         self._draft_seconds = 0.0
         self._drafted: Draft | None = None
         self._idle = 0  # steps to come that nobody is asked for
@@ -195,7 +197,7 @@ class Speculator:
         self._tell_passed()
         self._last = Tally()
         self._idle = 0
-        self._running = None
+        self._timed, self._running = False, None
         self._end = None if most is None else length + most
         self._prompt = length
         self.controls.begin(length)
@@ -220,6 +222,7 @@ class Speculator:
         self._tell_passed()
         self._remove_failed()
         self._spent = self._draft_seconds = 0.0
+        self._timed, self._beside = True, 0
         self._running = began = self._clock()
         draft, length = None, len(text.tokens)
         able = [one for one in self._asked if one.able]
@@ -239,19 +242,23 @@ class Speculator:
             self._spent += self._clock() - self._running
             self._running = None
 
-    def resume(self) -> None:
-        """The step goes on."""
-        self._running = self._clock()
+    def resume(self, seconds: float = 0.0, beside: int = 0) -> None:
+        """The step goes on. It took `seconds` meanwhile, with so many rows of other texts `beside` its own."""
+        if self._timed:
+            self._spent += seconds
+            self._beside = max(self._beside, beside)
+            self._running = self._clock()
 
     def plain(self) -> None:
         """The step that `propose` has begun was done without a draft."""
-        if self._running is None:
+        if not self._timed:
             return  # the first token of a request is its prompt's
         self.pause()
+        self._timed = False
         seconds = self._spent - self._draft_seconds
         self._total.plain(seconds, self._draft_seconds)
         self._last.plain(seconds, self._draft_seconds)
-        self.controls.told(1, seconds)
+        self.controls.told(1, seconds, beside=self._beside)
         self._idle = self.controls.idle(self.types)
 
     def _tell_passed(self) -> None:
@@ -269,6 +276,7 @@ class Speculator:
         stopped: the answer ended there, and what follows them was not looked at.
         """
         self.pause()
+        self._timed = False
         seconds, draft = self._spent - self._draft_seconds, self._drafted
         assert draft is not None
         self._refused = 0
@@ -276,11 +284,11 @@ class Speculator:
         for tally in (self._total, self._last):
             tally.verified(draft, right, seconds, self._draft_seconds, stopped=stopped)
             tally.lucky += len(path) - len(right)
-        self.controls.told(rows, seconds, draft, right, stopped=stopped)
+        self.controls.told(rows, seconds, draft, right, stopped=stopped, beside=self._beside)
 
     def refused(self, why: Exception) -> None:
         """A step with a draft has failed, and is done without: after a few in a row nothing is drafted any more."""
-        self._running = None
+        self._timed, self._running = False, None
         self._refused += 1
         if self._refused >= MAX_BAD:
             self.off = f"{type(why).__name__}: {why}"
@@ -506,7 +514,7 @@ class SpecStats:
 
     @property
     def off(self) -> str | None:
-        """Why nothing is drafted any more; None while something may be."""
+        """Why nothing is drafted any more, or who was left out; None while all may be asked."""
         return self._speculator.off
 
     @property

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from support.inside import inside
-from support.served import Asked, ask
+from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching import scheduler
@@ -39,16 +38,6 @@ def settings(reading: str = "pool", parallel: int = SLOTS) -> dict[str, Any]:
         pool=SHARE * parallel, policy="qk", tau=16, calibrate=False, reading=reading, parallel=parallel
     )
     return {"n_ctx": 4096, "kvflash": config}
-
-
-@contextmanager
-def served(llm: Any) -> Iterator[Scheduler]:
-    running = Scheduler(LlamaModel(llm))
-    running.start()
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture
@@ -90,22 +79,6 @@ def lone(llm: Any, texts: Sequence[Sequence[int]], most: int = MOST, **more: Any
             asked.wait()
             found.append(asked)
     return found
-
-
-def assert_alike(mine: Asked, its: Asked) -> None:
-    """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there."""
-    end, its_end = mine.wait(), its.wait()
-    assert isinstance(end, Finished), end
-    assert isinstance(its_end, Finished)
-    rows = [
-        [one for event in asked.events if isinstance(event, Piece) for one in event.logprobs] for asked in (mine, its)
-    ]
-    assert len(end.tokens) == len(its_end.tokens) == len(rows[0]) == len(rows[1])
-    for one, other in zip(*rows, strict=True):
-        if one.token != other.token:
-            assert abs(other.top[0][2] - other.top[1][2]) < 0.05
-            return
-        assert abs(one.logprob - other.logprob) < 0.05
 
 
 def test_others_decode_between_two_steps_of_a_prompt(llama: Callable[..., Any], tokens: Tokens) -> None:

@@ -52,6 +52,7 @@ class FakeStep:
     rows: int = 1
     error: Exception | None = None
     computed: bool = False
+    more: bool = False
 
     @property
     def failed(self) -> bool:
@@ -73,6 +74,7 @@ class FakeModel:
     """
 
     n_ctx: int = 4096
+    step_rows: int = 64
     stateful: bool = False
     reply: Callable[[bytes], bytes] = lambda prompt: b"an answer"
     on_step: Callable[[], None] = lambda: None

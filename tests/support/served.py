@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -60,3 +61,32 @@ def answer(scheduler: Scheduler, tokens: Sequence[int], most: int = 8, **more: A
     end = ask(scheduler, tokens, most, **more).wait()
     assert isinstance(end, Finished), end
     return end
+
+
+@contextmanager
+def served(llm: Any) -> Iterator[Scheduler]:
+    """A scheduler of a `Llama`."""
+    from kvflash_ggml.batching.llama import LlamaModel  # here: unit tests have no llama_cpp
+
+    running = Scheduler(LlamaModel(llm))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def assert_alike(mine: Asked, its: Asked) -> None:
+    """The same tokens; where rounding may choose the other one of two that are nearly as likely, up to there."""
+    end, its_end = mine.wait(), its.wait()
+    assert isinstance(end, Finished), end
+    assert isinstance(its_end, Finished)
+    rows = [
+        [one for event in asked.events if isinstance(event, Piece) for one in event.logprobs] for asked in (mine, its)
+    ]
+    assert len(end.tokens) == len(its_end.tokens) == len(rows[0]) == len(rows[1])
+    for one, other in zip(*rows, strict=True):
+        if one.token != other.token:
+            assert abs(other.top[0][2] - other.top[1][2]) < 0.05
+            return
+        assert abs(one.logprob - other.logprob) < 0.05

@@ -396,3 +396,36 @@ def test_the_first_step_of_other_rows_is_kept_apart() -> None:
     assert times.switch == pytest.approx(3.5)
     times.told(8, 2.5, first=True)
     assert times(8) == 1.0, "never faster than a plain one"
+
+
+@pytest.mark.parametrize("beside", [0, 7])
+def test_rows_of_other_texts_count(beside: int) -> None:
+    """Four more rows are nearly free beside none, and dear beside seven: kernels of one kind end at eight rows."""
+
+    def device(rows: int) -> float:
+        return 1 + 0.02 * (rows - 1) + (0.3 * (rows - 8) if rows > 8 else 0)
+
+    controller, rng, spent, won, widths = Controller(), np.random.default_rng(1), 0.0, 0, []
+    controller.begin(0)
+    for _ in range(400):
+        most, draft, rows, path = controller.ask("made up"), None, 1, 0
+        if most:
+            draft = chain([0] * most, "made up")
+            controller.proposed("made up", draft, 0.01)
+            spent += 0.01
+            rows = controller.choose(draft)
+        while path < rows - 1 and rng.random() < 0.6:
+            path += 1
+        took = device(rows + beside)
+        told = (draft.first(rows - 1), list(range(path))) if draft is not None and rows > 1 else ()
+        controller.told(rows, took, *told, beside=beside)
+        spent, won = spent + took, won + 1 + path + beside
+        widths.append(rows)
+    plain = won / (1 + beside) * device(1 + beside)
+    assert spent <= (1 + EPS) * plain + (CREDIT + 1) * device(32 + beside)
+    if beside:
+        assert widths.count(1) > 300, "a draft would make all of them wait"
+        assert controller.speedup is not None
+        assert controller.speedup > 0.97
+    else:
+        assert widths.count(1) < 100

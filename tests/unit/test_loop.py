@@ -299,11 +299,21 @@ def test_time_is_told_apart() -> None:
         clock.now += 5
         return chain([1, 2, 3], "x")
 
-    told: list[tuple[int, float, Sequence[int], bool]] = []
+    told: list[tuple[int, float, Sequence[int], bool, int]] = []
     controls = Fixed(4)
-    controls.told = lambda rows, seconds, draft=None, path=(), *, stopped=False: told.append(  # type: ignore[method-assign]
-        (rows, seconds, [*path], stopped)
-    )
+
+    def tell(
+        rows: int,
+        seconds: float,
+        draft: object = None,
+        path: Sequence[int] = (),
+        *,
+        stopped: bool = False,
+        beside: int = 0,
+    ) -> None:
+        told.append((rows, seconds, [*path], stopped, beside))
+
+    controls.told = tell  # type: ignore[method-assign]
     drafter = Drafts(slow)
     one = make(drafter, controls=controls, clock=clock)
     drafted(one)
@@ -318,10 +328,16 @@ def test_time_is_told_apart() -> None:
     clock.now += 4
     one.plain()
     one.plain()  # more of the same step
-    assert told == [(4, 3.0, [0, 2], True), (1, 4.0, [], False)]
+    drafted(one)
+    one.pause()
+    clock.now += 100  # a prompt of another text is read
+    one.resume(2.0, 3)  # and then this step is computed with three rows of others
+    clock.now += 1
+    one.plain()
+    assert told == [(4, 3.0, [0, 2], True, 0), (1, 4.0, [], False, 0), (1, 3.0, [], False, 3)]
     tally = one.last
-    assert (tally.seconds_draft, tally.seconds_verify, tally.seconds_plain) == (5, 3, 4)
-    assert (tally.steps, tally.plain_steps, tally.accepted) == (1, 1, 2)
+    assert (tally.seconds_draft, tally.seconds_verify, tally.seconds_plain) == (5, 3, 7)
+    assert (tally.steps, tally.plain_steps, tally.accepted) == (1, 2, 2)
     assert one.total == tally
     one.begin(0)
     assert one.last != one.total == tally

@@ -1,0 +1,171 @@
+"""Drafts of several answers that are decoded together: each answer is that of a lone run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.inside import inside
+from support.served import Asked, ask, assert_alike, served
+
+from kvflash_ggml import KVFlashConfig
+from kvflash_ggml.batching import scheduler
+from kvflash_ggml.batching.messages import Finished, Sampling
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.config import SpecConfig
+from kvflash_ggml.errors import ConfigError, DecodeError
+
+Tokens = npt.NDArray[np.int32]
+SLOTS, SHARE, MOST, WIDTH = 4, 512, 64, 4
+NGRAM = SpecConfig(types=("ngram",), width=WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def one_step_between_two_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer ends before the last prompt is read, however slow the machine is."""
+    monkeypatch.setattr(scheduler, "DECODE_SHARE", 0.0)
+
+
+def settings(spec: SpecConfig | None = NGRAM, parallel: int = SLOTS, **more: Any) -> dict[str, Any]:
+    config = KVFlashConfig(pool=SHARE * parallel, tau=16, calibrate=False, parallel=parallel, spec=spec, **more)
+    return {"n_ctx": 4096, "n_batch": 256, "n_ubatch": 256, "kvflash": config}
+
+
+def texts_of(tokens: Tokens, count: int = SLOTS) -> list[list[int]]:
+    """Each outgrows its share of the pool, and ends with words that it has had before."""
+    return [[*tokens[900 * i :][: 700 + 50 * i], *tokens[900 * i + 300 :][:40]] for i in range(count)]
+
+
+def all_at_once(running: Scheduler, texts: list[list[int]], **more: Any) -> list[Asked]:
+    return [ask(running, text, MOST, logprobs=2, ignore_eos=True, **more) for text in texts]
+
+
+def lone(
+    llama: Callable[..., Any],
+    texts: list[list[int]],
+    kind: str = "dense",
+    *,
+    spec: SpecConfig | None = NGRAM,
+    **more: Any,
+) -> list[Asked]:
+    """One after the other."""
+    found = []
+    with served(llama(kind, **settings(spec))) as running:
+        for text in texts:
+            found += all_at_once(running, [text], **more)
+            found[-1].wait()
+    return found
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[int, int]]]:
+    """Sequences and rows of each step of a model."""
+
+    def watch(llm: Any) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        engine = inside(llm).session.engine
+        step = engine.step
+
+        def noted(count: int, *rest: Any) -> None:
+            found.append((len(set(engine.seq[:count].tolist())), count))
+            step(count, *rest)
+
+        monkeypatch.setattr(engine, "step", noted)
+        return found
+
+    return watch
+
+
+@pytest.mark.parametrize("kind", ["dense", "iswa"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "sampled"])
+def test_each_answer_is_that_of_a_lone_run(
+    kind: str, sampling: dict[str, Any], llama: Callable[..., Any], tokens: Tokens, rows: Any
+) -> None:
+    texts, chosen = texts_of(tokens), Sampling(**sampling)
+    wanted = lone(llama, texts, kind, sampling=chosen)
+    llm = llama(kind, **settings())
+    steps = rows(llm)
+    with served(llm) as running:
+        for mine, its in zip(all_at_once(running, texts, sampling=chosen), wanted, strict=True):
+            assert_alike(mine, its)
+        assert running.counters()["page_ins"] > 0
+        assert llm.kvflash.spec.total.accepted > 0
+    assert max(count for seqs, count in steps if seqs == SLOTS) > SLOTS, "drafts of several in one step"
+
+
+@pytest.mark.parametrize("width", [WIDTH, None], ids=["fixed", "by costs"])
+def test_without_evictions_drafts_change_no_answer(
+    width: int | None, llama: Callable[..., Any], tokens: Tokens
+) -> None:
+    """With logits of all positions, each is kept at its own text's place."""
+    texts = [text[-300:] for text in texts_of(tokens)]
+    wanted = lone(llama, texts, spec=None)
+    llm = llama(**settings(SpecConfig(types=("ngram",), width=width)), logits_all=True)
+    with served(llm) as running:
+        models = [running.model, *running.model.beside]
+        for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
+            assert_alike(mine, its)
+        assert llm.kvflash.spec.total.accepted > 0 or width is None
+        for one in models:
+            own = one.llm  # type: ignore[attr-defined]
+            drawn = own.input_ids[300 : own.n_tokens]
+            assert len(drawn) > MOST - WIDTH
+            assert (own.scores[299 : own.n_tokens - 1].argmax(axis=1) == drawn).all()
+
+
+def test_a_step_of_drafts_that_fails_is_done_for_each_alone(
+    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = texts_of(tokens)
+    wanted = lone(llama, texts)
+    llm = llama(**settings())
+    engine, failed = inside(llm).session.engine, []
+    step = engine.step
+
+    def failing(count: int, *rest: Any) -> Any:
+        if len(set(engine.seq[:count].tolist())) == SLOTS < count and len(failed) < 2:
+            failed.append(count)
+            raise DecodeError("a failed step of several", 1)
+        return step(count, *rest)
+
+    monkeypatch.setattr(engine, "step", failing)
+    with served(llm) as running:
+        for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
+            assert_alike(mine, its)
+    assert len(failed) == 2
+
+
+def test_an_answer_leaves_in_the_midst_of_a_draft_and_goes_on(llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Its reader has enough after each of its first tokens; the others draft on."""
+    texts = texts_of(tokens)
+    wanted = lone(llama, texts)
+    llm, times = llama(**settings()), iter([True] * 12)
+    with served(llm) as running:
+        slow = ask(running, texts[0], MOST, logprobs=2, ignore_eos=True, full=lambda: next(times, False))
+        others = all_at_once(running, texts[1:])
+        for mine, its in zip([slow, *others], wanted, strict=True):
+            end, its_end = mine.wait(), its.wait()
+            assert isinstance(end, Finished)
+            assert isinstance(its_end, Finished)
+            assert end.tokens[:4] == its_end.tokens[:4]
+        assert running.stalls > 0
+
+
+def test_what_cannot_draft_for_several_is_refused(llama: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"spec: .* parallel is 4"):
+        llama("hybrid", **settings())
+    for spec in (SpecConfig(types=("ngram", "draft-mtp")), SpecConfig(types=("draft-mtp",))):
+        with pytest.raises(ConfigError, match="draft-mtp serves one sequence, and parallel is 2"):
+            KVFlashConfig(parallel=2, spec=spec)
+    with pytest.raises(ConfigError, match="deterministic_batch: drafts change how many rows"):
+        KVFlashConfig(parallel=2, tau=16, deterministic_batch=True, spec=NGRAM)
+
+
+@pytest.mark.parametrize("spec", [SpecConfig(), SpecConfig(types=("ngram",))], ids=["auto", "named"])
+def test_only_the_text_drafts_where_several_decode(spec: SpecConfig, llama: Callable[..., Any]) -> None:
+    drafts = llama(**settings(spec)).kvflash.spec
+    assert drafts.types == ("ngram",)
+    assert drafts.off == (None if spec.types else "parallel is 4, and drafters other than ngram serve one sequence")
