@@ -109,6 +109,7 @@ class Answer:
         self._text = TextStream(job.request.stop)
         self._paused: Paused | None = None
         self._missed: Missed | None = None
+        self.gaps: deque[float] = deque(maxlen=0)  # gets the seconds between two tokens
 
     @property
     def generated(self) -> int:
@@ -120,6 +121,11 @@ class Answer:
         """Tokens of the prompt that were read for it, and that are to be; None before, and once they are."""
         done = self._read_yet
         return None if done is None or self._first else (done, self._to_read)
+
+    @property
+    def started(self) -> float:
+        """When the text was at hand; 0.0 before."""
+        return self._started
 
     @property
     def usage(self) -> Usage:
@@ -174,11 +180,15 @@ class Answer:
         """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
         request = self._job.request
         endless = request.ignore_eos and request.sampling.grammar is None  # nothing may follow a grammar's end
+        before = 0.0
         for token in stream:
             if not isinstance(token, int):
                 yield token
                 continue
             self._last = self._clock()
+            if before:
+                self.gaps.append(self._last - before)
+            before = self._last
             self._first = self._first or self._last
             if most == 0:
                 break

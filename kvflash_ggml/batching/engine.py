@@ -44,15 +44,17 @@ class Engine:
     """Answers many prompts at once on one pool. It takes a `Llama` with a pool over, and closes it.
 
     The `Llama` decides how many answers are computed in one step: give it `kvflash=KVFlashConfig(parallel=8)`. Other
-    answers wait. Nothing else may use the `Llama` meanwhile.
+    answers wait. Nothing else may use the `Llama` meanwhile. itl_target: seconds between two tokens of an answer while
+    another prompt is read, at most; None: prompt steps have 1,024 tokens then.
 
     KVFlashError for a `Llama` without a pool.
     """
 
-    def __init__(self, llm: Llama) -> None:
+    def __init__(self, llm: Llama, *, itl_target: float | None = None) -> None:
         self._llm = llm
         # a program bounds its requests itself
-        self._scheduler = Scheduler(llama.LlamaModel(llm), limits=Limits(most=1 << 30, most_tokens=1 << 60))
+        limits = Limits(most=1 << 30, most_tokens=1 << 60, itl_target=itl_target)
+        self._scheduler = Scheduler(llama.LlamaModel(llm), limits=limits)
         self._numbers = count()
         self._scheduler.start()
 

@@ -20,6 +20,7 @@ from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
 from ..native.library import build_info
 from ..sequence import together
+from ..sequence.sequence import Sequence as Text
 from ..state.session import SessionState
 from ..store.swapped import SwappedText
 from ..store.texts import usable
@@ -116,9 +117,23 @@ class LlamaModel:
 
     @property
     def step_rows(self) -> int:
-        sequence = self._llm._reader.sequence
-        assert sequence is not None
-        return min(MAX_ROWS, len(sequence.engine.token))
+        return min(MAX_ROWS, len(self._sequence.engine.token))
+
+    @property
+    def prompt_rows(self) -> int | None:
+        return self._sequence.n_ubatch
+
+    @prompt_rows.setter
+    def prompt_rows(self, rows: int | None) -> None:
+        text = self._sequence
+        if not (text.config.deterministic or text.config.deterministic_batch):
+            text.n_ubatch = min(text.pool.n_ubatch, rows or text.pool.n_ubatch)
+
+    @property
+    def _sequence(self) -> Text:
+        found = self._llm._reader.sequence
+        assert found is not None
+        return found
 
     @property
     def stateful(self) -> bool:

@@ -113,7 +113,12 @@ class Model(Protocol):
     """One text of a model, and others that can take its place. A model can have several texts at hand: `beside`.
 
     All calls are made on one thread. `generate` is read to its end, or closed, before the next call.
+
+    prompt_rows: tokens of the next steps of a prompt, at most; None for as many as fit. What must not depend on other
+    texts keeps the size of its steps.
     """
+
+    prompt_rows: int | None
 
     @property
     def beside(self) -> Sequence[Model]:

@@ -34,6 +34,7 @@ from .messages import (
     Usage,
 )
 from .model import Model, Pending
+from .pace import Pace
 from .queue import Job, RequestQueue
 from .slot import Slot, SlotCounts
 
@@ -44,8 +45,8 @@ T = TypeVar("T")
 PACE_SHARE = 0.02
 """What the newest request has of the mean: lengths differ, and a hasty mean sends refused clients back too early."""
 
-DECODE_SHARE = 0.5
-"""While a prompt is read, other answers go on between two of its steps, for so much of the time that a step takes."""
+GAPS = 4096
+"""Times between two tokens of a stream that are kept; the newest."""
 
 ADDED = ("pool", "chunks", "resident", "length", "page_ins", "page_outs")
 """Counters of a text; the others are of the model."""
@@ -56,11 +57,12 @@ SWEEP_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """most, most_tokens: of the queue. park_bytes: of conversations in memory."""
+    """most, most_tokens: of the queue. park_bytes: of conversations in memory. itl_target: see `Pace`."""
 
     most: int = 256
     most_tokens: int = 1 << 20
     park_bytes: int = 8 << 30
+    itl_target: float | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class Totals:
 class _Running:
     """An answer in a slot. steps: `Answer.make`. pending: its next step; None where it has to be prepared first.
 
-    stepped: when the newest step of its prompt was done.
+    stepped: when the newest step of its prompt was done, at its token `done`; None before the first one.
     """
 
     job: Job
@@ -94,7 +96,8 @@ class _Running:
     slot: Slot
     began: float
     steps: Generator[Pending | None, None, Finished]
-    stepped: float
+    stepped: float | None = None
+    done: int = 0
     pending: Pending | None = None
 
 
@@ -155,6 +158,8 @@ class Scheduler:
         self._ending = False  # answers that run end too
         self._running: list[_Running] = []
         self.stalls = 0  # answers that were put aside for their readers
+        self.gaps: deque[float] = deque(maxlen=GAPS)  # seconds between two tokens of an answer
+        self._steps = Pace(limits.itl_target)
         self._swept = 0.0
         self._pace, self._paced = 1.0, 0  # seconds a request, a slowly moving mean of so many
         self._thread = threading.Thread(target=self._run, name="kvflash-engine", daemon=True)
@@ -355,25 +360,29 @@ class Scheduler:
         answer = self._begun.pop(request.id, None)
         if answer is None:
             answer = Answer(job, self._clock, check=lambda: self._check(job), between=lambda: self._between(job))
+            answer.gaps = self.gaps
+        self._steps.begin()
+        slot.model.prompt_rows = self._steps.rows if self._running else None
         beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
-        running = _Running(job, answer, slot, now, answer.make(slot, beside), stepped=now)
+        running = _Running(job, answer, slot, now, answer.make(slot, beside))
         self._running.append(running)
         self._advance(running, check=True)
 
     def _between(self, job: Job) -> None:
         """A step of a prompt is done: other answers go on meanwhile."""
-        others = [one for one in self._running if one.job is not job]
-        if not others:
-            return
         (reader,) = (one for one in self._running if one.job is job)
-        now = self._clock()
-        until = now + DECODE_SHARE * (now - reader.stepped)
-        while others:
-            self._round(others)
-            others = [one for one in others if one in self._running]
-            if self._clock() >= until:
-                break
-        reader.stepped = self._clock()
+        others = [one for one in self._running if one is not reader]
+        if others:
+            began, (done, _) = self._clock(), reader.answer.reading or (0, 0)
+            self._steps.read(done - reader.done, began - (reader.stepped or reader.answer.started))
+            steps, goes_on = 0, True
+            while others and goes_on:
+                self._round(others)
+                steps, reader.stepped = steps + 1, self._clock()
+                others = [one for one in others if one in self._running]
+                goes_on = self._steps.goes_on(steps, reader.stepped - began)
+            reader.done = done
+        reader.slot.model.prompt_rows = self._steps.rows if others else None
 
     def _round(self, answers: Sequence[_Running]) -> None:
         """Compute a step of each of these answers, and draw what follows from it: a token, or more with drafts."""

@@ -80,6 +80,15 @@ class Metrics:
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"kvflash:{name}", what, value=value)
+        gap = GaugeMetricFamily(
+            "kvflash:inter_token_gap_seconds",
+            "Between two tokens of an answer, of the newest 4,096.",
+            labels=["quantile"],
+        )
+        seconds = sorted(scheduler.gaps.copy())
+        for share in (0.5, 0.99) if seconds else ():
+            gap.add_metric([str(share)], seconds[int(share * (len(seconds) - 1))])
+        yield gap
         where = GaugeMetricFamily("kvflash:conversations", "Conversations that are known.", labels=["state"])
         for state, count in scheduler.conversations.places(Access()).items():
             where.add_metric([state], count)

@@ -79,6 +79,7 @@ def serve(
         most=settings.max_queue,
         most_tokens=settings.max_queued_tokens or 4 * model.n_ctx,
         park_bytes=settings.park_bytes,
+        itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1000,
     )
     folder = None if settings.session_dir is None else ConversationFolder(settings.session_dir)
     shared = None

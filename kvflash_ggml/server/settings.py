@@ -86,6 +86,11 @@ class ServerSettings:
         float, "--queue-timeout", least=0, above=True, default=600, metavar="S",
         help="Seconds that a request may wait for its turn.",
     )  # fmt: skip
+    itl_target_ms: float | None = _limits(
+        float, "--itl-target", least=0, above=True, metavar="MS",
+        help="Milliseconds between two tokens of a stream while another prompt is read, at most. Prompt steps become"
+        " shorter, or answers take several steps between them.  [default: prompt steps of 1,024 tokens]",
+    )  # fmt: skip
     stall_timeout_s: float = _limits(
         float, "--stall-timeout", least=0, above=True, default=60, metavar="S",
         help="Seconds for a client that does not read, or does not send.",

@@ -12,7 +12,7 @@ from support.inside import inside
 from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.batching import scheduler
+from kvflash_ggml.batching import pace
 from kvflash_ggml.batching.messages import Finished, Sampling
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.config import SpecConfig
@@ -26,7 +26,7 @@ NGRAM = SpecConfig(types=("ngram",), width=WIDTH)
 @pytest.fixture(autouse=True)
 def one_step_between_two_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer ends before the last prompt is read, however slow the machine is."""
-    monkeypatch.setattr(scheduler, "DECODE_SHARE", 0.0)
+    monkeypatch.setattr(pace, "DECODE_SHARE", 0.0)
 
 
 def settings(spec: SpecConfig | None = NGRAM, parallel: int = SLOTS, **more: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from support.inside import inside
 from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
-from kvflash_ggml.batching import scheduler
+from kvflash_ggml.batching import pace
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Failed, Finished, Piece
-from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.batching.pace import LEAST_ROWS
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
 from kvflash_ggml.errors import ConfigError, DecodeError, SnapshotError
 from kvflash_ggml.sequence import together
 
@@ -30,7 +32,7 @@ MOST = 48
 @pytest.fixture(autouse=True)
 def one_token_between_two_steps_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No answer ends before the last prompt is read, however slow the machine is."""
-    monkeypatch.setattr(scheduler, "DECODE_SHARE", 0.0)
+    monkeypatch.setattr(pace, "DECODE_SHARE", 0.0)
 
 
 def settings(reading: str = "pool", parallel: int = SLOTS) -> dict[str, Any]:
@@ -93,6 +95,32 @@ def test_others_decode_between_two_steps_of_a_prompt(llama: Callable[..., Any], 
         done = running.generated
         assert 3 < done < 400
         assert isinstance(first.wait(), Finished)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompt_steps_follow_a_target(
+    deterministic: bool, llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nothing can reach makes them short, unless they must not depend on others. The answers stay."""
+    monkeypatch.setattr(pace, "DEARER", np.inf)
+    given = settings("exact", parallel=2)
+    given["kvflash"] = replace(given["kvflash"], deterministic=deterministic)
+    texts = [tokens[:100].tolist(), tokens[1000:3000].tolist()]
+    wanted = lone(llama(**given), texts)
+    llm, rows = llama(**given), list[int]()
+    session = inside(llm).session
+    with served(llm, Limits(itl_target=1e-6)) as running:
+        first = all_at_once(running, texts[:1], 400)[0]
+        while not any(isinstance(event, Piece) for event in first.events):
+            first.next()
+        step = session.engine.step
+        session.engine.step = lambda count, *rest: (rows.append(count), step(count, *rest))[1]
+        (second,) = all_at_once(running, texts[1:])
+        assert_alike(second, wanted[1])
+        assert isinstance(first.wait(), Finished)
+    long = [count for count in rows if count > SLOTS]
+    assert (long[1] > long[0] // 2) == deterministic
+    assert deterministic or set(long[2:20]) == {LEAST_ROWS}
 
 
 def test_numbers_that_are_none_end_their_answer_only(

@@ -68,13 +68,17 @@ class FakeStep:
 @dataclass(eq=False)
 class FakeModel:
     """reply: what follows a prompt, in bytes. on_step: called before each step of a prompt and each token; what it
-    raises, the step raises. held: parked texts that have not been released. synced: files that were waited for.
+    raises, the step raises. most: tokens of a step of a prompt. rows: of the step under way. held: parked texts that
+    have not been released. synced: files that were waited for.
 
     parallel: texts at hand. together: the texts of each step that was computed for several.
     """
 
     n_ctx: int = 4096
     step_rows: int = 64
+    prompt_rows: int | None = None
+    most: int = STEP
+    rows: int = 1
     stateful: bool = False
     reply: Callable[[bytes], bytes] = lambda prompt: b"an answer"
     on_step: Callable[[], None] = lambda: None
@@ -102,7 +106,7 @@ class FakeModel:
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
         if self.parallel > 1:
-            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step")}
+            named = {name: getattr(self, name) for name in ("n_ctx", "stateful", "reply", "on_step", "most")}
             self.beside = [FakeModel(**named, first=self) for _ in range(1, self.parallel)]
 
     def compute(self, steps: Sequence[Any]) -> None:
@@ -131,13 +135,15 @@ class FakeModel:
         known = self.usable(tokens)
         self._cut(known)
         total = len(tokens) - known
-        for start in range(known, len(tokens), STEP):
+        while (start := len(self.tokens)) < len(tokens):
+            self.rows = min(self.most, self.prompt_rows or self.most, len(tokens) - start)
             self._step()
-            self.tokens = tokens[: start + STEP].copy()
+            self.tokens = tokens[: start + self.rows].copy()
             if branch is not None and start < branch <= len(self.tokens):
                 self.places.add(branch)
             self.read_tokens += len(self.tokens) - start
             progress(len(self.tokens) - known, total)
+        self.rows = 1
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
             if self.several:
                 step = FakeStep(self, request.answer == "exact")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvflash_ggml.batching.messages import Event, Failed, Finished, Piece, Request, Sampling
-from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.batching.scheduler import Limits, Scheduler
 
 GREEDY = Sampling(temperature=0.0)
 _numbers = count()
@@ -64,11 +64,11 @@ def answer(scheduler: Scheduler, tokens: Sequence[int], most: int = 8, **more: A
 
 
 @contextmanager
-def served(llm: Any) -> Iterator[Scheduler]:
+def served(llm: Any, limits: Limits | None = None) -> Iterator[Scheduler]:
     """A scheduler of a `Llama`."""
     from kvflash_ggml.batching.llama import LlamaModel  # here: unit tests have no llama_cpp
 
-    running = Scheduler(LlamaModel(llm))
+    running = Scheduler(LlamaModel(llm), limits=limits)
     running.start()
     try:
         yield running

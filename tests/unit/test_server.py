@@ -262,6 +262,8 @@ def test_metrics() -> None:
     assert "kvflash:time_to_first_token_seconds_count 1.0" in lines
     assert "kvflash:num_requests_running 0.0" in lines
     assert 'kvflash:conversations{state="device"} 1.0' in lines
+    gaps = [float(line.split()[1]) for line in lines if line.startswith("kvflash:inter_token_gap_seconds{")]
+    assert 0 <= gaps[0] <= gaps[1]
 
 
 # --- errors
