@@ -186,10 +186,9 @@ class Scheduler:
             if one.job.request is request:
                 read = one.answer.reading
                 return "generating" if read is None else f"reading {read[0]}/{read[1]}"
-        for job in self._aside.copy():
-            if job.request is request:
-                return "parked" if job.begun else "fetching"
-        return "queued"
+        if request.id in self._begun:
+            return "parked"
+        return "fetching" if any(job.request is request for job in self._aside.copy()) else "queued"
 
     @property
     def slot(self) -> Slot:

@@ -228,11 +228,16 @@ class EventStream(Response):
         """Send what comes; what has failed ends it. Returns whether the client has left."""
         ended = []
         for exchange, answer in zip(self._exchanges, self._answers, strict=True):
-            size = 0
+            size, parked = 0, False
             await self._bytes(send, answer.opening())
             async for event in exchange.events(ping_s=self._ping_s):
+                doing = exchange.doing if event is None or parked else ""
+                if parked and doing != "parked":
+                    await self._bytes(send, answer.ping("resumed"))
+                    parked = False
                 if event is None:
-                    await self._bytes(send, answer.ping(exchange.doing))
+                    await self._bytes(send, answer.ping(doing))
+                    parked = doing == "parked"
                     continue
                 size += len(event.text) if isinstance(event, Piece) else 0
                 if isinstance(event, Failed):

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -527,6 +528,7 @@ def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
         late = client.call("POST", "/v1/completions", {"prompt": "late", "stream": True, "max_tokens": 400})
         await late.until(lambda reply: len(reply.frames) > 0)
         late.reads.clear()
+        goes_on.set()
         assert (await client.post("/v1/completions", {"prompt": "other", "max_tokens": 3})).status == 200
         assert server.scheduler.stalls == 1
         state = (await client.get("/kvflash/state")).json
@@ -536,7 +538,13 @@ def test_a_client_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return await late.done()
 
     monkeypatch.setattr(exchange, "MAX_HELD", 1 << 14)
-    model = FakeModel(reply=lambda prompt: bytes(97 + i % 26 for i in range(500)), on_step=lambda: time.sleep(0.0002))
+    goes_on = threading.Event()
+
+    def step() -> None:
+        if model.steps > 5:  # few enough until its client reads no more, however slow that is
+            goes_on.wait(20)
+
+    model = FakeModel(reply=lambda prompt: bytes(97 + i % 26 for i in range(500)), on_step=step)
     server = Server(model)
     frames = server.run(work).frames[:-1]
     made = "".join(frame["choices"][0]["text"] for frame in frames)
@@ -582,6 +590,41 @@ def test_pings_say_what_it_waits_for() -> None:
     first, second = Server(model, ping_s=0.01).run(work)
     assert re.search(rb"\n: reading \d+/2000\n", first)
     assert b": queued\n\n" in second
+
+
+def test_an_answer_that_was_parked_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has read all there is, and another answer has the slot."""
+    monkeypatch.setattr(exchange, "MAX_HELD", 10000)
+
+    async def work(client: Client) -> bytes:
+        asked = {"prompt": "x" * 100, "stream": True, "max_tokens": 3000}
+        slow = client.call("POST", "/v1/completions", asked)
+        await slow.until(lambda reply: len(reply.frames) > 2)
+        slow.reads.clear()
+        while not server.scheduler.put_aside:
+            await asyncio.sleep(0.001)
+        other = client.call("POST", "/v1/completions", {**asked, "prompt": "y" * 100})
+        await other.until(lambda reply: len(reply.frames) > 2)
+        goes_on.clear()
+        slow.reads.set()
+        await slow.until(lambda reply: b": parked" in reply.body)
+        goes_on.set()
+        other.leave()
+        return bytes((await slow.done()).body)
+
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def step() -> None:
+        time.sleep(0.0005)
+        goes_on.wait(20)
+
+    server = Server(FakeModel(reply=lambda prompt: b"z" * 3000, on_step=step), ping_s=0.01)
+    said = server.run(work)
+    assert said.count(b": resumed\n\n") == 1
+    parked, resumed = said.rindex(b": parked"), said.index(b": resumed")
+    assert parked < resumed < said.rindex(b"data: {")
+    assert server.scheduler.counts.resumes > 0
 
 
 # --- slots and conversations
