@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import numpy as np
 from llama_cpp._logger import llama_log_callback
 from llama_cpp.llama_chat_format import Llava15ChatHandler, MTMDChatHandler
 
-from ..arrays import Floats
+from ..arrays import Floats, Int32s
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
 from ..media import images
-from ..media.rows import MediaRows
+from ..media.rows import MOST, MediaRows
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -174,23 +175,46 @@ class _Mtmd:
         self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any
     ) -> int:
         """Add an image, or a part of one, to the prompt; 0. Its encoder runs unless its embeddings are kept."""
-        if self._stock.mtmd_decode_use_mrope(ctx):
-            raise ConfigError("images of an M-RoPE model in a pool: their rows share positions, so use kvflash=None")
         if self._stock.mtmd_decode_use_non_causal(ctx, chunk):
             raise ConfigError("images whose rows see each other (non-causal) in a pool: use kvflash=None")
         if self._stock.mtmd_input_chunk_get_type(chunk) != self._stock.MTMD_INPUT_CHUNK_TYPE_IMAGE:
             raise ConfigError("audio in a pool is not served yet: use kvflash=None")
+        axes = self._axes(chunk) if self._stock.mtmd_decode_use_mrope(ctx) else None
+        place = b"" if axes is None else axes.tobytes()
         name = self._stock.mtmd_input_chunk_get_id(chunk) or b""
         self._parts[name] += 1
         part = self._parts[name].to_bytes(8, "little")  # of an image that is cut in several
-        key = hashlib.sha256(self._encoder + hashlib.sha256(name).digest() + part).digest()
+        key = hashlib.sha256(self._encoder + hashlib.sha256(name).digest() + part + place).digest()
         seat = self._seat
         numbers = seat.media.find(key)
         if numbers is None:
-            numbers = seat.media.add(key, self._encode(ctx, chunk))
+            size = self._stock.mtmd_input_chunk_get_n_pos(chunk)
+            numbers = seat.media.add(key, self._encode(ctx, chunk), axes, size)
         seat.eval(numbers)
         new_n_past._obj.value = seat.n_tokens
         return 0
+
+    def _axes(self, chunk: Any) -> Int32s:
+        """The positions of a chunk's rows, see `Part`. ConfigError if its rows would be hidden otherwise.
+
+        Upstream hides a row of the same time from rows with a lesser (y, x). The pool hides rows that come later.
+        """
+        image = self._stock.mtmd_input_chunk_get_tokens_image(chunk)
+        count = self._stock.mtmd_input_chunk_get_n_tokens(chunk)
+        at = []
+        for first in (0, 1):
+            out = (self._stock.mtmd_decoder_pos * count)()
+            self._stock.mtmd_helper_image_get_decoder_pos(image, first, out)
+            at.append(np.array([(pos.t, pos.y, pos.x, pos.z) for pos in out], np.int32))
+        size = self._stock.mtmd_input_chunk_get_n_pos(chunk)
+        steps = np.diff(at[0][:, 0], append=size)
+        ascending = all(a < b for a, b in pairwise(map(tuple, at[0][:, :3].tolist())))
+        moves = np.array_equal(at[1] - at[0], np.broadcast_to([1, 1, 1, 0], at[0].shape))
+        if not (ascending and moves and at[0][0, 0] == 0 and 0 <= steps.min() <= steps.max() <= MOST and size <= count):
+            raise ConfigError(
+                f"an image of {count} rows with positions that a pool does not know (as of HunyuanVL): use kvflash=None"
+            )
+        return np.ascontiguousarray(at[0].T)
 
     def _encode(self, ctx: Any, chunk: Any) -> Floats:
         """The embeddings of a chunk, [rows, width]. DecodeError if the encoder fails."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..arrays import Buffer, Floats, Int32s, room_for
 from ..constants import CHUNK
 from ..errors import CLOSED, ConfigError, EngineError, KVFlashError, UnsupportedModelError
+from ..media.rows import Part
 from . import logits
 from ._kvf import ffi, lib
 from .info import DeviceInfo, EngineInfo, Layer, read_info, read_layers
@@ -67,6 +68,9 @@ class Engine:
     token, seq, pos, slot, output (1: keep the logits), query_row (the row of `read_queries` that takes the query
     of a token, each named once, or -1 for none). Siblings of a tree have one position, and a slot each. A context made
     for several sequences takes tokens of any of them in one step, trees excepted.
+
+    All else counts rows of a text. places: by sequence the position of each row, [rows + 1], where that is not its
+    number, since rows of an image share one; true up to the row behind the text. The caller keeps it.
     """
 
     closed = False
@@ -85,6 +89,7 @@ class Engine:
         self.slot = np.zeros(max_tokens, np.int32)
         self.query_row = np.full(max_tokens, -1, np.int32)
         self.output = np.zeros(max_tokens, np.int8)
+        self.places: dict[int, Int32s] = {}
         self._plan = ffi.new("kvf_plan *")
         self._plan.mask_stride = self.info.n_slots
         self._keep = {x: ffi.from_buffer("int32_t[]", getattr(self, x)) for x in _PLANNED}
@@ -126,14 +131,14 @@ class Engine:
         return int(lib.kvf_streamed_ticket(self._engine))
 
     def step(
-        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, rows: Floats | None = None
+        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, media: Part | None = None
     ) -> None:
         """Evaluate the first `count` entries of the arrays under the mask.
 
         wait: transfer that must be done before the compute starts, 0 for none.
         codes: empty; takes 0 if all went well, and another number if no token was kept.
         streamed: what the step attends to if that is not the pool. Images may move after `streamed_ticket`.
-        rows: embeddings [count, info.n_embd] that are evaluated in place of tokens.
+        media: so many rows, of `info.n_embd` values, that are evaluated in place of tokens.
 
         Raises:
             DecodeError: llama_decode failed. Recurrent state and captured queries may have changed.
@@ -146,8 +151,8 @@ class Engine:
             raise EngineError("a streamed step over 0 page images, at least 1 is needed: let it read the pool")
         self._plan.n_tokens = count
         self._plan.wait = wait
-        if rows is not None:
-            self._step_media(codes, streamed, rows)
+        if media is not None:
+            self._step_media(codes, streamed, media)
             return
         # computed and noted in a single call: an interrupt, which Python delivers between two, loses neither
         if streamed is None:
@@ -158,16 +163,22 @@ class Engine:
         if codes[0] != lib.KVF_STATUS_SUCCESS:
             check(codes[0])
 
-    def _step_media(self, codes: list[int], streamed: Streamed | None, rows: Floats) -> None:
-        shape = self._plan.n_tokens, self.info.n_embd
+    def _step_media(self, codes: list[int], streamed: Streamed | None, media: Part) -> None:
+        rows, shape = media.rows, (self._plan.n_tokens, self.info.n_embd)
         if rows.shape != shape or rows.dtype != np.float32:
             raise EngineError(f"media rows are {rows.dtype} {rows.shape}, the engine reads float32 {shape}")
-        data = ffi.from_buffer("float[]", np.ascontiguousarray(rows))
+        if (media.axes is None) != (self.info.n_pos == 1):
+            raise EngineError(f"media rows for a model with {self.info.n_pos} positions a row")
+        data, pos = ffi.from_buffer("float[]", np.ascontiguousarray(rows)), self._keep["pos"]
+        if media.axes is not None:
+            axes = media.axes + (self.pos[0] - media.axes[0, 0])
+            axes[3] = media.axes[3]
+            pos = ffi.from_buffer("int32_t[]", np.ascontiguousarray(axes, np.int32))
         try:
-            self._plan.embd = data
+            self._plan.embd, self._plan.pos = data, pos
             self.step(shape[0], self._plan.wait, codes, streamed)
         finally:
-            self._plan.embd = ffi.NULL
+            self._plan.embd, self._plan.pos = ffi.NULL, self._keep["pos"]
 
     @contextlib.contextmanager
     def _attending(self, streamed: Streamed) -> Iterator[None]:
@@ -247,10 +258,31 @@ class Engine:
         """Empty the slots from `slot` on, and zero their K and V. Waits for the compute and all transfers."""
         check(lib.kvf_cells_zero(self._engine, slot, count))
 
-    def set_cells(self, slot: int, pos: int, tokens: Int32s, *, seq: int) -> None:
-        """The slots from `slot` on hold these tokens, at the positions from `pos` on."""
+    # --- rows and positions
+
+    def end(self, rows: int, *, seq: int) -> int:
+        """The position behind the first `rows` rows of a sequence."""
+        places = self.places.get(seq)
+        return rows if places is None or rows == 0 else int(places[rows - 1]) + 1
+
+    def whole(self, row: int, *, seq: int) -> int:
+        """The last row, `row` at most, that a text can be cut at: rows of one position go together."""
+        places = self.places.get(seq)
+        return row if places is None else int(np.searchsorted(places[: row + 1], places[row]))
+
+    def _first(self, row: int, seq: int) -> int | None:
+        """The position from which a cut at `row` takes all; None where that would take more."""
+        places = self.places.get(seq)
+        if places is None:
+            return row
+        return int(places[row]) if self.whole(row, seq=seq) == row else None
+
+    def set_cells(self, slot: int, row: int, tokens: Int32s, *, seq: int) -> None:
+        """The slots from `slot` on hold these tokens, the rows from `row` on."""
         known = np.maximum(np.ascontiguousarray(tokens, np.int32), -1)  # to llama.cpp a media row has no token, -1
-        data = ffi.from_buffer("int32_t[]", known)
+        places, end = self.places.get(seq), row + len(tokens)
+        where = np.arange(row, end, dtype=np.int32) if places is None else places[row:end]
+        pos, data = ffi.from_buffer("int32_t[]", where), ffi.from_buffer("int32_t[]", known)
         check(lib.kvf_cells_set(self._engine, seq, slot, len(tokens), pos, data))
 
     def cells(self, slot: int, count: int) -> Int32s:
@@ -271,22 +303,23 @@ class Engine:
         codes.extend(map(lib.kvf_settle, [self._engine], [n], [where], [to]))  # done and noted in one call
         check(codes[0])
 
-    def truncate(self, pos: int, *, seq: int) -> bool:
-        """Remove positions >= pos. False: this memory cannot, and nothing has changed.
+    def truncate(self, row: int, *, seq: int) -> bool:
+        """Remove rows from `row` on. False: this memory cannot, or not within an image; nothing has changed.
 
         Recurrent state goes as a whole, or back once after a step: by at most `info.rs_planes`, less than the step.
         """
-        done = ffi.new("int32_t *")
-        return bool(value(lib.kvf_truncate(self._engine, seq, pos, done), done))
+        first, done = self._first(row, seq), ffi.new("int32_t *")
+        return first is not None and bool(value(lib.kvf_truncate(self._engine, seq, first, done), done))
 
-    def can_truncate(self, pos: int, *, seq: int) -> bool:
+    def can_truncate(self, row: int, *, seq: int) -> bool:
         """Would `truncate` do it? Whether a sliding window still holds what a token there sees is not asked."""
-        can = ffi.new("int32_t *")
-        return bool(value(lib.kvf_can_truncate(self._engine, seq, pos, can), can))
+        first, can = self._first(row, seq), ffi.new("int32_t *")
+        return first is not None and bool(value(lib.kvf_can_truncate(self._engine, seq, first, can), can))
 
     def clear(self, *, seq: int) -> None:
         """Empty the memory of a sequence."""
         check(lib.kvf_clear(self._engine, seq))
+        self.places.pop(seq, None)
 
     def window_start(self, *, seq: int) -> int:
         """Oldest position that the sliding-window layers still hold, -1 if there are none."""
@@ -314,9 +347,9 @@ class Engine:
         data = ffi.from_buffer("uint8_t[]", out, require_writable=True)
         check(lib.kvf_state_get(self._engine, seq, data, len(out)))
 
-    def set_state(self, data: Buffer, length: int, *, seq: int) -> None:
-        """Put back what `get_state` returned when the text had `length` tokens. Without it on SnapshotError."""
-        check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), length))
+    def set_state(self, data: Buffer, end: int, *, seq: int) -> None:
+        """Put back what `get_state` returned when the text ended before position `end`. Without it on SnapshotError."""
+        check(lib.kvf_state_set(self._engine, seq, ffi.from_buffer("uint8_t[]", data), len(data), end))
 
     def keep_state(self, *, seq: int) -> None:
         """Keep on the devices what `get_state` returns, in place of what was kept of it before. Nothing waits for it.
@@ -325,9 +358,9 @@ class Engine:
         """
         check(lib.kvf_state_keep(self._engine, seq))
 
-    def put_state(self, length: int, *, seq: int) -> None:
+    def put_state(self, end: int, *, seq: int) -> None:
         """`set_state` with what `keep_state` has kept last, which stays kept. SnapshotError if there is nothing."""
-        check(lib.kvf_state_put(self._engine, seq, length))
+        check(lib.kvf_state_put(self._engine, seq, end))
 
     def argmax(self, rows: Sequence[int] | Int32s) -> Int32s:
         """The likeliest token of each of these rows of the newest step, [n]: `native.logits.argmax` of its context."""

@@ -11,7 +11,7 @@ extern "C" {
 #include <stdint.h>
 
 // [cdef]
-#define KVF_ABI   10
+#define KVF_ABI   11
 #define KVF_BLOCK 64
 
 enum kvf_status {
@@ -42,6 +42,7 @@ typedef struct kvf_info {
     int32_t mask_f32;      // 1: mask rows are float, 0: half precision
     int32_t v_trans;       // 1: V is stored transposed, so pages cannot move
     int32_t branches;      // 1 if tokens of a step can be siblings, of one position: see kvf_plan
+    int32_t windows_mutual;// 1 if tokens of a mutual step see each other in sliding windows only, and not in the pool
     int32_t query_rows;    // rows that a layer has for captured queries, 0 if capture is off
     int32_t rotated;       // bit 0: keys are stored rotated, bit 1: values
     int32_t host_compute;  // 1 if weights beside the embedding are in host memory, so that the CPU has a part in every step
@@ -122,12 +123,14 @@ typedef struct kvf_plan {
     const int32_t  * token;       // [n_tokens]
     const float    * embd;        // [n_tokens][n_embd] in place of `token`, of media; null where these are tokens
     const int32_t  * seq;         // [n_tokens] below n_seq
-    const int32_t  * pos;         // [n_tokens] logical positions, never decreasing within a sequence
+    const int32_t  * pos;         // [n_tokens] logical positions, never decreasing within a sequence. Of media [n_pos][n_tokens]:
+                                  // the first of the n_pos values is this position, which rows of one image can share
     const int32_t  * slot;        // [n_tokens] distinct, each free
     const int8_t   * output;      // [n_tokens] 1: keep the logits of this token
     const int32_t  * query_row;   // [n_tokens] the row that takes the query of this token: distinct, or -1 for none
     const void     * mask;        // [n_tokens][mask_stride] added to the attention scores
     int64_t          mask_stride; // values per mask row, at least n_slots
+    int32_t          mutual;      // 1: media whose rows see each other, n_ubatch at most; the mask says it of the pool
     uint64_t         wait;        // the compute starts after this transfer, 0: nothing to wait for
     int32_t          fixed_view;  // 0: of a context for several sequences the step attends to the slots between the first and
                                   // the last that its sequences have. 1: to as many slots whatever its sequences are
@@ -262,9 +265,10 @@ int             kvf_sound(kvf_engine * engine, uint64_t ticket);
 // devices is zeros. A step asks this before and after; a state that is read is refused then.
 enum kvf_status kvf_check_lost(const kvf_engine * engine);
 
-// What llama.cpp believes about slots [slot, slot + n): empty, or holding positions pos, pos + 1, ... of a sequence.
+// What llama.cpp believes about slots [slot, slot + n): empty, or holding these n positions of a sequence.
 enum kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n);
-enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token);
+enum kvf_status kvf_cells_set  (kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, const int32_t * pos,
+                               const int32_t * token);
 // Empty slots, and zero their K and V, with those that the window of several sequences has of the same tokens: hidden rows that
 // are no numbers would spoil sums of kernels that do not skip them. Waits for the compute and all transfers.
 enum kvf_status kvf_cells_zero (kvf_engine * engine, int32_t slot, int32_t n);

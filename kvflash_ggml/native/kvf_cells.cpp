@@ -78,12 +78,12 @@ kvf_status kvf_cells_clear(kvf_engine * engine, int32_t slot, int32_t n) {
     return KVF_STATUS_SUCCESS;
 }
 
-kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, int32_t pos, const int32_t * token) {
+kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t n, const int32_t * pos, const int32_t * token) {
     if (const auto status = kvf_check_seq(*engine, seq)) {
         return status;
     }
-    if (pos < 0) {
-        return kvf_fail(KVF_STATUS_ARGUMENT, "positions from %d on", pos);
+    if (n > 0 && *std::min_element(pos, pos + n) < 0) {
+        return kvf_fail(KVF_STATUS_ARGUMENT, "positions from %d on", *std::min_element(pos, pos + n));
     }
     if (const auto status = kvf_cells_clear(engine, slot, n)) {
         return status;
@@ -94,11 +94,11 @@ kvf_status kvf_cells_set(kvf_engine * engine, int32_t seq, int32_t slot, int32_t
         llama_kv_cell_ext ext;
         ext.tok = token[i];
         if (engine->info.n_pos > 1) {
-            // a text token has the same position on every axis
-            ext.x = pos + i;
-            ext.y = pos + i;
+            // those of a text token; nothing asks for an image's, since masks are planned
+            ext.x = pos[i];
+            ext.y = pos[i];
         }
-        cells.pos_set(slot + i, pos + i);
+        cells.pos_set(slot + i, pos[i]);
         cells.ext_set(slot + i, ext);
         cells.seq_add(slot + i, seq);
     }

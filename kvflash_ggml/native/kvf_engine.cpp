@@ -89,6 +89,7 @@ kvf_engine::kvf_engine(llama_context & ctx, llama_memory_i & memory, llama_kv_ca
     info.mask_f32     = !cparams.flash_attn;
     info.v_trans      = kvf_access::v_trans(kv);
     info.branches     = !kvf_find_iswa(&memory) && !info.recurrent && model.hparams.ple_n_heads == 0;
+    info.windows_mutual = model.hparams.non_causal_type == LLAMA_NON_CAUSAL_TYPE_SWA_ONLY;
     info.query_rows   = pool.query_rows;
     info.rotated      = kvf_access::rotated(kv);
     info.host_compute = computes_on_host(model);

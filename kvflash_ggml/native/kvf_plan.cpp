@@ -46,6 +46,7 @@ kvf_status check_slots(kvf_engine & engine, const kvf_plan & plan) {
 kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
     auto & last = engine.last_pos;
     std::fill(last.begin(), last.end(), -1);
+    const bool shared  = plan.embd && engine.info.n_pos > 1;  // rows of an image
     const bool several = std::any_of(plan.seq, plan.seq + plan.n_tokens, [&](int32_t seq) { return seq != plan.seq[0]; });
     for (int32_t i = 0; i < plan.n_tokens; ++i) {
         const auto seq = plan.seq[i];
@@ -56,7 +57,7 @@ kvf_status check_positions(kvf_engine & engine, const kvf_plan & plan) {
         if (pos < 0 || pos < last[seq]) {
             return kvf_fail(KVF_STATUS_ARGUMENT, "token %d has position %d, after %d", i, pos, last[seq]);
         }
-        if (pos == last[seq] && !engine.info.branches) {
+        if (pos == last[seq] && !engine.info.branches && !shared) {
             return kvf_fail(KVF_STATUS_UNSUPPORTED, "token %d has the position of another, %d: the memory of this model "
                             "(sliding window, recurrent state or n-grams) has no branches", i, pos);
         }
@@ -126,15 +127,27 @@ kvf_status check_query_rows(kvf_engine & engine, const kvf_plan & plan) {
     return KVF_STATUS_SUCCESS;
 }
 
+kvf_status check_media(kvf_engine & engine, const kvf_plan & plan) {
+    const auto & info = engine.info;
+    if (plan.embd && engine.ctx.get_model().hparams.ple_n_heads > 0) {
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "this model has n-gram inputs, and rows of media have no tokens to make them of");
+    }
+    if (plan.embd && info.n_pos > 1 && info.n_swa > 0) {  // a window counts positions
+        return kvf_fail(KVF_STATUS_UNSUPPORTED, "rows of media share positions, and this model has a sliding window");
+    }
+    const int32_t n_ubatch = engine.ctx.get_cparams().n_ubatch;
+    if (plan.mutual && plan.n_tokens > n_ubatch) {  // llama.cpp aborts
+        return kvf_fail(KVF_STATUS_ARGUMENT, "%d rows that see each other in a step, it takes up to n_ubatch, %d", plan.n_tokens, n_ubatch);
+    }
+    return KVF_STATUS_SUCCESS;
+}
+
 kvf_status check(kvf_engine & engine, const kvf_plan & plan) {
     ++engine.n_plans;
-    for (auto part : { check_sizes, check_slots, check_positions, check_shares, check_memory, check_query_rows }) {
+    for (auto part : { check_sizes, check_slots, check_positions, check_shares, check_memory, check_query_rows, check_media }) {
         if (const auto status = part(engine, plan)) {
             return status;
         }
-    }
-    if (plan.embd && (engine.info.n_pos != 1 || engine.ctx.get_model().hparams.ple_n_heads > 0)) {
-        return kvf_fail(KVF_STATUS_UNSUPPORTED, "this model places rows of media by more than a position, which a pool does not do");
     }
     return plan.n_streamed == 0 ? KVF_STATUS_SUCCESS : kvf_stream_check(engine, plan);
 }
@@ -240,6 +253,9 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     batch.seq_id   = engine->seq_id.data();
     batch.logits   = const_cast<int8_t *>(plan->output);
 
+    if (plan->mutual) {
+        llama_set_causal_attn(&engine->ctx, false);
+    }
     engine->pool.plan = plan;
     engine->pool.view = plan->n_streamed == 0 ? kvf_view(*engine, *plan) : kvf_span {};
     const auto start  = std::chrono::steady_clock::now();
@@ -247,6 +263,9 @@ kvf_status kvf_step(kvf_engine * engine, const kvf_plan * plan) {
     const auto status  = check_answers(*engine, *plan, decoded);
     engine->decode_ns += (std::chrono::steady_clock::now() - start).count();
     engine->pool.plan = nullptr;
+    if (plan->mutual) {
+        llama_set_causal_attn(&engine->ctx, true);
+    }
     engine->pool.view = {};
     engine->features.n_rows = status == KVF_STATUS_SUCCESS ? plan->n_tokens : 0;
     return status;

@@ -61,7 +61,8 @@ int64_t kvf_recurrent_bytes(const llama_memory_recurrent & memory) {
 }
 
 kvf_reach::kvf_reach(kvf_engine & engine, const kvf_plan & plan)
-    : engine(engine), before(engine.reach), tokens(engine.info.n_seq), places(::places(engine)) {
+    : engine(engine), before(engine.reach), tokens(engine.info.n_seq), places(::places(engine)),
+      shared(plan.embd && engine.info.n_pos > 1) {
     for (int32_t i = 0; i < plan.n_tokens; ++i) {
         tokens[plan.seq[i]]++;
         engine.reach[plan.seq[i]] = -1;
@@ -76,7 +77,7 @@ void kvf_reach::computed() {
     const auto now = ::places(engine);
     for (int32_t seq = 0; seq < engine.info.n_seq; ++seq) {
         if (tokens[seq] > 0) {  // in one ubatch, or in several of which the last one counts
-            engine.reach[seq] = std::min({ engine.info.rs_planes, engine.pool.ubatch_tokens - 1, tokens[seq] - 1 });
+            engine.reach[seq] = shared ? 0 : std::min({ engine.info.rs_planes, engine.pool.ubatch_tokens - 1, tokens[seq] - 1 });
         } else if (now[seq] != places[seq]) {
             engine.reach[seq] = 0;  // the planes stay where they were
         }

@@ -30,4 +30,5 @@ private:
     std::vector<int32_t> before;   // [n_seq]
     std::vector<int32_t> tokens;   // [n_seq] of the plan
     std::vector<int32_t> places;   // [n_seq] of their states, -1 for none
+    bool                 shared;   // rows of the plan can share a position, and llama.cpp counts planes by positions
 };

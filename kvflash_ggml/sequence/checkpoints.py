@@ -64,9 +64,9 @@ class Checkpoints:
                 return known
         return self._copies.copy()
 
-    def put(self, state: Blob, length: int) -> None:
-        """Put in place what was not pooled of a text of `length` tokens. Without it on SnapshotError."""
-        self._copies.put(state, length)
+    def put(self, state: Blob, end: int) -> None:
+        """Put in place what was not pooled of a text that ended before position `end`. Without it on SnapshotError."""
+        self._copies.put(state, end)
 
     def load(self, states: Mapping[int, Blob], length: int, state: Blob) -> None:
         """Take over the states of a text that has been put back, or the newest of them. state: at its end, `length`."""
@@ -97,7 +97,7 @@ class Checkpoints:
             self._engine.clear(seq=self._seq)
             return 0
         try:
-            self.put(self._states[at], at)
+            self.put(self._states[at], self._engine.end(at, seq=self._seq))
             if self._engine.truncate(at, seq=self._seq):
                 return at
         except SnapshotError as err:

@@ -49,14 +49,14 @@ class StateCopies:
         self._newest = ref(copied)  # it is large: others say how long it stays
         return copied
 
-    def put(self, blob: Blob, length: int) -> None:
-        """Put one back that is of a text of `length` tokens. SnapshotError, and there is none, if it does not fit."""
+    def put(self, blob: Blob, end: int) -> None:
+        """Put one back, of a text before position `end`. SnapshotError, and none is there, if it does not fit."""
         engine, blob = self._engine, in_memory(blob)
         if blob is not self._newest() and engine.info.asynchronous and self._is_free(blob.size):
             wait(self._spread(blob.read(), engine.view(self._address, blob.size)))
             self._newest = ref(blob)
         data = engine.view(self._address, blob.size) if blob is self._newest() else blob.read()
-        engine.set_state(data, length, seq=self._seq)
+        engine.set_state(data, end, seq=self._seq)
 
     def _is_free(self, size: int) -> bool:
         """Is there page-locked memory for so many bytes? Then nobody uses it any more."""

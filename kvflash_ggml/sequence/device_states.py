@@ -46,8 +46,9 @@ class DeviceStates:
 
     def put(self, kept: SavedState, length: int, seq: int) -> None:
         """Put back the state of a sequence of `length` tokens, as often as needed. Without it on SnapshotError."""
+        end = self._engine.end(length, seq=seq)
         if kept.copy is not None:
-            self._engine.set_state(kept.copy, length, seq=seq)
+            self._engine.set_state(kept.copy, end, seq=seq)
             return
         assert kept is self._newest.get(seq), "the device keeps another state by now"
-        self._engine.put_state(length, seq=seq)
+        self._engine.put_state(end, seq=seq)

@@ -10,11 +10,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..arrays import Floats, Int32s
+from ..arrays import Int32s
 from ..constants import CHUNK
 from ..errors import ConfigError
 from ..host.heap import PageHeap
-from ..media.rows import MediaRows
+from ..media.rows import MediaRows, Part, advances_of
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator, PageTable
 from .device_states import DeviceStates
@@ -157,6 +157,9 @@ class Pool:
         for text in others:
             text.logits = NO_LOGITS
         media = self._media(steps[0]) if engine.token[0] < 0 else None
+        if engine.places:
+            for step in steps:
+                self._place(step)
         if media is not None or self.padding is None or steps[0].streamed is not None or steps[0].branches is not None:
             engine.step(end, wait, codes, steps[0].streamed, media)
             return
@@ -165,17 +168,42 @@ class Pool:
         finally:
             self.padding.clear(end)
 
-    def _media(self, step: Step) -> Floats:
-        """The embeddings that a step of media computes."""
-        before = self.texts[step.seq].ids[max(0, step.start - 1) : step.start]
-        return self.media.rows(before, step.tokens)
+    def _media(self, step: Step) -> Part:
+        """What a step of media computes."""
+        ids, start = self.texts[step.seq].ids, step.start
+        if self.engine.info.n_pos > 1 and step.seq not in self.engine.places:
+            self._note(step.seq, ids[:start], len(ids))
+        return self.media.rows(ids[max(0, start - 1) : start], step.tokens)
+
+    def place(self, seq: int, ids: Int32s, most: int) -> None:
+        """The rows of a text are these now, of `most` that it can have: note their positions."""
+        self.engine.places.pop(seq, None)
+        if self.engine.info.n_pos > 1 and (ids < 0).any():
+            self._note(seq, ids, most)
+
+    def _note(self, seq: int, ids: Int32s, most: int) -> None:
+        room = most + len(self.engine.token)  # draft rows can end beyond it
+        places = np.arange(room + 1, dtype=np.int32)
+        np.cumsum(advances_of(ids), out=places[1 : len(ids) + 1])
+        self.engine.places[seq] = places
+
+    def _place(self, step: Step) -> None:
+        """Put the rows of a step at their positions. What comes behind them is that of no row yet."""
+        places, start, n = self.engine.places.get(step.seq), step.start, len(step.tokens)
+        if places is None:
+            return
+        behind = np.cumsum(advances_of(step.tokens)) if step.tokens[0] < 0 else np.arange(1, n + 1)
+        places[start + 1 : start + n + 1] = places[start] + behind
+        here = places[start : start + n] if step.branches is None else places[start] + step.branches.depth
+        self.engine.pos[step.first : step.first + n] = here
 
     def _end(self, seq: int) -> int:
         """The position behind all that a sequence has in memory."""
         text = self.texts.get(seq)
         if text is None:
             return 0
-        return text.table.layout.length if text.draft_rows is None else text.draft_rows.end
+        rows = text.table.layout.length if text.draft_rows is None else text.draft_rows.end
+        return self.engine.end(rows, seq=seq)
 
     def _others(self, steps: Sequence[Step]) -> list[Text]:
         """Return the texts that these steps are not of."""

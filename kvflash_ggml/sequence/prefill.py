@@ -149,10 +149,12 @@ class Prefill:
         text, checkpoint = self._text, self._checkpoint
         start = text.length
         count = min(text.n_ubatch, end - self._done, text.table.room(start, spare=spare))
-        if checkpoint is not None and not question and start < checkpoint < start + count:
+        media = self._tokens.item(self._done) < 0  # nothing goes back to within an image
+        if checkpoint is not None and not question and not media and start < checkpoint < start + count:
             count = checkpoint - start
-        with text.recovery.told():
-            text.checkpoints.before_step(start, wanted=self._done + count == self._total or start == checkpoint)
+        if text.engine.whole(start, seq=text.seq) == start:
+            with text.recovery.told():
+                text.checkpoints.before_step(start, wanted=self._done + count == self._total or start == checkpoint)
         text.relevance.take_overlapped()
         return count
 

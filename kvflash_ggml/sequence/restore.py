@@ -9,6 +9,7 @@ import numpy as np
 
 from ..constants import CHUNK
 from ..errors import ContextFull, SnapshotError
+from ..media.rows import advances_of
 from ..pool.plan import ABSENT
 from ..state.session import Blob, Bytes, SessionState, in_memory
 from .sequence import Sequence
@@ -105,12 +106,16 @@ def load(text: Sequence, saved: SessionState, then: Callable[[SessionState], Non
     text.settle()
     if saved.length > text.n_ctx:
         raise ContextFull(f"the saved text has {saved.length} tokens, the context window {text.n_ctx}")
+    end = int(advances_of(saved.tokens[:-1]).sum()) + bool(saved.length)
+    if end > saved.length:
+        raise SnapshotError(f"a text of {saved.length} rows ends at position {end}: the rows of an image have fewer")
     state = _read(text, saved)
     try:
-        _put_state(text, state, saved.length)
+        _put_state(text, state, end)
         text.unfinished.begin(text.clear)
         text.clear(text.paging.empty)
         text.ids[: saved.length] = saved.tokens
+        text.pool.place(text.seq, saved.tokens, text.n_ctx)
         text.whole[: saved.length] = saved.whole
         text.table.load(saved.length, saved.table)
         text.paging.load(saved.pages, text.length)
@@ -142,14 +147,14 @@ def _read(text: Sequence, saved: SessionState) -> Blob:
     return state
 
 
-def _put_state(text: Sequence, state: Blob, length: int) -> None:
-    """SnapshotError if the engine refuses it. To be settled: then it is as it was."""
+def _put_state(text: Sequence, state: Blob, end: int) -> None:
+    """SnapshotError if the engine refuses it. To be settled: then it is as it was. end: position behind its text."""
     if text.length:
-        before, length_before = text.checkpoints.at(text.length), text.length
-        text.unfinished.begin(lambda: text.checkpoints.put(before, length_before))
+        before, end_before = text.checkpoints.at(text.length), text.engine.end(text.length, seq=text.seq)
+        text.unfinished.begin(lambda: text.checkpoints.put(before, end_before))
     else:  # there is nothing to come back to
         text.unfinished.begin(text.clear)
-    text.checkpoints.put(state, length)
+    text.checkpoints.put(state, end)
 
 
 def _check_sound(text: Sequence, saved: SessionState) -> None:

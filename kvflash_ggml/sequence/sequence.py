@@ -333,8 +333,9 @@ class Sequence:
         self.mask.truncate()
         if step.codes:
             self.queries.valid_from = self.length  # it may have captured some before it failed
-        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state has gone on: an earlier one is known
-            cut = partial(self._cut, self.length, direct=False)
+        if not self.engine.truncate(self.length, seq=self.seq):  # recurrent state has gone on, or it is within an image
+            whole = self.engine.whole(self.length, seq=self.seq)
+            cut = partial(self._cut, whole, direct=whole < self.length)
             self.unfinished.begin(cut)
             cut()
         self.events.truncated(self.length, self.table.resident_chunks)
@@ -459,14 +460,16 @@ class Sequence:
     def truncate(self, length: int) -> int:
         """Forget tokens from `length` on, on both tiers. Returns the length that is left.
 
-        That is `length` itself, unless recurrent state or a sliding window cannot go back so far: then it is the
-        nearest checkpoint before it, or 0. Nothing is evaluated here. ConfigError for a negative length.
+        That is `length` itself, or where an image begins whose rows share a position with it, unless recurrent state or
+        a sliding window cannot go back so far: then it is the nearest checkpoint before it, or 0. Nothing is evaluated
+        here. ConfigError for a negative length.
         """
         if length < 0:
             raise ConfigError(f"a text cannot be cut to {length} tokens: to forget all of it, cut to 0")
         self.settle()
         if length >= self.length:
             return self.length
+        length = self.engine.whole(length, seq=self.seq)
         self.unfinished.begin(partial(self._cut, length, direct=self.can_truncate(length)))
         self.settle()
         return self.length
@@ -499,9 +502,10 @@ class Sequence:
 
     def truncates_to(self, length: int) -> int:
         """What `truncate` would leave."""
-        if length >= self.length or self.can_truncate(length):
-            return min(length, self.length)
-        return self.checkpoints.nearest(length)
+        if length >= self.length:
+            return self.length
+        length = self.engine.whole(length, seq=self.seq)
+        return length if self.can_truncate(length) else self.checkpoints.nearest(length)
 
     def reset(self) -> None:
         """Forget everything but the settings."""

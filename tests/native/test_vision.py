@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.harness import MODELS, TEXT
-from support.vision import ROWS, png, write_projector
+from support.vision import ROWS, SIDE, WIDE, WIDE_PIXELS, png, write_mrope, write_projector
 
-from kvflash_ggml import Llama
-from kvflash_ggml.errors import ConfigError
+from kvflash_ggml import Llama, SpecConfig
+from kvflash_ggml.errors import ConfigError, DecodeError
 from kvflash_ggml.native import library
 
 MODEL = MODELS / "recall-qwen3-q8_0.gguf"
@@ -64,21 +65,53 @@ EXACT = {"kvflash_policy": "qk", "kvflash_reading": "exact", "kvflash_answer": "
 WORDS = TEXT.read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A model and its projector. An image of `pixels` is `rows` rows, and moves the text on by `ends` positions."""
+
+    model: Path
+    projector: Path
+    pixels: tuple[int, int] = (SIDE, SIDE)
+    rows: int = ROWS
+    ends: int = ROWS
+
+
+KINDS = ["plain", "mrope", "hybrid"]
+
+
+@pytest.fixture(scope="module")
+def pairs(projector: Path) -> dict[str, Pair]:
+    folder = projector.parent
+    merger = write_projector(folder / "merger.gguf", 256, "qwen2vl_merger")
+    shape = {"pixels": WIDE_PIXELS, "rows": WIDE[0] * WIDE[1], "ends": max(WIDE)}
+    return {
+        "plain": Pair(MODEL, projector),
+        "mrope": Pair(write_mrope(MODEL, folder / "mrope.gguf"), merger, **shape),
+        "hybrid": Pair(MODELS / "recall-qwen35-q8_0.gguf", merger, **shape),  # it has recurrent state, too
+    }
+
+
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    return pairs[request.param]
+
+
 class Asker:
     """A chat with images on a Llama class."""
 
-    def __init__(self, projector: Path, kind: Any = Llama, **settings: Any) -> None:
+    def __init__(self, pair: Pair, kind: Any = Llama, **settings: Any) -> None:
         from llama_cpp.llama_chat_format import Llava15ChatHandler
 
-        handler = Llava15ChatHandler(str(projector), verbose=False)
+        handler = Llava15ChatHandler(str(pair.projector), verbose=False)
         ours = {"kvflash_calibrate": False} if "kvflash" in settings else {}
-        self.llm = kind(str(MODEL), chat_handler=handler, **{**SIZE, **ours, **settings})
+        self.pair = pair
+        self.llm = kind(str(pair.model), chat_handler=handler, **{**SIZE, **ours, **settings})
         self.messages: list[dict[str, Any]] = []
 
     def ask(self, *parts: Any, most: int = 4) -> tuple[str, np.ndarray]:
         """The answer to text and colours of images, and its last logits."""
         content = [{"type": "text", "text": part} if isinstance(part, str) else
-                   {"type": "image_url", "image_url": png(part)} for part in parts]  # fmt: skip
+                   {"type": "image_url", "image_url": png(part, self.pair.pixels)} for part in parts]  # fmt: skip
         self.messages.append({"role": "user", "content": content})
         settings = {"max_tokens": most, "temperature": 0.0, "repeat_penalty": 1.0}
         said = self.llm.create_chat_completion(self.messages, **settings)["choices"][0]["message"]["content"]
@@ -91,15 +124,27 @@ class Asker:
 
 
 @pytest.fixture
-def asker(projector: Path) -> Iterator[Any]:
+def made() -> Iterator[Any]:
     with ExitStack() as stack:
 
-        def made(kind: Any = Llama, **settings: Any) -> Asker:
-            one = Asker(projector, kind, **settings)
+        def made(pair: Pair, kind: Any = Llama, **settings: Any) -> Asker:
+            one = Asker(pair, kind, **settings)
             stack.callback(one.llm.close)
             return one
 
         yield made
+
+
+@pytest.fixture
+def asker(made: Any, pair: Pair) -> Any:
+    """Makes chats, on models of each kind in turn."""
+    return lambda kind=Llama, **settings: made(pair, kind, **settings)
+
+
+@pytest.fixture
+def plain(made: Any, pairs: dict[str, Pair]) -> Any:
+    """The same on a model whose images have the positions of tokens."""
+    return lambda **settings: made(pairs["plain"], **settings)
 
 
 @pytest.fixture
@@ -120,8 +165,9 @@ def test_a_pool_that_holds_everything_equals_stock(asker: Any) -> None:
     images, ours, theirs = (RED, BLUE), asker(kvflash=2048), asker(llama_cpp.llama.Llama)
     for one, other in zip(ours.ask(*images, "Which?"), theirs.ask(*images, "Which?"), strict=True):
         np.testing.assert_array_equal(one, other)
-    text = ours.llm.input_ids[: ours.llm.n_tokens]
-    assert (text < 0).sum() == ROWS * len(images)
+    text, pair = ours.llm.input_ids[: ours.llm.n_tokens], ours.pair
+    assert (text < 0).sum() == pair.rows * len(images)
+    assert len(text) - theirs.llm.n_tokens == (pair.rows - pair.ends) * len(images)  # upstream counts positions
     ours.messages, before = [], ours.logits()
     assert not np.array_equal(before, ours.ask((99, 9, 9), BLUE, "Which?")[1])
 
@@ -134,7 +180,7 @@ def test_ten_turns_encode_an_image_once(asker: Any, encoded: list[int]) -> None:
         chat.ask(*((RED,) if turn == 0 else ()), f"Question {turn}: which colour?")
         read.append((chat.llm.kvflash.last.read, chat.llm.n_tokens - before))
     assert len(encoded) == 1
-    assert read[0][0] > ROWS
+    assert read[0][0] > chat.pair.rows
     assert all(0 < count < new + 8 for count, new in read[1:]), read  # of an answer, other tokens may be made again
     chat.messages = []
     chat.ask(BLUE, "Question 0: which colour?")
@@ -156,7 +202,7 @@ def test_exact_reading_equals_the_full_cache(asker: Any, encoded: list[int], tmp
     np.testing.assert_array_equal(one[1], other[1])
     np.testing.assert_array_equal(third[1], other[1])
     assert restored.llm.n_tokens > kept > 2 * 256
-    assert len(encoded) == 3  # once by each process
+    assert len(encoded) == 3  # once by each model
     assert paged.llm.kvflash.streamed_steps > 5
 
 
@@ -170,12 +216,66 @@ def test_a_small_pool_brings_an_image_back(asker: Any) -> None:
     first = int(np.flatnonzero(llm.input_ids < 0)[0])
     text = llm.input_ids[: llm.n_tokens].copy()
     llm.n_tokens = first + 70
-    llm.eval(text[first + 70 : first + ROWS + 100].tolist())
-    np.testing.assert_array_equal(llm.input_ids[: llm.n_tokens], text[: first + ROWS + 100])
+    llm.eval(text[first + 70 : first + chat.pair.rows + 100].tolist())
+    np.testing.assert_array_equal(llm.input_ids[: llm.n_tokens], text[: first + chat.pair.rows + 100])
 
 
-def test_an_image_that_is_none_costs_one_request(asker: Any) -> None:
-    chat = asker(kvflash=2048)
+def test_a_step_that_fails_within_an_image_leaves_no_trace(asker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that share a position llama.cpp forgets all, those of steps before it too."""
+    from kvflash_ggml.native.engine import Engine
+
+    chat, fresh, step, left = asker(kvflash=2048), asker(kvflash=2048), Engine.step, [2]
+
+    def fails(engine: Any, count: int, wait: int, codes: list[int], streamed: Any = None, media: Any = None) -> None:
+        if media is None:
+            step(engine, count, wait, codes, streamed)
+            return
+        left[0] -= 1
+        step(engine, count, wait, codes, streamed, media)
+        if left[0] == 0:
+            codes[:] = [1]
+            raise DecodeError("llama_decode returned 1")
+
+    chat.ask("Hello.")
+    fresh.ask("Hello.")
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", fails)
+        with pytest.raises(DecodeError):
+            chat.ask(RED, "Which?")
+    assert left == [0]
+    chat.messages.pop()
+    if "qwen35" in chat.pair.model.name:
+        fresh.llm.reset()  # recurrent state cannot go back to "Hello.", so all of it is read again
+    else:
+        assert chat.llm.kvflash.length >= fresh.llm.n_tokens
+    one, other = chat.ask(RED, "Which?"), fresh.ask(RED, "Which?")
+    np.testing.assert_array_equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("kind", ["mrope", "hybrid"])
+def test_drafts_behind_an_image_change_no_token(kind: str, made: Any, pairs: dict[str, Pair], tmp_path: Path) -> None:
+    """Of a text that was restored where something drafts: rows are taken back by positions that are not theirs."""
+    chat, known = made(pairs[kind], kvflash=2048), []
+
+    def draft(text: np.ndarray, **settings: Any) -> np.ndarray:
+        """One token that is right, and three that are not."""
+        right = [*known, 0, 0][len(text) : len(text) + 1]
+        return np.array([*right, 5, 5, 5], np.intc)
+
+    chat.ask(RED, "Which?")
+    chat.llm.save_snapshot(tmp_path / "text.kvs")
+    drafting = made(pairs[kind], kvflash=2048, draft_model=draft, kvflash_spec=SpecConfig(width=5))
+    drafting.llm.load_snapshot(tmp_path / "text.kvs")
+    text = chat.llm.input_ids[: chat.llm.n_tokens].tolist()
+    settings = {"max_tokens": 40, "temperature": 0.0, "repeat_penalty": 1.0}
+    one = chat.llm.create_completion(text, **settings)["choices"][0]["text"]
+    known += chat.llm.input_ids[: chat.llm.n_tokens].tolist()
+    assert one == drafting.llm.create_completion(text, **settings)["choices"][0]["text"]
+    assert 5 < drafting.llm.kvflash.spec.last.accepted < drafting.llm.kvflash.spec.last.drafted
+
+
+def test_an_image_that_is_none_costs_one_request(plain: Any) -> None:
+    chat = plain(kvflash=2048)
     first = chat.ask(RED, "Which?")
     bad = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,iVBORw0KGgpub25l"}]}]
     with pytest.raises(ValueError, match="cannot be decoded"):
@@ -184,15 +284,30 @@ def test_an_image_that_is_none_costs_one_request(asker: Any) -> None:
     np.testing.assert_array_equal(chat.ask(RED, "Which?")[1], first[1])
 
 
-@pytest.mark.parametrize(("name", "why"), [("use_mrope", "M-RoPE"), ("use_non_causal", "non-causal")])
-def test_what_a_pool_cannot_place_is_refused_by_name(
-    name: str, why: str, asker: Any, monkeypatch: pytest.MonkeyPatch
+def test_images_whose_rows_see_each_other_are_refused_by_name(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_cpp import mtmd_cpp
+
+    monkeypatch.setattr(mtmd_cpp, "mtmd_decode_use_non_causal", lambda *args: True)
+    with pytest.raises(ConfigError, match=r"non-causal.* use kvflash=None"):
+        plain(kvflash=512).ask(RED, "Which?")
+
+
+@pytest.mark.parametrize("axis", ["t", "x", "z"])
+def test_positions_of_another_rule_are_refused_by_name(
+    axis: str, made: Any, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llama_cpp import mtmd_cpp
 
-    monkeypatch.setattr(mtmd_cpp, f"mtmd_decode_{name}", lambda *args: True)
-    with pytest.raises(ConfigError, match=f"{why}.* use kvflash=None"):
-        asker(kvflash=512).ask(RED, "Which?")
+    stock = mtmd_cpp.mtmd_helper_image_get_decoder_pos
+
+    def others(image: Any, first: int, out: Any) -> None:
+        stock(image, first, out)
+        for i, pos in enumerate(out):
+            setattr(pos, axis, getattr(pos, axis) + first * i)
+
+    monkeypatch.setattr(mtmd_cpp, "mtmd_helper_image_get_decoder_pos", others)
+    with pytest.raises(ConfigError, match=r"132 rows with positions that a pool does not know.* use kvflash=None"):
+        made(pairs["mrope"], kvflash=512).ask(RED, "Which?")
 
 
 def with_projector(projector: Path, **settings: Any) -> Llama:
@@ -243,9 +358,9 @@ def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Pa
         with_projector(other, kvflash=512)
 
 
-def test_drafts_beside_images_are_refused(asker: Any) -> None:
+def test_drafts_beside_images_are_refused(plain: Any) -> None:
     with pytest.raises(ConfigError, match="nothing drafts across images"):
-        asker(kvflash=512, kvflash_spec="ngram").ask(RED, "Which?")
+        plain(kvflash=512, kvflash_spec="ngram").ask(RED, "Which?")
 
 
 @pytest.mark.parametrize("first", ["import kvflash_ggml", "pass"])

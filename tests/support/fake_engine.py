@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvflash_ggml.arrays import Floats
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
+from kvflash_ggml.media.rows import Part
 from kvflash_ggml.native.streamed import Streamed
 from kvflash_ggml.policy.base import Scorer
 from kvflash_ggml.sequence.pool import Pool
@@ -152,6 +152,7 @@ class FakeEngine(FakeHost):
         self._ticket = 0
         self._last_page_in = 0
         self._serial = 0
+        self.places: dict[int, Int32s] = {}
         self.queries = np.zeros((self.info.query_rows, ROW_BYTES), np.float32)
         # tokens that the recurrent state or the window has seen; None: lost
         self._state: list[int] | None = []
@@ -180,14 +181,14 @@ class FakeEngine(FakeHost):
         return self.stages.bytes
 
     def step(
-        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, rows: Floats | None = None
+        self, count: int, wait: int, codes: list[int], streamed: Streamed | None = None, media: Part | None = None
     ) -> None:
         start = len(self.truth)
         assert not codes
-        slots, media = self.slot[:count], self.token[:count] < 0
+        slots, rows = self.slot[:count], self.token[:count] < 0
         assert 0 < count <= self._max_tokens
-        assert media.all() if rows is not None else not media.any(), "tokens and media in one step"
-        assert rows is None or len(rows) == count
+        assert rows.all() if media is not None else not rows.any(), "tokens and media in one step"
+        assert media is None or len(media.rows) == count
         follows = [len(truth) for truth in self.truths]
         for seq, pos in zip(self.seq[:count].tolist(), self.pos[:count].tolist(), strict=True):
             assert pos == follows[seq], "positions have a gap"
@@ -403,6 +404,12 @@ class FakeEngine(FakeHost):
         self.cell_seq[slot : slot + len(tokens)] = seq
         self.cell_pos[slot : slot + len(tokens)] = np.arange(pos, pos + len(tokens))
         self.cell_token[slot : slot + len(tokens)] = tokens
+
+    def end(self, rows: int, *, seq: int) -> int:
+        return rows
+
+    def whole(self, row: int, *, seq: int) -> int:
+        return row
 
     def can_truncate(self, pos: int, *, seq: int) -> bool:
         return not self.info.recurrent or pos == 0

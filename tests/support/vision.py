@@ -1,4 +1,4 @@
-"""A projector of random weights in llama.cpp's format, and images."""
+"""Projectors of random weights in llama.cpp's format, a model with M-RoPE, and images."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ SIDE, PATCH, WIDTH = 168, 14, 32
 """Pixels of an image's side and of a patch's, and the width of the image encoder."""
 ROWS = (SIDE // PATCH) ** 2
 """Rows of an image: 144, which is more than two chunks."""
+WIDE = (12, 11)
+"""Columns and rows of embeddings that Qwen2-VL's projector makes of an image of `WIDE_PIXELS`."""
+WIDE_PIXELS = (WIDE[0] * 2 * PATCH, WIDE[1] * 2 * PATCH)
 
 
-def write_projector(path: Path, n_embd: int) -> Path:
-    """A CLIP encoder of two layers with LLaVA's projector: an image is (SIDE / PATCH)^2 embeddings."""
+def write_projector(path: Path, n_embd: int, kind: str = "mlp") -> Path:
+    """A CLIP encoder of two layers and a projector.
+
+    kind: "mlp", as LLaVA has it: an image is (SIDE / PATCH)^2 embeddings. "qwen2vl_merger": it has its own size, and
+    2 * 2 patches are one embedding.
+    """
+    merger = kind == "qwen2vl_merger"
+    patches = 4 if merger else 1  # of one embedding
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", "mlp")
+    writer.add_string("clip.projector_type", kind)
     numbers = {"image_size": SIDE, "patch_size": PATCH, "embedding_length": WIDTH, "feed_forward_length": 2 * WIDTH,
                "projection_dim": n_embd, "block_count": 2, "attention.head_count": 2}  # fmt: skip
     for name, number in numbers.items():
@@ -30,11 +39,16 @@ def write_projector(path: Path, n_embd: int) -> Path:
     writer.add_array("clip.vision.image_std", [0.5] * 3)
     shapes: dict[str, tuple[int, ...]] = {
         "v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH),
-        "v.position_embd.weight": ((SIDE // PATCH) ** 2, WIDTH),
-        "mm.0.weight": (n_embd, WIDTH), "mm.0.bias": (n_embd,), "mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,),
+        "mm.0.weight": (n_embd, patches * WIDTH), "mm.0.bias": (n_embd,),
+        "mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,),
     }  # fmt: skip
+    if merger:
+        shapes["v.patch_embd.weight.1"] = shapes["v.patch_embd.weight"]
+    else:
+        shapes["v.position_embd.weight"] = ((SIDE // PATCH) ** 2, WIDTH)
     for block in ("v.blk.0", "v.blk.1"):
         shapes |= {f"{block}.attn_{name}.weight": (WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
+        shapes |= {f"{block}.attn_{name}.bias": (WIDTH,) for name in ("q", "k", "v") if merger}
         shapes |= {f"{block}.{name}.{part}": (WIDTH,) for name in ("ln1", "ln2") for part in ("weight", "bias")}
         shapes |= {f"{block}.ffn_up.weight": (2 * WIDTH, WIDTH), f"{block}.ffn_down.weight": (WIDTH, 2 * WIDTH)}
     rng = np.random.default_rng(0)
@@ -68,10 +82,29 @@ JPEGS = [
 """Photos of 24 x 16 pixels, made with Pillow 12: a plain and a progressive one."""
 
 
-def png(colour: tuple[int, int, int]) -> str:
-    """An image of one colour, as a data URI."""
-    pixels = zlib.compress((b"\0" + bytes(colour) * SIDE) * SIDE)
-    parts = [(b"IHDR", struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)), (b"IDAT", pixels), (b"IEND", b"")]
+def write_mrope(source: Path, target: Path) -> Path:
+    """A qwen3 model as a qwen3vl one: the same weights, and four positions a row."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3vl")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            subtype = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key.replace("qwen3.", "qwen3vl."), field.contents(), field.types[0], sub_type=subtype)
+    writer.add_rope_dimension_sections([12, 10, 10, 0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def png(colour: tuple[int, int, int], size: tuple[int, int] = (SIDE, SIDE)) -> str:
+    """An image of one colour, as a data URI. size: its width and height."""
+    width, height = size
+    pixels = zlib.compress((b"\0" + bytes(colour) * width) * height)
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", pixels), (b"IEND", b"")]
     data = b"".join(struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
                     for kind, body in parts)  # fmt: skip
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + data).decode()

@@ -8,9 +8,10 @@ from support.fake_engine import FakeEngine, make_session
 from support.saving import Digest
 
 from kvflash_ggml.config import KVFlashConfig
-from kvflash_ggml.errors import KVFlashError
-from kvflash_ggml.media.rows import MediaRows, numbers_of
+from kvflash_ggml.errors import KVFlashError, SnapshotError
+from kvflash_ggml.media.rows import MOST, MediaRows, advances_of, numbers_of
 from kvflash_ggml.sequence.prefill import extend
+from kvflash_ggml.sequence.restore import load, state
 
 NONE = np.empty(0, np.int32)
 
@@ -28,12 +29,23 @@ def test_numbers_are_negative_and_those_of_the_key() -> None:
     assert not (numbers[:400] == numbers_of(b"a", 400)).any()  # of another size it is another medium
 
 
+def test_numbers_tell_how_positions_go_on() -> None:
+    advances = np.array([0, 0, 1, 0, 12, MOST, 2], np.int32)
+    numbers = numbers_of(b"a", 7, advances)
+    assert (numbers < 0).all()
+    assert np.array_equal(advances_of(numbers), advances)
+    assert np.array_equal(advances_of(numbers_of(b"a", 500)), np.ones(500))
+    assert np.array_equal(advances_of(np.array([0, 5, 2**31 - 1], np.int32)), np.ones(3))
+    same = numbers_of(b"a", 500) ^ numbers_of(b"a", 500, np.zeros(500, np.int32))
+    assert len(set(same.tolist())) == 1, "all other bits are those of the medium"
+
+
 def test_any_part_of_a_medium_is_found() -> None:
     media = MediaRows()
     a, b = media.add(b"a", rows(9)), media.add(b"b", rows(5, 100))
-    assert np.array_equal(media.rows(NONE, a), rows(9))
-    assert np.array_equal(media.rows(a[2:3], a[3:7]), rows(9)[3:7])
-    assert np.array_equal(media.rows(a[-1:], b[:1]), rows(5, 100)[:1])
+    assert np.array_equal(media.rows(NONE, a).rows, rows(9))
+    assert np.array_equal(media.rows(a[2:3], a[3:7]).rows, rows(9)[3:7])
+    assert np.array_equal(media.rows(a[-1:], b[:1]).rows, rows(5, 100)[:1])
     with pytest.raises(KVFlashError, match="images again"):
         media.rows(NONE, numbers_of(b"c", 2))
 
@@ -43,8 +55,8 @@ def test_a_number_of_two_media_is_told_apart_by_the_one_before_it() -> None:
     a, b = media.add(b"a", rows(3)), media.add(b"b", rows(3, 100))
     b[1] = a[1]  # the array that is kept
     media._places[int(a[1])].append((b"b", 1))
-    assert np.array_equal(media.rows(a[:1], a[1:2]), rows(3)[1:2])
-    assert np.array_equal(media.rows(b[:1], b[1:2]), rows(3, 100)[1:2])
+    assert np.array_equal(media.rows(a[:1], a[1:2]).rows, rows(3)[1:2])
+    assert np.array_equal(media.rows(b[:1], b[1:2]).rows, rows(3, 100)[1:2])
 
 
 def test_the_oldest_leave_but_none_of_the_newest_request() -> None:
@@ -83,4 +95,17 @@ def test_a_step_has_tokens_or_media(scored: bool) -> None:
     extend(session, text[180:])
     assert np.array_equal(session.tokens, text)
     assert session.length == len(text) == 70 + 79 + 900
+    session.close()
+
+
+def test_a_text_that_ends_beyond_its_rows_is_refused() -> None:
+    """A file may be anybody's: positions that no image has would go beyond those of the context."""
+    session = make_session(FakeEngine(448, 100), KVFlashConfig(tail=2), n_ctx=4096, n_batch=100, n_ubatch=100)
+    extend(session, np.arange(1, 300, dtype=np.int32))
+    text, saved = session.tokens.copy(), state(session)
+    saved.tokens[3:5] = numbers_of(b"a", 2, np.array([0, 3], np.int32))
+    with pytest.raises(SnapshotError, match="a text of 299 rows ends at position 300"):
+        load(session, saved)
+    assert np.array_equal(session.tokens, text)
+    saved.release()
     session.close()
