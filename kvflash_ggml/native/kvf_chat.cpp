@@ -10,7 +10,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <mutex>
+
+#if __has_include(<pthread.h>)
+#include <pthread.h>
+#define KVF_CHAT_THREADS
+#endif
 
 using json = common_json;
 
@@ -131,19 +138,64 @@ common_chat_templates_inputs inputs_of(const kvf_chat & chat, const json & asked
     return inputs;
 }
 
-// Recursion of the parser and of its results is as deep as what is in braces and brackets.
-bool deep(const std::string & text) {
-    int depth = 0;
+// Recursion of the parser and of its results is no deeper than this: braces and brackets that are open at once.
+int depth_of(const std::string & text) {
+    int depth   = 0;
+    int deepest = 0;
     for (const char c : text) {
         if (c == '{' || c == '[') {
-            if (++depth > KVF_CHAT_DEPTH) {
-                return true;
-            }
+            deepest = std::max(deepest, ++depth);
         } else if ((c == '}' || c == ']') && depth > 0) {
             depth--;
         }
     }
+    return deepest;
+}
+
+// A level takes 3 KiB at most (x86-64, GCC 12, Gemma 4's objects). SHALLOW fits into the smallest stacks that threads have.
+constexpr int    SHALLOW     = 120;
+constexpr size_t LEVEL_BYTES = 6144;
+
+// Runs `work` on a stack with room for so many levels. False if there is none. A file full of colours for a terminal has
+// thousands of open brackets, and a call may write it. Memory is taken for the levels that are used alone.
+bool with_room_for(int depth, const std::function<void()> & work) {
+    if (depth <= SHALLOW) {
+        work();
+        return true;
+    }
+#ifdef KVF_CHAT_THREADS
+    struct job {
+        const std::function<void()> & work;
+        std::exception_ptr            failed;
+    } todo = { work, nullptr };
+    const auto run = [](void * data) -> void * {
+        auto * todo = static_cast<job *>(data);
+        try {
+            todo->work();
+        } catch (...) {
+            todo->failed = std::current_exception();
+        }
+        return nullptr;
+    };
+    pthread_attr_t attributes;
+    pthread_t      thread;
+    if (depth > KVF_CHAT_DEPTH || pthread_attr_init(&attributes) != 0) {
+        return false;
+    }
+    const bool began = pthread_attr_setstacksize(&attributes, KVF_CHAT_DEPTH * LEVEL_BYTES) == 0 &&
+                       pthread_create(&thread, &attributes, run, &todo) == 0;
+    pthread_attr_destroy(&attributes);
+    if (!began) {
+        return false;
+    }
+    pthread_join(thread, nullptr);
+    if (todo.failed) {
+        std::rethrow_exception(todo.failed);
+    }
+    return true;
+#else
     return false;
+#endif
 }
 
 // Where the parts of an answer are that `common_chat_msg` tells of, in bytes of the parser's input.
@@ -182,16 +234,18 @@ struct places {
     }
 };
 
-json read(const kvf_chat_parser & parser, const std::string & text) {
-    common_peg_parse_context ctx(parser.prompt + text, COMMON_PEG_PARSE_FLAG_LENIENT);
+json not_understood() {
     json out = json::object();
     out["understood"] = false;
-    if (deep(text)) {
-        return out;
-    }
+    return out;
+}
+
+// text: with the prompt that the parser wants to see.
+json read(const kvf_chat_parser & parser, const std::string & text) {
+    common_peg_parse_context ctx(text, COMMON_PEG_PARSE_FLAG_LENIENT);
     const auto result = parser.arena.parse(ctx);
     if (result.fail()) {
-        return out;
+        return not_understood();
     }
     common_chat_msg said;
     std::unique_ptr<common_chat_peg_mapper> mapper;
@@ -218,6 +272,7 @@ json read(const kvf_chat_parser & parser, const std::string & text) {
         one["closed"]    = result.success() || (i < found.closed.size() && found.closed[i]);
         calls.push_back(one);
     }
+    json out = json::object();
     out["understood"] = true;
     out["content"]    = said.content;
     out["reasoning"]  = said.reasoning_content;
@@ -300,6 +355,9 @@ void kvf_chat_parser_close(kvf_chat_parser * parser) {
 
 int32_t kvf_chat_parse(const kvf_chat_parser * parser, const char * text, size_t size, kvf_chat_text * said) {
     return kvf_chat_guarded(KVF_CHAT_STATUS_ARGUMENT, [&] {
-        *said = copied(read(*parser, std::string(text, size)).dump_safe());
+        const std::string answer = parser->prompt + std::string(text, size);  // a client may have begun the answer
+        if (!with_room_for(depth_of(answer), [&] { *said = copied(read(*parser, answer).dump_safe()); })) {
+            *said = copied(not_understood().dump_safe());
+        }
     });
 }

@@ -17,7 +17,7 @@ extern "C" {
 // [cdef]
 #define KVF_CHAT_ABI   1
 #define KVF_CHAT_BYTES 268435456
-#define KVF_CHAT_DEPTH 120
+#define KVF_CHAT_DEPTH 4096
 #define KVF_CHAT_TEMPLATE_BYTES 1048576
 
 enum kvf_chat_status {
@@ -50,7 +50,8 @@ void    kvf_chat_close(kvf_chat * chat);
 int32_t kvf_chat_render(kvf_chat * chat, const char * asked, size_t size, kvf_chat_text * rendered, kvf_chat_parser ** parser);
 void    kvf_chat_parser_close(kvf_chat_parser * parser);
 
-// Reads the text of an answer, from its beginning. said: {"content", "reasoning", "calls": [{"name", "arguments", "id", "closed"}],
+// Reads the text of an answer, from its beginning. One with more than KVF_CHAT_DEPTH braces and brackets open at once, whatever they
+// mean, is not understood: a parser takes stack for each. said: {"content", "reasoning", "calls": [{"name", "arguments", "id", "closed"}],
 // "understood", "read", "plain", "first"}. understood: is there an answer that begins so? read: bytes of the text up to the end of
 // the last part that is told. plain, first: bytes up to the end of the part in front of the first call that is not closed, of any call.
 int32_t kvf_chat_parse(const kvf_chat_parser * parser, const char * text, size_t size, kvf_chat_text * said);

@@ -130,6 +130,58 @@ def test_a_call_that_a_stop_string_cuts_off_is_content(cut: int) -> None:
     assert (reader.said.content, reader.said.calls, reader.called) == (text, (), False)
 
 
+ANY = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {}}}}}
+
+BRACKETS = ["[", '{"a":', "[{}, "]
+
+
+def test_a_call_may_write_thousands_of_open_brackets() -> None:
+    """A coloured log has one in each of its codes."""
+    colours = "\x1b[31mred\x1b[0m " * 2000
+    call = json.dumps({"name": "clock", "arguments": {"zone": colours}})
+    reader = ChatTemplate(CALLING).render(ChatInput(messages=HELLO.messages, tools=[TOOL])).reader()
+    reader.push(f"<tool_call>\n{call}\n</tool_call>", end=True)
+    assert reader.called
+    assert json.loads(reader.said.calls[0].arguments) == {"zone": colours}
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder", "google-gemma-4-31B-it", "LFM2-8B-A1B", None])
+@pytest.mark.parametrize("levels", [4090, 4096, 100000])
+@pytest.mark.parametrize("bracket", BRACKETS)
+def test_deep_arguments_end_no_process(name: str | None, levels: int, bracket: str) -> None:
+    """The thread has a stack that is too small to read them on."""
+    begun = {
+        "Qwen3-Coder": "<tool_call>\n<function=clock>\n<parameter=zone>\n",
+        "google-gemma-4-31B-it": "<|tool_call>call:clock{zone:",
+        "LFM2-8B-A1B": "<|tool_call_start|>[clock(zone=",
+    }.get(str(name), '<tool_call>\n{"name": "clock", "arguments": {"zone": ')
+    text = begun + bracket * levels + '"here'
+    chat = ChatInput(messages=HELLO.messages, tools=[ANY])
+    said = []
+
+    def work() -> None:
+        reader = (upstreams(name) if name else ChatTemplate(CALLING)).render(chat).reader()
+        reader.push(text, end=True)
+        said.append(reader.said)
+
+    before = threading.stack_size(1 << 20)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+    assert "here" in said[0].content + "".join(call.arguments for call in said[0].calls)
+
+
+def test_a_deep_answer_that_a_client_has_begun_ends_no_process() -> None:
+    begun = '<tool_call>\n{"name": "clock", "arguments": {"zone": ' + "[" * 100000
+    chat = [*HELLO.messages, {"role": "assistant", "content": begun}]
+    reader = ChatTemplate(CALLING).render(ChatInput(messages=chat, tools=[ANY], continued=True)).reader()
+    reader.push("[1]", end=True)
+    assert (reader.said.content, reader.said.calls) == ("[1]", ())
+
+
 def test_several_threads_render_and_read_at_once() -> None:
     template = ChatTemplate(CALLING)
     text = '<tool_call>\n{"name": "clock", "arguments": {"zone": "Z%d"}}\n</tool_call>'
