@@ -39,8 +39,10 @@ def pick_of(llm: Llama, share: float | None, drafter: Path | None) -> Iterator[P
 
 
 def looked_at(reader: Reader, ids: Int32s, most: int) -> Int64s:
-    """The positions of the passages that the end of a prompt looks at in a small model, `most` of them at most."""
-    reader.reset()  # each prompt is cold
+    """The positions of the passages that the end of a prompt looks at in a small model, `most` of them at most.
+
+    The small model reads what is new since the prompt before: of a document's first question all of it.
+    """
     found = reader.read(ids)
     if found is None:
         raise ConfigError(f"a prompt of {len(ids)} tokens is too short for a small model: use a longer document")

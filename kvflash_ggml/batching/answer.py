@@ -6,11 +6,12 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..errors import ContextFull
-from .messages import Finished, Logprob, Missed, Piece, Request, Started, Usage
+from .behind import PREVIEW
+from .messages import Finished, Logprob, Missed, Piece, Preview, Request, Started, Usage
 from .model import Model, Paused, Pending
 from .queue import Job
 from .slot import Slot
@@ -86,6 +87,9 @@ class PutAside(Exception):
 class Answer:
     """check: called between two steps; what it raises ends the answer, and what was read stays at hand. between: called
     between two steps of the prompt.
+
+    name: the identifier that its conversation gets, "" for the one it has. conversation: that identifier, once it is
+    known. preview: None for an answer that is none.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class Answer:
         self._paused: Paused | None = None
         self._missed: Missed | None = None
         self.gaps: deque[float] = deque(maxlen=0)  # gets the seconds between two tokens
+        self.name = self.conversation = ""
+        self.preview: Preview | None = None
 
     @property
     def generated(self) -> int:
@@ -134,13 +140,14 @@ class Answer:
         read = bool(self._first)
         return Usage(
             prompt=len(request.tokens) if read else 0,
-            cached=len(request.tokens) - self._to_read if read else 0,
+            cached=len(request.tokens) - self._to_read if read and self.preview is None else 0,
             generated=len(self._tokens),
             queue_s=self._began - self._job.submitted,
             restore_s=(self._started or now) - self._began,
             prompt_s=(self._first or now) - (self._started or now),
             generation_s=self._last - self._first if read else 0.0,
             missed=self._missed,
+            preview=self.preview,
         )
 
     def make(self, slot: Slot, beside: Sequence[Slot] = ()) -> Generator[Pending | None, None, Finished]:
@@ -158,10 +165,13 @@ class Answer:
             )
         if self._paused is None:
             self._missed = missed_of(request, slot.differs(request), model.piece)
+        if request.reading == PREVIEW:
+            request = self._part_of(request, slot)
         conversation = slot.take(request, drawn=self._tokens, beside=beside)
+        conversation.id = self.conversation = self.name or conversation.id
         if self._paused is None:
             self._before = model.counters()
-            sink(Started(conversation=conversation.id))
+            sink(Started(conversation=conversation.id, preview=self.preview))
             self._started = self._clock()
         branch = slot.branch(request) if self._paused is None else None
         with closing(model.generate(request, branch=branch, progress=self._progress, paused=self._paused)) as stream:
@@ -175,6 +185,14 @@ class Answer:
             tokens=tuple(self._tokens),
             report=self._report(model),
         )
+
+    def _part_of(self, request: Request, slot: Slot) -> Request:
+        """What a preview reads in the place of a prompt: a text that nobody goes on from. Else the prompt as usual."""
+        tokens = slot.preview(request) if self._paused is None else None
+        if tokens is None:
+            return replace(request, reading=None)
+        self.preview = Preview(read=len(tokens), prompt=len(request.tokens))
+        return replace(request, tokens=tokens, reading=None, reuse=False)
 
     def _read(self, model: Model, stream: Iterator[int | Pending], most: int) -> Generator[Pending | None, None, str]:
         """Take at most so many tokens, and return why the answer ends: "stop" or "length". PutAside."""
@@ -204,7 +222,7 @@ class Answer:
                 return "stop"
             if len(self._tokens) >= most:
                 break
-            if self._job.full() and request.reuse:
+            if self._job.full() and request.reuse and self.preview is None:
                 self._paused = model.pause(self._tokens)
                 raise PutAside
             self._check()

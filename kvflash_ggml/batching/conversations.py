@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import KVFlashError
 from ..store.swapped import Conversation, ConversationFolder, SwapStore
+from .behind import Behind
 from .messages import Access
 from .slot import Slot
 
@@ -24,13 +25,16 @@ class Conversations:
     """All texts that a scheduler knows, wherever they are. Use it by `Scheduler.call`, unless a method says otherwise.
 
     access: of the client. A conversation that it may not see is treated as one that is not known. folder: None where
-    conversations have no files.
+    conversations have no files. behind: what is still to be read of them.
     """
 
-    def __init__(self, slots: Sequence[Slot], store: SwapStore, folder: ConversationFolder | None) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], store: SwapStore, folder: ConversationFolder | None, behind: Behind
+    ) -> None:
         self._slots = slots
         self._store = store
         self._folder = folder
+        self._behind = behind
         self.slot = slots[0]
         """The slot that was taken last, whose text is "the one at hand"."""
 
@@ -55,6 +59,10 @@ class Conversations:
         """Is a conversation known? From any thread; one that moves meanwhile may be missed on any but the engine's."""
         held = any(one.id == id and access.may(one.salt) for one in self._held())
         return held or self._swapped(id, access) is not None
+
+    def unused(self, id: str) -> str:
+        """Return an identifier for a conversation that begins; "" where another one has gone on from its text."""
+        return "" if self.keeps(id, Access()) else id
 
     def describe(self, access: Access) -> list[dict[str, Any]]:
         """Describe all that are known, the one used last at the end. No text."""
@@ -113,6 +121,7 @@ class Conversations:
 
     def erase(self, id: str, access: Access) -> bool:
         """Forget a conversation, its file too; False if it is not known."""
+        waited = self._behind.drop(id, access)
         slot = self._slot_of(id, access)
         if slot is not None:
             self.erase_running(access, slot)
@@ -120,7 +129,7 @@ class Conversations:
         found = self._swapped(id, access)
         if found is not None:
             self._store.erase(found)
-        return found is not None
+        return waited or found is not None
 
     def pin(self, id: str, lo: int, hi: int, access: Access) -> bool:
         """Keep tokens of the conversation at hand on the device; False if it is another."""

@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import Floats, Int32s
 from ..chat.values import Grammar
 from ..errors import ConfigError, KVFlashError
+from ..llama import preview
 from ..llama.bias import with_bias
 from ..llama.overrides import answers, overridden, readings
 from ..logs import Progress
@@ -25,6 +26,7 @@ from ..state.session import SessionState
 from ..store.swapped import SwappedText
 from ..store.texts import usable
 from . import model
+from .behind import PREVIEW
 from .messages import Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
@@ -74,7 +76,7 @@ class LlamaModel:
         if llm.kvflash is None or llm._config is None:
             raise KVFlashError("a server parks conversations in a pool: make the Llama with kvflash=")
         if llm._config.reading == "preview":
-            raise ConfigError("a server makes no previews: make the Llama with kvflash_reading='auto'")
+            raise ConfigError("a server makes previews by request: make the Llama with kvflash_reading='auto'")
         import llama_cpp
 
         from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp
@@ -92,7 +94,8 @@ class LlamaModel:
         self._watch = ResidencyObserver(self._stats.reasons)
         self._stats.watch(self._watch)
         self._pieces: dict[int, tuple[bytes, bool]] = {}
-        self.readings, self.answers = readings(llm), answers(llm)
+        self.readings, self.answers = (*readings(llm), PREVIEW), answers(llm)
+        self._share = llm._config.preview_share
         self._reading = self._stats.reading
         self._read_otherwise = False
 
@@ -146,6 +149,10 @@ class LlamaModel:
     def usable(self, tokens: Int32s) -> int:
         places = self._stats.checkpoints if self.stateful else None
         return usable(self.tokens, places, tokens)
+
+    def preview(self, tokens: Int32s, known: int) -> Int32s | None:
+        places = preview.part(tokens, known, self._share)
+        return None if places is None else tokens[places]
 
     def generate(
         self,

@@ -30,7 +30,8 @@ class Request:
     keys take turns. priority: higher ones first. timeout_s, queue_timeout_s: from submission, None for no limit. reuse:
     may it go on from what is known, and be gone on from? shared_until: how many of its tokens other requests will
     probably begin with, 0 if that is not known. pins: token ranges that stay on the device. reading, answer: what
-    tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way.
+    tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way;
+    reading="preview" answers a long prompt from a part of it, and all of it is read behind the answer.
     drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
     text that is known. preserved: special tokens that the answer shows, and how.
     """
@@ -78,9 +79,17 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """An answer comes from a part of its prompt: `read` of `prompt` tokens."""
+
+    read: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an answer took. cached: tokens of the prompt that were not read again. missed: why not more, None where only
-    the last message was new. Times in seconds.
+    the last message was new. preview: None for an answer that is none. Times in seconds.
     """
 
     prompt: int = 0
@@ -91,13 +100,15 @@ class Usage:
     prompt_s: float = 0.0
     generation_s: float = 0.0
     missed: Missed | None = None
+    preview: Preview | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The request has the slot. conversation: the name of the text that it continues."""
+    """The request has the slot. conversation: the name of the text that it continues. preview: see `Usage`."""
 
     conversation: str
+    preview: Preview | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,10 @@ class Model(Protocol):
         """How much of a prompt need not be read if it goes on from the text at hand."""
         ...
 
+    def preview(self, tokens: Int32s, known: int) -> Int32s | None:
+        """The part of a prompt that a preview reads; None unless that is less than half of what is not `known`."""
+        ...
+
     @property
     def stateful(self) -> bool:
         """Can a text be gone on from only where its state was kept?"""

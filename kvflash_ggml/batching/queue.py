@@ -172,7 +172,8 @@ class QueueFull(KVFlashError):
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """A request on its way. sink: gets its events, on the engine's thread. full: has its reader enough for now?
-    submitted: in seconds of the clock. begun: has it had a turn, and was put aside? who: the same if it comes again.
+    submitted: in seconds of the clock. begun: has it had a turn, and was put aside? behind: of a reading that follows
+    a preview, the identifier of the conversation. who: the same if it comes again.
     fetching: is its text on its way from the store that servers share? None if nobody has looked there yet.
     """
 
@@ -183,6 +184,7 @@ class Job:
     cancelled: bool = False
     begun: bool = False
     fetching: Callable[[], bool] | None = None
+    behind: str = ""
     who: Hashable = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from ..store.shared import SharedTexts
 from ..store.swapped import ConversationFolder, SwapStore
 from ..store.takeover import SharedSwapStore
 from .answer import Answer, Cancelled, DeadlinePassed, PutAside
+from .behind import Behind, GaveWay
 from .conversations import Conversations
 from .messages import (
     CANCELLED,
@@ -145,7 +146,8 @@ class Scheduler:
             )
         self.counts = SlotCounts()
         self.slots = [Slot(one, self.swapped, self.counts, clock) for one in (model, *model.beside)]
-        self.conversations = Conversations(self.slots, self.swapped, folder)
+        self.behind = Behind()
+        self.conversations = Conversations(self.slots, self.swapped, folder, self.behind)
         self.totals = Totals()
         self.folder = folder
         self._on_end = on_end
@@ -172,7 +174,7 @@ class Scheduler:
     @property
     def running(self) -> list[Request]:
         """Return the requests that have a slot, in the order in which they took it."""
-        return [one.job.request for one in self._running.copy()]
+        return [one.job.request for one in self._running.copy() if not one.job.behind]
 
     @property
     def reading(self) -> list[tuple[Request, tuple[int, int]]]:
@@ -213,7 +215,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._running and len(self.waiting) == 0 and not self._aside
+        return not self.running and len(self.waiting) == 0 and not self._aside
 
     @property
     def retry_after_s(self) -> float:
@@ -311,7 +313,8 @@ class Scheduler:
             if self._running:
                 self._round(self._running)
             elif not (self._calls or self._stopping):
-                self._wake.wait(1.0)
+                job = self.behind.take()
+                self._wake.wait(1.0) if job is None else self._begin(job)
         self._end()
 
     def _end(self) -> None:
@@ -352,6 +355,8 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         request, now = job.request, self._clock()
+        if not job.behind:
+            self.behind.forget(request)
         free = [slot for slot in self.slots if slot.request is None]
         # an empty one rather than one whose text somebody may go on with
         slot = max(free, key=lambda slot: (slot.gain(request), slot.conversation is None, -slot.used))
@@ -359,7 +364,7 @@ class Scheduler:
         answer = self._begun.pop(request.id, None)
         if answer is None:
             answer = Answer(job, self._clock, check=lambda: self._check(job), between=lambda: self._between(job))
-            answer.gaps = self.gaps
+            answer.gaps, answer.name = self.gaps, self.conversations.unused(job.behind)
         self._steps.begin()
         slot.model.prompt_rows = self._steps.rows if self._running else None
         beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
@@ -368,7 +373,9 @@ class Scheduler:
         self._advance(running, check=True)
 
     def _between(self, job: Job) -> None:
-        """A step of a prompt is done: other answers go on meanwhile."""
+        """A step of a prompt is done, and more are to come: other answers go on meanwhile. GaveWay."""
+        if job.behind and (len(self.waiting) or self._calls):
+            raise GaveWay
         (reader,) = (one for one in self._running if one.job is job)
         others = [one for one in self._running if one is not reader]
         if others:
@@ -418,6 +425,9 @@ class Scheduler:
             self._finish(one, end.value.reason, end.value)
         except PutAside:
             self._put_aside(one)
+        except GaveWay:
+            self._leave(one)
+            self.behind.put_back(one.job)
         except Exception as err:
             self._finish(one, *self._failure(one, err))
 
@@ -425,17 +435,22 @@ class Scheduler:
         usage = one.answer.usage
         try:
             one.slot.settle()
-            if self.shared is not None:
+            if self.shared is not None and usage.preview is None:
                 self._share(self.shared, one.slot, usage)
         except Exception:
             logger.exception("the text could not be settled")
             self._forget_text(one.slot)
+        if one.job.behind:
+            self._leave(one)
+            return
         self.totals.add(usage, reason)
         self._paced += 1
         took = (self._clock() - one.began) / len(self._running)
         self._pace += max(1 / self._paced, PACE_SHARE) * (took - self._pace)
         self._leave(one)
         self._ended(one.job.request, usage, reason)
+        if usage.preview is not None and isinstance(event, Finished) and one.job.request.reuse:
+            self.behind.add(one.job.request, one.answer.conversation, self._clock())
         self._tell(one.job, event)
 
     def _share(self, shared: SharedSwapStore, slot: Slot, usage: Usage) -> None:
@@ -446,6 +461,8 @@ class Scheduler:
         slot.offer(shared)
 
     def _leave(self, one: _Running) -> None:
+        if one.job.behind:
+            one.slot.interrupt()
         self._running.remove(one)
         one.slot.request = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..arrays import common_prefix
+from ..arrays import Int32s, common_prefix
 from ..constants import CHUNK
 from ..errors import HostMemoryError, KVFlashError
 from ..sequence.prefill import QUESTION_TOKENS
@@ -157,6 +157,12 @@ class Slot:
         shared, length = max(*known, self._store.nearest(tokens, salt=request.salt))
         return shared if request.reuse and CHUNK <= shared < min(length, len(tokens) - 1) else None
 
+    def preview(self, request: Request) -> Int32s | None:
+        """The tokens that a preview of a request reads; None where the prompt is to be read as usual."""
+        _, length = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
+        known = max(self._live(request)[0], length) if request.reuse else 0
+        return self.model.preview(request.tokens, known)
+
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""
         return branch_of(self.model, request, lambda: self._store.known(request.tokens, salt=request.salt))
@@ -191,11 +197,16 @@ class Slot:
             self._store.lose(found)
 
     def swap_out(self, *, unfinished: bool = False) -> None:
-        """Put the text at hand aside. unfinished: another answer to its prompt is another text, and leaves it alone."""
-        if unfinished and self.conversation is not None:
-            self.conversation.prompt = len(self.model.tokens)
+        """Put the text at hand aside. unfinished: see `interrupt`."""
+        if unfinished:
+            self.interrupt()
         self._swap_out()
         self.clear()
+
+    def interrupt(self) -> None:
+        """Take what there is of an answer, or of its prompt, for a prompt: another answer to that leaves it alone."""
+        if self.conversation is not None:
+            self.conversation.prompt = len(self.model.tokens)
 
     def load(self, swapped: SwappedText, salt: str) -> None:
         """Go on from a text of this salt that was read from a file; the one at hand is swapped out.

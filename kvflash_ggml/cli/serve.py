@@ -183,7 +183,9 @@ def serve(
     if pool.kvflash == "off":
         raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
     if pool.fields["reading"] == "preview":
-        raise click.UsageError("a server makes no previews: leave out --kvflash-reading preview")
+        raise click.UsageError(
+            "a server makes previews by request (kvflash.reading): leave out --kvflash-reading preview"
+        )
     if pool.report is not None:
         raise click.UsageError("--kvflash-report is of one run: the page at / shows the same while it happens")
     settings, embedding = server.settings(model, sampling), server.embedding()

@@ -45,6 +45,17 @@ def passages(ids: Int32s, most: int) -> Int64s:
     return best(len(ids), most, starts, _scores(ids, starts))
 
 
+def part(ids: Int32s, known: int, share: float) -> Int64s | None:
+    """The positions that a preview reads of a prompt, `known` tokens of which need not be read; None for all of it.
+
+    share: the part that it reads, 0 to 1.
+    """
+    most = max(LEAST, int(share * len(ids)))
+    if len(ids) - known <= 2 * most or ids.min() < 0:  # negative: an image's place
+        return None
+    return passages(ids, most)
+
+
 def best(length: int, most: int, starts: Int64s, scores: npt.NDArray[np.float64]) -> Int64s:
     """Choose the passages to read; return the positions as `passages` does.
 
@@ -106,14 +117,10 @@ class Previews:
             refuse("grammars and response formats")
         if llm.cache is not None and not isinstance(llm.cache, PrefixCache):
             refuse("caches of upstream's")
-        ids, make = numbers(tokens), partial(make, **settings)
-        most = max(LEAST, int(self._share * len(ids)))
-        if not reset or len(ids) <= 2 * most or ids.min() < 0:  # negative: an image's place
-            yield from make(tokens, reset=reset)
-        elif len(ids) - llm._saver.known(ids.astype(np.int32)) <= 2 * most:
-            yield from make(tokens)
-        else:
-            yield from self._preview(make, tokens, passages(ids.astype(np.int32), most))
+        ids, make = numbers(tokens).astype(np.int32), partial(make, **settings)
+        known = llm._saver.known(ids) if reset and len(ids) > 2 * LEAST and ids.min() >= 0 else len(ids)
+        places = part(ids, known, self._share)
+        yield from make(tokens, reset=reset) if places is None else self._preview(make, tokens, places)
 
     def _preview(self, make: Make, tokens: Sequence[int], places: Int64s) -> Tokens:
         llm, saver, reader = self._llm, self._llm._saver, self._llm._reader

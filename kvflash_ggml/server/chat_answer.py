@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from ..batching.messages import Event, Finished, Logprob, Piece
+from ..batching.messages import Event, Finished, Logprob, Piece, Started
 from ..chat.reader import Rendered
 from .errors import ApiError
 from .exchange import DONE, Answer, dumps, frame
 from .schema import ChatRequest, ToolChoice
-from .usage import FINGERPRINT, report, timings, usage
+from .usage import FINGERPRINT, marked, report, timings, usage
 
 
 class ChatAnswer(Answer):
@@ -66,15 +67,26 @@ class ChatAnswer(Answer):
             **report(self._asked.kvflash.report, finished),
         }
 
-    def chunk(self, delta: dict[str, Any], *, logprobs: Sequence[Logprob] = (), reason: str | None = None) -> bytes:
+    def chunk(
+        self,
+        delta: dict[str, Any],
+        *,
+        logprobs: Sequence[Logprob] = (),
+        reason: str | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bytes:
         told = dumps(_chat_logprobs(logprobs)) if logprobs else "null"
-        return f'{self._head}{dumps(delta)},"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]}}\n\n'.encode()
+        rest = f",{dumps(more)[1:-1]}" if more else ""
+        choice = f'{dumps(delta)},"logprobs":{told},"finish_reason":{json.dumps(reason)}'
+        return f"{self._head}{choice}}}]{rest}}}\n\n".encode()
 
     def opening(self) -> bytes:
         return self.chunk({"role": "assistant", "content": ""})
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Piece):
+        if isinstance(event, Started) and event.preview is not None:
+            yield self.chunk({}, more=marked(event.preview))
+        elif isinstance(event, Piece):
             yield from self._piece(event.text, event.logprobs)
         elif isinstance(event, Finished):
             yield from self._piece("", (), end=True, stopped=event.reason == "stop")

@@ -14,7 +14,7 @@ from .errors import ApiError
 from .exchange import DONE, Answer, frame
 from .front import Front, several
 from .schema import MAX_ANSWERS, CompletionRequest
-from .usage import FINGERPRINT, report, timings, usage
+from .usage import FINGERPRINT, marked, report, timings, usage
 
 
 async def completions(front: Front, http: HttpRequest) -> Response:
@@ -152,8 +152,8 @@ class TextAnswer(Answer):
         return b""
 
     def frames(self, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Started) and self._echoed:
-            yield frame({**self._base, "choices": [self._choice(self._echoed, (), None)]})
+        if isinstance(event, Started) and (self._echoed or event.preview is not None):
+            yield frame({**self._base, "choices": [self._choice(self._echoed, (), None)], **marked(event.preview)})
         elif isinstance(event, Piece):
             yield frame({**self._base, "choices": [self._choice(event.text, event.logprobs, None)]})
         elif isinstance(event, Finished):

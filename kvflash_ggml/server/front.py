@@ -21,6 +21,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from ..batching.behind import PREVIEW
 from ..batching.messages import Access, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
@@ -32,6 +33,7 @@ from .prompts import Embedder, Prompts
 from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
 from .speed import Speed
+from .usage import preview_header, together
 
 T = TypeVar("T")
 
@@ -254,6 +256,8 @@ class Front:
                     code="invalid_value",
                     param=f"kvflash.{name}",
                 )
+        if pool.reading == PREVIEW:
+            _check_preview(asked, tokens, kind=kind, grammar=grammar)
         key = http.scope.get(KEY, "")
         reuse = pool.cache_prompt and asked.cache_prompt is not False
         return Request(
@@ -350,7 +354,8 @@ class Front:
             work = partial(self.work, http)
             return EventStream(exchanges, answers, each=each, ping_s=ping_s, stall_s=stall_s, work=work)
         ended = await collected(exchanges, answers)
-        return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each)))
+        headers = preview_header(together(ended, each=each).usage.preview)
+        return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each), headers=headers))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -360,6 +365,28 @@ def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:
     """Role and text of each message of a chat."""
     messages = asked.messages if isinstance(asked, ChatRequest) else ()
     return tuple((message.role, text_of_content(message.content)) for message in messages)
+
+
+def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar: Grammar | str | None) -> None:
+    """ApiError for what needs all of a prompt, or cannot say that its answer is a preview."""
+    pool = asked.kvflash
+    refused = {
+        "this interface": kind not in ("chatcmpl", "cmpl"),
+        "tools": isinstance(asked, ChatRequest) and bool(asked.tools),
+        "a grammar or a response format": grammar is not None,
+        f"kvflash.answer {pool.answer!r}": pool.answer not in (None, "pool"),
+        "kvflash.pins": bool(pool.pins),
+        "images": min(tokens) < 0,
+    }
+    for what, asked_for in refused.items():
+        if asked_for:
+            raise ApiError(
+                400,
+                f"kvflash.reading 'preview' answers from a part of the prompt, and not together with {what}: leave out "
+                f"one of them",
+                code="invalid_value",
+                param="kvflash.reading",
+            )
 
 
 def client_of(scope: Scope) -> str:

@@ -214,6 +214,7 @@ function show(message, index) {
   }
   if (message.role === "user" && message.content.length > LONG) text.tabIndex = 0;
   if (message.content) box.append(text);
+  if (message.preview) meta.append(element("span", message.preview, "cut"));
   if (message.cut && message.cut !== "running") meta.append(element("span", message.cut, "cut"));
   if (message.meta) meta.append(element("span", message.meta));
   if (message.content && message.cut !== "running") meta.append(copying("Copy", () => message.content));
@@ -286,13 +287,19 @@ async function answer() {
       signal: me.signal,
       body: JSON.stringify({
         messages: asked, stream: true, stream_options: { include_usage: true }, temperature: Number($("temperature").value),
-        max_tokens: most, kvflash: { conversation: own.name, report: "summary" },
+        max_tokens: most,
+        kvflash: { conversation: own.name, report: "summary", ...($("preview").checked ? { reading: "preview" } : {}) },
       }),
     });
     if (!response.ok) throw new Error(await failure(response));
     for await (const frame of frames(response)) {
       if (frame.error) throw new Error(frame.error.message);
       asking = frame.id;
+      const seen = frame.kvflash && frame.kvflash.preview;
+      if (seen) {
+        message.preview = `Preview: from ${seen.read.toLocaleString()} of ${seen.prompt.toLocaleString()} tokens, so it can miss facts. ` +
+          "The server reads all of them next.";
+      }
       const choice = frame.choices[0];
       if (choice) {
         reason = choice.finish_reason || reason;
@@ -465,7 +472,7 @@ function tell(state) {
   $("model").textContent = state.model;
   const { running: answering, waiting, put_aside: aside } = state.queue, { reading } = state;
   const others = aside ? [`${aside} wait for slow readers`] : [];
-  const doing = answering ? [reading.length ? "reading a prompt" : "answering", `${waiting} waiting`, ...others] : ["idle", ...others];
+  const doing = answering ? [reading.length ? "reading a prompt" : "answering", `${waiting} waiting`, ...others] : [reading.length ? "reading behind a preview" : "idle", ...others];
   $("status").textContent = state.draining ? "shutting down" : doing.join(", ");
   tellReading(reading);
   let here = 0;

@@ -171,7 +171,7 @@ class PoolFields(_Known):
     conversation: str | None = Field(None, max_length=128)
     priority: int = Field(0, ge=-10, le=10)
     pins: Annotated[list[tuple[int, int]], Field(fail_fast=True)] = Field(default_factory=list, max_length=64)
-    reading: Literal["exact", "pool"] | None = None
+    reading: Literal["exact", "pool", "preview"] | None = None
     answer: Literal["pool", "exact", "lossless"] | None = None
     drafts: bool = True
     report: Literal["none", "summary"] = "none"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from .. import __version__
-from ..batching.messages import Finished, Usage
+from ..batching.messages import Finished, Preview, Usage
 
 FINGERPRINT = f"kvflash-{__version__}"
 
@@ -15,6 +15,7 @@ FINGERPRINT = f"kvflash-{__version__}"
 def together(ended: Sequence[Finished], *, each: int) -> Finished:
     """Several answers, so many to each prompt, whose tokens count once; the last one's report."""
     took, read = [end.usage for end in ended], [end.usage for end in ended[::each]]
+    previews = [one.preview for one in read if one.preview is not None]
     sums = Usage(
         prompt=sum(one.prompt for one in read),
         cached=sum(one.cached for one in read),
@@ -23,6 +24,9 @@ def together(ended: Sequence[Finished], *, each: int) -> Finished:
         restore_s=sum(one.restore_s for one in took),
         prompt_s=sum(one.prompt_s for one in took),
         generation_s=sum(one.generation_s for one in took),
+        preview=Preview(read=sum(one.read for one in previews), prompt=sum(one.prompt for one in previews))
+        if previews
+        else None,
     )
     return replace(ended[-1], usage=sums)
 
@@ -38,7 +42,8 @@ def usage(took: Usage) -> dict[str, Any]:
 
 def timings(took: Usage) -> dict[str, Any]:
     """As llama-server has them; times in milliseconds."""
-    read, made = took.prompt - took.cached, took.generated
+    read = took.prompt - took.cached if took.preview is None else took.preview.read
+    made = took.generated
     return {
         "cache_n": took.cached,
         "prompt_n": read,
@@ -52,9 +57,19 @@ def timings(took: Usage) -> dict[str, Any]:
 
 
 def report(wanted: str, finished: Finished) -> dict[str, Any]:
-    """`kvflash` of an answer, for those who ask for it."""
-    if wanted == "none":
-        return {}
+    """`kvflash` of an answer, for those who ask for it. That it is a preview is told to all."""
     took = finished.usage
+    if wanted == "none":
+        return marked(took.preview)
     times = {"queue_ms": round(took.queue_s * 1e3, 3), "restore_ms": round(took.restore_s * 1e3, 3)}
-    return {"kvflash": {**finished.report, **times}}
+    return {"kvflash": {**finished.report, **times, **marked(took.preview).get("kvflash", {})}}
+
+
+def marked(preview: Preview | None) -> dict[str, Any]:
+    """`kvflash` of a preview, before anything else is known of it; nothing for another answer."""
+    return {} if preview is None else {"kvflash": {"preview": asdict(preview)}}
+
+
+def preview_header(preview: Preview | None) -> dict[str, str]:
+    """The header of an answer as a whole that is a preview."""
+    return {} if preview is None else {"X-KVFlash-Preview": f"read {preview.read} of {preview.prompt} tokens"}

@@ -95,7 +95,7 @@ class FakeModel:
     explains: bool = False
     synced: int = 0
     files: dict[Path, Int32s] = field(default_factory=dict)
-    readings: tuple[str, ...] = ("pool", "exact")
+    readings: tuple[str, ...] = ("pool", "exact", "preview")
     answers: tuple[str, ...] = ("pool", "exact")
     parallel: int = 1
     together: list[list[FakeModel]] = field(default_factory=list)
@@ -120,6 +120,10 @@ class FakeModel:
 
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
+
+    def preview(self, tokens: Int32s, known: int) -> Int32s | None:
+        """The last 64 tokens, if twice as many are to be read."""
+        return tokens[-STEP:] if len(tokens) - known > 2 * STEP else None
 
     def generate(
         self,

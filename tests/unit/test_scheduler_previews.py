@@ -1,0 +1,245 @@
+"""Previews in a scheduler: an answer from a part of a prompt, and all of it read behind while nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_model import STEP, FakeModel
+from support.served import answer, ask
+
+from kvflash_ggml.batching.messages import Access, Failed, Finished, Preview, Started
+from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.errors import DecodeError, HostMemoryError
+from kvflash_ggml.store.swapped import ConversationFolder
+
+LENGTH = 10 * STEP
+Make = Callable[..., Scheduler]
+
+
+class Counted(FakeModel):
+    """Does something before its n-th step: `at` has it."""
+
+    at: dict[int, Callable[[], None]]
+
+    def __init__(self, **settings: Any) -> None:
+        self.at = {}
+        super().__init__(**settings, on_step=lambda: self.at.pop(self.steps, lambda: None)())
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Scheduler] = []
+
+    def start(model: FakeModel | None = None, **settings: Any) -> Scheduler:
+        made.append(Scheduler(model or Counted(), **settings))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for scheduler in made:
+        scheduler.close()
+        assert isinstance(scheduler.model, FakeModel)
+        assert (scheduler.model.closed, scheduler.model.held) == (True, 0)
+
+
+def text(n: int = LENGTH, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(97, 122, n).tolist()
+
+
+def model_of(scheduler: Scheduler) -> Counted:
+    assert isinstance(scheduler.model, Counted)
+    return scheduler.model
+
+
+def preview(scheduler: Scheduler, tokens: list[int], **more: Any) -> tuple[Finished, Started]:
+    asked = ask(scheduler, tokens, 20, reading="preview", **more)
+    end, begun = asked.wait(), asked.events[0]
+    assert isinstance(end, Finished)
+    assert isinstance(begun, Started)
+    return end, begun
+
+
+def until(true: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def known(scheduler: Scheduler) -> dict[str, int]:
+    """Tokens of each conversation."""
+    told = scheduler.call(lambda: scheduler.conversations.describe(Access())).result(20)
+    return {one["id"]: one["tokens"] for one in told}
+
+
+def read_behind(scheduler: Scheduler, id: str, length: int = LENGTH) -> None:
+    until(lambda: known(scheduler).get(id) == length)
+
+
+def test_a_preview_says_what_it_is_and_all_is_read_behind(make: Make) -> None:
+    seen: list[bytes] = []
+    scheduler = make(Counted(reply=lambda prompt: (seen.append(prompt), b"an answer")[1]))
+    end, begun = preview(scheduler, text())
+    assert end.usage.preview == begun.preview == Preview(read=STEP, prompt=LENGTH)
+    assert (end.usage.prompt, end.usage.cached, end.usage.generated) == (LENGTH, 0, 9)
+    read_behind(scheduler, begun.conversation)
+    assert seen[0] == bytes(text()[-STEP:])
+    assert scheduler.model.tokens.tolist() == text()
+    assert model_of(scheduler).read_tokens == LENGTH + STEP
+    assert scheduler.totals.finished == {"stop": 1}
+    turn = [*text(), *end.tokens, *text(70, 1)]
+    after = answer(scheduler, turn, 20, reading="preview")
+    assert (after.usage.preview, after.usage.cached) == (None, LENGTH)
+    assert list(known(scheduler)) == [begun.conversation]
+
+
+def test_a_short_prompt_is_read_as_usual(make: Make) -> None:
+    scheduler = make()
+    end, begun = preview(scheduler, text(100))
+    assert end.usage.preview is begun.preview is None
+    assert known(scheduler) == {begun.conversation: 109}
+    assert len(scheduler.behind) == 0
+
+
+def test_the_text_before_stays_and_is_gone_on_from(make: Make) -> None:
+    scheduler = make()
+    first = answer(scheduler, text(300), 20)
+    whole = [*text(300), *first.tokens, *text(LENGTH, 1)]
+    end, begun = preview(scheduler, whole)
+    assert end.usage.preview == Preview(read=STEP, prompt=len(whole))
+    read_behind(scheduler, begun.conversation, len(whole))
+    assert model_of(scheduler).read_tokens == 300 + STEP + LENGTH
+    assert list(known(scheduler)) == [begun.conversation]
+
+
+def test_who_waits_comes_first_and_no_step_is_lost(make: Make) -> None:
+    scheduler = make()
+    model, others, waits = model_of(scheduler), [], []
+    # the preview takes a step to read, and 10 to write
+    for step in (13, 15):
+        model.at[step] = lambda seed=step: others.append(ask(scheduler, text(STEP, seed)))
+    model.at[14] = lambda: waits.append(len(scheduler.behind))
+    end, begun = preview(scheduler, text())
+    read_behind(scheduler, begun.conversation)
+    assert waits == [1], "the reading went on"
+    assert [type(one.wait()) for one in others] == [Finished, Finished]
+    assert model.read_tokens == STEP + LENGTH + 2 * STEP
+    assert end.usage.preview is not None
+
+
+def test_calls_and_shutdown_do_not_wait_for_it(make: Make) -> None:
+    scheduler = make()
+    model, done = model_of(scheduler), []
+    model.at[13] = lambda: done.append(
+        (scheduler.call(lambda: len(scheduler.behind)), scheduler.idle, scheduler.running)
+    )
+    _, begun = preview(scheduler, text())
+    until(lambda: bool(done))
+    future, idle, running = done[0]
+    assert (future.result(20), idle, running) == (1, True, [])
+    read_behind(scheduler, begun.conversation)
+    model.at[model.steps + 14] = scheduler.end_answers
+    preview(scheduler, text(seed=1))
+    scheduler.close()
+    assert model.closed
+
+
+@pytest.mark.parametrize("step", [11, 14])
+def test_another_turn_before_it_is_read_is_a_preview_of_its_own(make: Make, step: int) -> None:
+    scheduler = make()
+    model, later = model_of(scheduler), []
+    turn = [*text(), *text(400, 1)]
+    model.at[step] = lambda: later.append(ask(scheduler, turn, 20, reading="preview"))
+    preview(scheduler, text())
+    until(lambda: bool(later))
+    end = later[0].wait()
+    assert isinstance(end, Finished)
+    assert end.usage.preview == Preview(read=STEP, prompt=len(turn))
+    read_behind(scheduler, later[0].events[0].conversation, len(turn))
+    assert model.read_tokens == 2 * STEP + len(turn)
+
+
+@pytest.mark.parametrize("step", [11, 14])
+def test_a_conversation_that_goes_is_not_read(make: Make, step: int) -> None:
+    scheduler = make()
+    model, gone = model_of(scheduler), []
+    begun: list[str] = []
+
+    def erase() -> None:
+        gone.append(scheduler.call(lambda: scheduler.conversations.erase(begun[0], Access())))
+
+    model.at |= {1: lambda: until(lambda: bool(begun)), step: erase}
+    asked = ask(scheduler, text(), 20, reading="preview")
+    begun.append(asked.next().conversation)
+    asked.wait()
+    until(lambda: bool(gone))
+    assert gone[0].result(20) is True
+    assert known(scheduler) == {}
+    assert len(scheduler.behind) == 0
+    assert model.read_tokens <= 5 * STEP
+    assert not scheduler.call(lambda: scheduler.conversations.erase(begun[0], Access())).result(20)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_client_that_leaves_has_nothing_read(make: Make, step: int) -> None:
+    scheduler = make()
+    model = model_of(scheduler)
+    asked: list[Any] = []
+    model.at[step] = lambda: scheduler.cancel(asked[0].request.id)
+    model.at[0 if step else 1] = lambda: until(lambda: bool(asked))
+    asked.append(ask(scheduler, text(), 20, reading="preview"))
+    assert isinstance(asked[0].wait(), Failed)
+    assert known(scheduler) == {}
+    assert len(scheduler.behind) == 0
+    assert answer(scheduler, text(), 20).usage.cached == 0
+
+
+def test_a_preview_that_is_not_to_be_kept_is_not_read_again(make: Make) -> None:
+    scheduler = make()
+    end, _ = preview(scheduler, text(), reuse=False)
+    assert end.usage.preview is not None
+    assert known(scheduler) == {}
+    assert len(scheduler.behind) == 0
+
+
+@pytest.mark.parametrize("error", [DecodeError("no"), HostMemoryError("full"), RuntimeError("odd")])
+@pytest.mark.parametrize("step", [1, 4, 12, 14])
+def test_what_fails_leaves_a_conversation_that_goes_on(make: Make, error: Exception, step: int) -> None:
+    scheduler = make()
+    model = model_of(scheduler)
+    first = answer(scheduler, text(300), 20)
+
+    def fail() -> None:
+        raise error
+
+    model.at[model.steps + step] = fail
+    whole = [*text(300), *first.tokens, *text(LENGTH, 1)]
+    asked = ask(scheduler, whole, 20, reading="preview")
+    assert isinstance(asked.wait(), Failed if step < 11 else Finished)
+    until(lambda: not model.at)
+    end = answer(scheduler, whole, 20)
+    assert end.usage.preview is None
+    assert scheduler.model.tokens[: len(whole)].tolist() == whole
+    assert all(slot.request is None for slot in scheduler.slots)
+
+
+def test_nothing_of_a_preview_comes_into_the_folder(make: Make, tmp_path: Path) -> None:
+    scheduler = make(folder=ConversationFolder(tmp_path))
+    model = model_of(scheduler)
+    model.at[12] = scheduler.end_answers  # within the reading behind
+    _, begun = preview(scheduler, text())
+    until(lambda: not model.at)
+    scheduler.close()
+    (path,) = (tmp_path / "parked").glob("c-*")
+    assert path.name.startswith(begun.conversation)
+    kept = np.frombuffer(path.read_bytes(), np.int32).tolist()
+    assert 0 < len(kept) < LENGTH
+    assert kept == text()[: len(kept)]
+    again = make(folder=ConversationFolder(tmp_path))
+    assert answer(again, text(), 20).usage.cached == len(kept)
