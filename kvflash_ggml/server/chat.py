@@ -56,6 +56,7 @@ async def prepared(
     called = asked.tool_choice == "required" or isinstance(asked.tool_choice, ToolChoice)
     if called and formatted:
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
+    note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
     rendered, tokens, shared_until = await front.work(http, _prompt, front, asked)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
@@ -72,6 +73,23 @@ async def prepared(
         preserved=preserved,
     )
     return several(request, asked.n or 1), rendered
+
+
+def _unheard(asked: ChatRequest) -> list[str]:
+    """Fields of the answer's beginning that ask for another one than it has: a last answer is always gone on with."""
+    goes_on, begins = asked.continue_final_message, asked.add_generation_prompt
+    if goes_on and begins:
+        message = "add_generation_prompt and continue_final_message exclude each other: leave the first one out"
+        raise ApiError(400, message, param="add_generation_prompt")
+    if _continued(asked.messages):
+        return []
+    told = [f"continue_final_message={goes_on}"] if goes_on else []
+    return [*told, "add_generation_prompt=False"] if begins is False else told
+
+
+def _continued(messages: Sequence[Message]) -> bool:
+    """Is the last message an answer that has begun?"""
+    return messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
 def tokens_of(front: Front, asked: ChatRequest) -> int:
@@ -116,8 +134,7 @@ def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> 
     for name in more:
         if not name.isidentifier() or name in RENDERER:
             raise ApiError(400, f"chat_template_kwargs: {name[:40]!r} cannot be given", param="chat_template_kwargs")
-    last = messages[-1]
-    continued = last["role"] == "assistant" and "tool_calls" not in last
+    continued = _continued(asked.messages)
     if continued and (len(messages) == 1 or messages[-2]["role"] == "assistant"):
         raise ApiError(400, "messages: an answer that has begun follows a message it answers", param="messages")
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or () if _NAME.fullmatch(tool.function.name)]

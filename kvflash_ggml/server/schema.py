@@ -318,6 +318,8 @@ class ChatRequest(_Sampled):
     enable_thinking: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
+    add_generation_prompt: bool | None = None
     verbosity: str | None = None
 
 

@@ -18,7 +18,7 @@ table below has its test here, or where the table says. What else can go wrong a
 | test_kv_keep_only_active and its unified cache | tests/native/test_parking.py, the other way round: nobody is ended |
 | test_ctx_shift | below: a prompt that does not fit is refused, and an answer ends at the limit |
 | test_embedding, test_rerank | tests/native/test_embedding.py, tests/unit/test_server_embeddings.py |
-| test_compat_* | refused by name |
+| test_compat_* | tests/compat/README.md |
 | router, LoRA, vision, audio, sleep, built-in tools, speculative | no |
 """
 

@@ -163,6 +163,34 @@ def test_each_interface_counts_what_it_would_read(interface: str, counting: str,
     assert server.model.read_tokens == 0
 
 
+BEGUN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "It"}]
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"continue_final_message": True}, {"continue_final_message": "content", "add_generation_prompt": False},
+    {"continue_final_message": None},
+])  # fmt: skip
+def test_an_answer_that_has_begun_is_gone_on_with(fields: dict[str, Any]) -> None:
+    """vLLM's names for it, as upstream's `test_chat_template_continue_final_message_vllm_compat` has them."""
+    reply = Server().post("/v1/chat/completions", {"messages": BEGUN, **fields})
+    assert reply.json["usage"]["prompt_tokens"] == len("user: hello\nassistant: It")
+    assert "x-kvflash-ignored" not in reply.headers
+
+
+def test_how_an_answer_begins_may_not_be_asked_for_twice() -> None:
+    """`test_chat_template_continue_final_message_mutual_exclusion`"""
+    fields = {"continue_final_message": True, "add_generation_prompt": True}
+    reply = Server().post("/v1/chat/completions", {"messages": BEGUN, **fields})
+    assert (reply.status, "exclude each other" in reply.message) == (400, True)
+
+
+def test_beginnings_that_no_answer_has_are_told() -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    reply = Server().post("/v1/chat/completions", {"messages": BEGUN[:1], **fields})
+    assert reply.status == 200
+    assert reply.headers["x-kvflash-ignored"] == "continue_final_message=True, add_generation_prompt=False"
+
+
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize("name", ["a b", "", "é", "x" * 129, "a/b"])
 def test_a_tool_whose_name_no_format_has_is_left_out(interface: str, name: str) -> None:
