@@ -12,8 +12,7 @@ from .conversing import tokens_of
 from .interfaces import INTERFACES, ratio, replay
 from .opening import opened
 from .plans_texts import Agent
-from .servers import serve_options
-from .sockets import served
+from .sockets import serve_options, served
 
 LETTERS = 4
 """Of a token, about: results are cut by letters, since servers take texts."""

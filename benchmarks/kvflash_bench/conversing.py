@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvflash_ggml.errors import ConfigError
 
-from . import alone, report, serving
+from . import alone, fleet, report, serving
 from .opening import opened
 from .plans_texts import Conversations
+from .sockets import serve_options
 
 if TYPE_CHECKING:
     from kvflash_ggml.llama.llama import Llama
@@ -41,8 +42,15 @@ def run(model: str, plan: Conversations, options: dict[str, Any]) -> None:
             alone_of = partial(alone.lone_runs, model, keywords, compared, most=plan.answer)
             runs = stack.enter_context(alone_of(processes=plan.beside)) if plan.beside else None
             device = llm.kvflash.banner() if llm.kvflash else ""
-            with serving.served(llm, park_bytes=plan.park_memory, folder=Path(folder)) as scheduler:
-                result = serving.play(scheduler, order, most=plan.answer, until=until, tell=tell)
+            if plan.servers:
+                result = fleet.play(
+                    model, order, options=_serve_options(plan, options, n_ctx), servers=plan.servers,
+                    folder=Path(folder), most=plan.answer, kill_every=plan.kill_every, end_every=plan.end_every,
+                    seed=plan.seed, tell=tell,
+                )  # fmt: skip
+            else:
+                with serving.served(llm, park_bytes=plan.park_memory, folder=Path(folder)) as scheduler:
+                    result = serving.play(scheduler, order, most=plan.answer, until=until, tell=tell)
         result["played_s"] = time.monotonic() - began
         if runs is None:
             runs = stack.enter_context(alone_of(processes=1))
@@ -50,6 +58,12 @@ def run(model: str, plan: Conversations, options: dict[str, Any]) -> None:
     result = {"conversations": plan.count, **result, "seconds": time.monotonic() - began}
     report.table(["what", "value"], list(result.items()))
     report.told("conversations", model, options | asdict(plan), device, **result)
+
+
+def _serve_options(plan: Conversations, options: dict[str, Any], n_ctx: int) -> list[str]:
+    line = serve_options(options, pool=plan.pool, n_ctx=n_ctx)
+    line += ["--kvflash-tau", str(plan.tau), "--kvflash-reading", plan.reading]
+    return [*line, "--park-memory", str(plan.park_memory)]
 
 
 def tokens_of(llm: Llama, text: str, least: int) -> list[int]:

@@ -136,6 +136,9 @@ class Conversations(Talking):
     seconds: float | None = option(None, "What has been done by then is reported.  [default: all is done]", type=float)
     park_memory: int = option("1G", "Beyond, they go to a folder.", type=Bytes())
     host_limit: int | None = option(None, "Of page images in memory; beyond, they go to a spill file.", type=Bytes())
+    servers: int = option(0, "Servers that share a store, each in a process; a turn goes to any of them. 0: none.")
+    kill_every: int = option(0, "Turns after which one of them is killed, and another one starts; 0: never.")
+    end_every: int = option(0, "Turns after which one of them is told to end, and another one starts; 0: never.")
     seed: int = option(1)
 
 

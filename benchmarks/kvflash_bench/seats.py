@@ -18,8 +18,8 @@ from .load import cut
 from .opening import opened
 from .outcomes import Plan as Trials
 from .plans_texts import Seats
-from .servers import serve_options, text_tokens
-from .sockets import Server, served
+from .servers import text_tokens
+from .sockets import Server, serve_options, served
 
 Row = dict[str, Any]
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import click
 
-from kvflash_ggml.constants import KV_TYPES
-
 from . import demand, load, plans_texts, report
 from .conversing import tokens_of
 from .opening import opened
-from .sockets import served
+from .sockets import serve_options, served
 
 
 def speed(model: str, plan: plans_texts.Server, options: dict[str, Any]) -> None:
@@ -82,21 +80,6 @@ def overload(model: str, plan: plans_texts.Overload, options: dict[str, Any]) ->
         click.echo("they agree" if phase["tokens"]["agree"] else "THEY DO NOT AGREE")
     found = {"pool": plan.pool, "clients": plan.clients, "capacity": answered, "phases": phases}
     report.told("overload", model, options | asdict(plan), "", **found)
-
-
-def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str]:
-    """Of `kvflash-run serve`, as a `Llama` with these keywords has them."""
-    names = {kind: name for name, kind in KV_TYPES.items()}
-    line = ["-c", str(n_ctx), "--kvflash", str(pool), "-ngl", str(options["n_gpu_layers"])]
-    line += ["-b", str(options["n_batch"]), "-ub", str(options["n_ubatch"])]
-    line += ["-ctk", names[options["type_k"]], "-ctv", names[options["type_v"]]]
-    if options["n_threads"] is not None:
-        line += ["-t", str(options["n_threads"])]
-    if not options["use_extra_bufts"]:
-        line += ["--no-repack"]
-    if options["heads"] is not None:
-        line += ["--kvflash-calibrate", str(options["heads"])]
-    return line
 
 
 def text_tokens(model: str, text: str, options: dict[str, Any]) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvflash_ggml.constants import KV_TYPES
 from kvflash_ggml.errors import KVFlashError
 
 _READY = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")
@@ -145,3 +146,18 @@ def served(model: str, options: Sequence[str], *, log: bool = False) -> Abstract
     """A server of a model, with options of `kvflash-run serve`. log: of its requests."""
     line = [sys.executable, "-m", "kvflash_ggml", "serve", model, "--port", "0", *options, *(() if log else ("-q",))]
     return running(Server(begun(line)))
+
+
+def serve_options(options: dict[str, Any], *, pool: int, n_ctx: int) -> list[str]:
+    """Of `kvflash-run serve`, as a `Llama` with these keywords has them."""
+    names = {kind: name for name, kind in KV_TYPES.items()}
+    line = ["-c", str(n_ctx), "--kvflash", str(pool), "-ngl", str(options["n_gpu_layers"])]
+    line += ["-b", str(options["n_batch"]), "-ub", str(options["n_ubatch"])]
+    line += ["-ctk", names[options["type_k"]], "-ctv", names[options["type_v"]]]
+    if options["n_threads"] is not None:
+        line += ["-t", str(options["n_threads"])]
+    if not options["use_extra_bufts"]:
+        line += ["--no-repack"]
+    if options["heads"] is not None:
+        line += ["--kvflash-calibrate", str(options["heads"])]
+    return line

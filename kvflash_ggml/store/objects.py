@@ -47,7 +47,10 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-    """Objects in a folder, which may lie on a network file system. ConfigError if it cannot be made."""
+    """Objects in a folder, which may lie on a network file system. ConfigError if it cannot be made.
+
+    Nobody waits for the disk: after a loss of power, checksums find the objects that were damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
@@ -72,7 +75,7 @@ class FolderObjects:
                 os.utime(place)  # it is used from now on: whoever tidies up leaves it
                 return
         place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as file:
+        with replacing(place, sync=False) as file:
             file.write(data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -82,8 +85,6 @@ class FolderObjects:
         try:
             with part.open("xb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             os.link(part, place)  # whole or not at all, and never over another
         except FileExistsError:
             return part.stat().st_nlink > 1  # NFS may ask twice, and refuse the second time what it did the first

@@ -15,7 +15,7 @@ import click
 import pytest
 
 import kvflash_bench
-from kvflash_bench import clients, seats, servers, stock
+from kvflash_bench import clients, seats, sockets, stock
 from kvflash_bench.plans_texts import Seats
 from kvflash_bench.sockets import Reply
 from kvflash_ggml.errors import ConfigError, KVFlashError
@@ -102,7 +102,7 @@ def test_the_pace_of_stock(tmp_path: Path) -> None:
 
 
 def test_weights_are_packed_by_both_or_by_none() -> None:
-    for line in (stock.flags, lambda options: servers.serve_options(options, pool=1024, n_ctx=1024)):
+    for line in (stock.flags, lambda options: sockets.serve_options(options, pool=1024, n_ctx=1024)):
         assert "--no-repack" not in line(OPTIONS)
         assert "--no-repack" in line(OPTIONS | {"use_extra_bufts": False})
 
