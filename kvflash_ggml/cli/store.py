@@ -27,7 +27,7 @@ def store() -> None:
 
 
 def _surveyed(url: str) -> tuple[Objects, list[tidy.Texts]]:
-    objects = open_objects(url)
+    objects = open_objects(url, write=False)
     try:
         return objects, tidy.survey(objects)
     except OSError as err:

@@ -85,7 +85,7 @@ def serve(
     shared = None
     if settings.store is not None:
         # texts of other models, caches and builds lie beside ours
-        objects = open_objects(f"{settings.store.rstrip('/')}/{model.fingerprint}")
+        objects = open_objects(f"{settings.store.rstrip('/')}/{model.fingerprint}", write=True)
         shared = SharedTexts(objects, made=model.made, bandwidth=settings.store_bandwidth)
     scheduler = Scheduler(model, limits=limits, folder=folder, shared=shared, on_end=ended)
     metrics.attach(scheduler)

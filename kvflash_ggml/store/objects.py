@@ -47,23 +47,13 @@ class Objects(Protocol):
 
 
 class FolderObjects:
-    """Objects in a folder, which may lie on a network file system. ConfigError if it cannot be made.
+    """Objects in a folder, which may lie on a network file system. It is made with the first of them.
 
     Nobody waits for the disk: after a loss of power, checksums find the objects that were damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
-        probe = f".probe-{secrets.token_hex(4)}"
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            self.create(probe, b"")  # needs hard links, which some file systems lack
-            self.delete(probe)
-        except OSError as err:
-            raise ConfigError(
-                f"cannot keep texts in {path}: {err.strerror or err}: name a folder that can be written, on a file "
-                f"system with hard links"
-            ) from err
 
     def get(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -106,6 +96,10 @@ class FolderObjects:
         (self._path / name).unlink(missing_ok=True)
 
 
+_S3 = {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 3}}}
+"""Of `s3fs`. Its own patience is minutes, and meanwhile a request would wait."""
+
+
 class RemoteObjects:
     """Objects of a file system of `fsspec`: S3 with `s3fs`, and so on. ConfigError for a URL that it does not know."""
 
@@ -114,7 +108,7 @@ class RemoteObjects:
             import fsspec
 
             self._fs: Any
-            self._fs, path = fsspec.core.url_to_fs(url)
+            self._fs, path = fsspec.core.url_to_fs(url, **(_S3 if url.startswith("s3://") else {}))
         except ImportError as err:
             raise ConfigError(
                 f"{url} needs a package that is not installed: {pip_line.install('store')} ({err})"
@@ -136,7 +130,7 @@ class RemoteObjects:
             with _os_errors():
                 self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
         except FileExistsError:
-            return False
+            return self.get(name) == data  # a client that repeats a request is refused what it did the first time
         return True
 
     def list(self, prefix: str) -> list[Listed]:
@@ -171,8 +165,29 @@ def _modified(info: dict[str, Any]) -> float:
     return float(when.timestamp() if hasattr(when, "timestamp") else when)
 
 
-def open_objects(url: str) -> Objects:
-    """Return the objects at a URL or below a folder. ConfigError if it cannot be used."""
+def open_objects(url: str, *, write: bool) -> Objects:
+    """Return the objects at a URL or below a folder. ConfigError if they cannot be read, or, on request, written.
+
+    A store that lets two servers create the same object is refused.
+    """
+    objects: Objects
     if "://" in url and not url.startswith("file://"):
-        return RemoteObjects(url)
-    return FolderObjects(Path(url.removeprefix("file://")))
+        objects = RemoteObjects(url)
+    else:
+        path = Path(url.removeprefix("file://"))
+        if not write and not path.is_dir():
+            raise ConfigError(f"{url} is no folder: name the one that serve --store was given")
+        objects = FolderObjects(path)
+    if write:
+        probe = f"probe-{secrets.token_hex(8)}"
+        try:
+            alone = objects.create(probe, b"1") and not objects.create(probe, b"2")
+            objects.delete(probe)
+        except OSError as err:
+            raise ConfigError(
+                f"cannot keep texts in {url}: {getattr(err, 'strerror', None) or err}: name a place that can be "
+                f"written; a folder has to be on a file system with hard links"
+            ) from err
+        if not alone:
+            raise ConfigError(f"{url} overwrites objects, though told not to: use a store with conditional writes")
+    return objects

@@ -16,9 +16,9 @@ from support.fake_objects import MemoryObjects
 from support.served import answer
 
 from kvflash_ggml.batching.scheduler import Limits, Scheduler
-from kvflash_ggml.errors import SnapshotError
+from kvflash_ggml.errors import ConfigError, SnapshotError
 from kvflash_ggml.store import shared as shared_module
-from kvflash_ggml.store.objects import FolderObjects, Objects
+from kvflash_ggml.store.objects import FolderObjects, Objects, open_objects
 from kvflash_ggml.store.shared import (
     Draft,
     Head,
@@ -68,6 +68,18 @@ def test_objects(objects: Objects) -> None:
     assert [(one.name, one.size) for one in objects.list("a")] == [("a/b", 3)]
     objects.delete("a/b")
     assert objects.list("a") == []
+
+
+def test_stores_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot keep texts in"):
+        open_objects(str(tmp_path / "file" / "store"), write=True)
+    with pytest.raises(ConfigError, match="is no folder"):
+        open_objects(str(tmp_path / "nothing"), write=False)
+    assert not (tmp_path / "nothing").exists()
+    monkeypatch.setattr(FolderObjects, "create", lambda self, name, data: self.put(name, data) or True)
+    with pytest.raises(ConfigError, match="overwrites objects, though told not to"):
+        open_objects(str(tmp_path / "store"), write=True)
 
 
 def test_a_text_comes_back(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
