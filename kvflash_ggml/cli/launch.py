@@ -199,9 +199,12 @@ def _served(url: str, key: str) -> Served:
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as reply:
-            (entry,) = json.load(reply)["data"]
-            return Served(url=url, key=key, model=entry["id"], n_ctx=entry["meta"]["n_ctx"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as err:
+            entries = json.load(reply)["data"]
+            # of several models the one that is loaded, or else the first, with the length that its file tells
+            entry = next((one for one in entries if "n_ctx" in one["meta"]), None) or entries[0]
+            meta = entry["meta"]
+            return Served(url=url, key=key, model=entry["id"], n_ctx=meta.get("n_ctx") or meta["n_ctx_train"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as err:
         if isinstance(err, urllib.error.HTTPError):
             err.close()
         raise click.ClickException(

@@ -29,7 +29,6 @@ _NONE = "there is no such setting: leave it out"
 _CORES = "run it under taskset, chrt or nice"
 _DRAFTER = "a drafter shares the setting of the model: leave it out"
 _IMAGES = "--mmproj FILE is all that is said of images, see docs/images.md: leave it out"
-_ROUTER = "a process serves one model: start one for each, and a router before them"
 _PRESET = "-hf OWNER/REPO[:QUANT] fetches a model: write the name of the one you want"
 _TOOLS = "the program that asks runs tools, as an agent does: this server never does"
 
@@ -74,8 +73,11 @@ ANSWERED: dict[tuple[str, ...], str] = {
     ("--fim-qwen-7b-spec", "--fim-qwen-14b-spec", "--fim-qwen-30b-default", "--gpt-oss-20b-default"): _PRESET,
     ("--gpt-oss-120b-default", "--vision-gemma-4b-default", "--vision-gemma-12b-default"): _PRESET,
     ("--offline",): "set HF_HUB_OFFLINE=1",
-    ("--models-dir", "--models-preset", "--models-max", "--no-models-autoload", "--tags"): _ROUTER,
-    ("--sleep-idle-seconds",): "an idle server computes nothing and keeps its memory: end it to free that",
+    ("--models-preset",): "the options hold for every model: --models-dir DIR names a folder of them",
+    ("--models-max",): "one model of --models-dir is loaded at a time: leave it out",
+    ("--no-models-autoload",): "with --models-dir the model that a request names is loaded: leave it out",
+    ("--tags",): "a model has a name only, -a: leave it out",
+    ("--models-dir", "--sleep-idle-seconds"): "it is for a server: kvflash-run serve --models-dir DIR",
     ("--chat-template",): "the names of templates are llama.cpp's own: put the template into a file, and give "
     "--chat-template-file FILE to serve",
     ("--chat-template-kwargs", "-rea", "--reasoning"): (

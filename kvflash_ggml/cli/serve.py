@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +10,11 @@ import click
 
 from .. import notation, pip_line
 from ..batching.messages import Sampling
-from ..errors import UnsupportedModelError
 from ..server.settings import ServerSettings
 from ..settings import in_section
 from .hub import HubModel, hub_model, located
 from .llama_flags import llama_flags
-from .model import log_requests, log_to_stderr, open_model, plain_errors
+from .model import log_to_stderr, plain_errors
 from .options import (
     DeviceOptions,
     LogOptions,
@@ -31,7 +28,9 @@ from .options import (
     spec_options,
 )
 from .sections import MODEL_FILE, SectionCommand, collected
-from .terminal import note, size_text
+from .serving import Job, serve_model
+from .several import serve_folder
+from .terminal import note
 
 _net = in_section("Network")
 _limits = in_section("Limits")
@@ -105,6 +104,14 @@ class ServerOptions:
     embedding_tokens: int = _server(
         int, least=64, default=2048, metavar="N", help="Tokens of a text that is embedded or ranked, at most."
     )
+    models_dir: Path | None = _server(
+        Path, "--models-dir", "--models", metavar="DIR", exists=True,
+        help="Serve every model in DIR, one loaded at a time: the one that a request names. Conversations are kept.",
+    )  # fmt: skip
+    sleep_idle_seconds: float = _server(
+        float, "--sleep-idle-seconds", "--idle", least=-1, default=300, metavar="S",
+        help="With --models-dir: unload a model that nobody has asked for so long; -1: never.",
+    )  # fmt: skip
     fields: dict[str, Any]
 
     def embedding(self) -> int:
@@ -114,6 +121,16 @@ class ServerOptions:
         if self.pooling is not None and not self.embeddings:
             raise click.UsageError(f"--pooling {self.pooling} says how embeddings are made: add --embeddings")
         return self.embedding_tokens if self.embeddings or self.reranking else 0
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds after which a model is unloaded; None for never."""
+        return None if self.sleep_idle_seconds < 0 else self.sleep_idle_seconds
+
+    def template(self) -> str | None:
+        """The chat template that takes the place of the model's own."""
+        file = self.chat_template_file
+        return self.chat_template if file is None else file.read_text(encoding="utf-8")
 
     def settings(self, model: str | HubModel, sampling: Sampling) -> ServerSettings:
         """The server's settings, for the model. UsageError for a file without a key."""
@@ -178,6 +195,7 @@ def serve(
     \b
     kvflash-run serve model.gguf
     kvflash-run serve model.gguf --kvflash 8K --session-dir sessions --api-key SECRET --host 0.0.0.0
+    kvflash-run serve --models-dir models --session-dir sessions
     """
     model = _model_of(ctx, path, server)
     if pool.kvflash == "off":
@@ -198,77 +216,38 @@ def serve(
     log_to_stderr(log)
     if settings.isolate_keys and pool.cache is not None and not log.quiet:
         note("--kvflash-cache does nothing with --isolate-keys: the prefix cache is not separated by key")
+    job = Job(
+        settings=settings,
+        loading=loading,
+        devices=devices,
+        pool=pool,
+        drafts=drafts,
+        log=log,
+        template=server.template(),
+        parallel=server.parallel,
+        deterministic_batch=server.deterministic_batch,
+        embedding=embedding,
+        pooling="rank" if server.reranking else server.pooling,
+    )
     with plain_errors(verbose=log.verbose):
         try:
-            from ..server import requestlog
-            from ..server.start import listen, start
+            from ..server.start import listen
         except ModuleNotFoundError as err:
             raise click.ClickException(
                 f"the server needs {err.name}, which is not installed: {pip_line.install('server')}"
             ) from err
-        if not log.quiet:
-            log_requests(requestlog.NAME, log)
-        file = server.chat_template_file
-        template = server.chat_template if file is None else file.read_text(encoding="utf-8")
-
-        def found(count: int) -> None:
-            if settings.session_dir is not None and not log.quiet:
-                note(f"{count} conversation{'s' * (count != 1)} found in {settings.session_dir}")
-
-        with (
-            listen(settings) as sock,  # before the model, whose loading may take minutes
-            _open(
-                located(model, quiet=log.quiet),
-                loading=loading,
-                devices=devices,
-                pool=pool,
-                drafts=drafts,
-                verbose=log.verbose,
-                quiet=log.quiet,
-                embedding=embedding,
-                parallel=server.parallel,
-                deterministic_batch=server.deterministic_batch,
-            ) as llm,
-        ):
-            if not log.quiet and not log.verbose:
-                note(llm.kvflash.banner())
-            if (cache := pool.prefix_cache()) is not None:
-                llm.set_cache(replace(cache, memory_bytes=0))  # in memory there are the parked ones
-            embedder = None
-            if embedding:
-                from ..llama.embedding import Embedder
-
-                embedder = Embedder(llm, pooling="rank" if server.reranking else server.pooling)
-                if not log.quiet:
-                    what = "reranking" if server.reranking else f"embeddings, pooling {embedder.pooling}"
-                    note(f"{what}: texts of up to {embedder.most:,} tokens, a context of {size_text(embedder.bytes)}")
-            start(
-                llm,
-                settings,
-                sock,
-                template=template,
-                embedder=embedder,
-                found=found,
-                ready=lambda address: note(f"serving {settings.alias} at {address}"),
-            )
-
-
-@contextmanager
-def _open(path: str, *, parallel: int, **settings: Any) -> Iterator[Any]:
-    """The loaded model. One that cannot decode several answers together is opened for one at a time, with a note."""
-    with ExitStack() as stack:
-        try:
-            llm = stack.enter_context(open_model(path, parallel=parallel, **settings))
-        except UnsupportedModelError as err:
-            if parallel == 1:
-                raise
-            note(f"--parallel {parallel} has no effect, answers take turns: {err}")
-            llm = stack.enter_context(open_model(path, **{**settings, "deterministic_batch": False}))
-        yield llm
+        with listen(settings) as sock:  # before a model, whose loading may take minutes
+            if server.models_dir is None:
+                serve_model(job, located(model, quiet=log.quiet), sock)
+            else:
+                serve_folder(job, server.models_dir, sock, idle_s=server.idle_s)
 
 
 def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> str | HubModel:
-    """The argument, `-m` or `-hf`. UsageError for two of them, or none; a variable gives way to the command line."""
+    """The argument, `-m` or `-hf`; "" with a folder of models. UsageError for two of them, or none.
+
+    A variable gives way to the command line.
+    """
     options = {"model": ("-m ", server.model), "hf_repo": ("-hf ", server.hf_repo)}
     typed = [
         (flag, value)
@@ -279,7 +258,14 @@ def _model_of(ctx: click.Context, path: str | None, server: ServerOptions) -> st
     if len(given) > 1:
         (one, first), (other, second) = given[:2]
         raise click.UsageError(f"the model is given twice, as {one}{first} and with {other}{second}: leave one out")
+    if server.models_dir is not None:
+        if given or server.alias is not None:
+            what = "{}{}".format(*given[0]) if given else f"--alias {server.alias}"
+            raise click.UsageError(f"--models-dir serves each model by its file's name: leave out {what}")
+        return ""
     found = next((value for _flag, value in [*given, *options.values()] if value is not None), None)
     if found is None:
-        raise click.UsageError("which model? Give the path of a .gguf file, -m PATH, or -hf OWNER/REPO.")
+        raise click.UsageError(
+            "which model? Give the path of a .gguf file, -m PATH, -hf OWNER/REPO, or --models-dir DIR."
+        )
     return found

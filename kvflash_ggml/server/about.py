@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -10,9 +11,10 @@ from starlette.responses import JSONResponse, Response
 from .. import __version__
 from .errors import ApiError
 from .front import Front
+from .intake import Intake
 
 
-async def health(front: Front, request: HttpRequest) -> Response:
+async def health(front: Intake, request: HttpRequest) -> Response:
     if front.draining:
         return ApiError(503, "the server is shutting down", code="draining", retry_after_s=30).response(
             request.url.path
@@ -36,18 +38,30 @@ async def props(front: Front, request: HttpRequest) -> Response:
 
 
 async def models(front: Front, request: HttpRequest) -> Response:
-    entry = {
-        "id": front.settings.alias,
-        "object": "model",
-        "created": front.created,
-        "owned_by": "kvflash_ggml",
-        "meta": {**front.prompts.facts, "n_ctx": front.scheduler.model.n_ctx},
-    }
+    meta = {**front.prompts.facts, "n_ctx": front.scheduler.model.n_ctx}
+    return listed(request, [entry(front.settings.alias, front.created, meta)])
+
+
+def entry(name: str, created: int, meta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A model as OpenAI's clients know it, and what llama-server tells besides."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvflash_ggml", "meta": dict(meta), **more}
+
+
+def listed(request: HttpRequest, entries: Sequence[dict[str, Any]]) -> Response:
+    """All models, or the one that is asked for. ApiError if there is no such model."""
     wanted = request.path_params.get("model")
     if wanted is None:
         # Codex asks with its version, and wants what it knows of models of its own
         codex: dict[str, Any] = {"models": []} if "client_version" in request.query_params else {}
-        return JSONResponse({"object": "list", "data": [entry], **codex})
-    if wanted != entry["id"]:
-        raise ApiError(404, f"there is no model {wanted[:80]!r}: {entry['id']!r} is served", code="model_not_found")
-    return JSONResponse(entry)
+        return JSONResponse({"object": "list", "data": [*entries], **codex})
+    for one in entries:
+        if one["id"] == wanted:
+            return JSONResponse(one)
+    raise unknown(wanted, [one["id"] for one in entries])
+
+
+def unknown(wanted: str, names: Sequence[str]) -> ApiError:
+    """There is no model of this name."""
+    served = ", ".join(repr(name[:80]) for name in names[:8]) + ", ..." * (len(names) > 8)
+    message = f"there is no model {wanted[:80]!r}: {served or 'none'} is served"
+    return ApiError(404, message, code="model_not_found", param="model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,6 +31,7 @@ from .errors import ApiError
 from .front import Front
 from .guard import Guard
 from .metrics import Metrics
+from .settings import ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")
 
@@ -47,6 +48,30 @@ NOT_HERE = {
 """What clients may look for, and what to do instead."""
 
 RERANK = ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking")
+
+ANSWERS: Mapping[str, Endpoint] = {
+    **{f"{front}/chat/completions": chat.chat for front in FRONTS},
+    **{f"{front}/chat/completions/input_tokens": chat.input_tokens for front in FRONTS},
+    **{f"{front}/messages": anthropic.messages for front in FRONTS},
+    **{f"{front}/messages/count_tokens": anthropic.count_tokens for front in FRONTS},
+    **{f"{front}/responses": responses.responses for front in FRONTS},
+    **{f"{front}/responses/input_tokens": responses.input_tokens for front in FRONTS},
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+    "/v1/completions": completions.completions,
+    "/v1/embeddings": embeddings.embeddings,
+    "/embeddings": embeddings.embeddings,
+    **dict.fromkeys(RERANK, embeddings.rerank),
+    "/api/embed": embeddings.ollama_embed,
+    "/api/embeddings": embeddings.ollama_prompt,
+    "/tokenize": llamacpp.tokenize,
+    "/detokenize": llamacpp.detokenize,
+    "/apply-template": llamacpp.apply_template,
+    "/completion": llamacpp.completion,
+    "/completions": llamacpp.completion,
+    "/infill": llamacpp.infill,
+}
+"""What is posted for a model to answer."""
 
 
 def make_app(front: Front, metrics: Metrics) -> Starlette:
@@ -71,24 +96,11 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         return route(path, call, "POST")
 
     routes = [
-        *(route(f"{front}/chat/completions", chat.chat, "POST") for front in FRONTS),
-        *(route(f"{front}/chat/completions/input_tokens", chat.input_tokens, "POST") for front in FRONTS),
-        *(route(f"{front}/messages", anthropic.messages, "POST") for front in FRONTS),
-        *(route(f"{front}/messages/count_tokens", anthropic.count_tokens, "POST") for front in FRONTS),
-        *(route(f"{front}/responses", responses.responses, "POST") for front in FRONTS),
-        *(route(f"{front}/responses/input_tokens", responses.input_tokens, "POST") for front in FRONTS),
+        *(route(path, endpoint, "POST") for path, endpoint in ANSWERS.items()),
         route("/api/version", ollama.version),
         route("/api/tags", ollama.tags),
         route("/api/ps", ollama.ps),
         route("/api/show", ollama.show, "POST"),
-        route("/api/chat", ollama.chat, "POST"),
-        route("/api/generate", ollama.generate, "POST"),
-        route("/v1/completions", completions.completions, "POST"),
-        route("/v1/embeddings", embeddings.embeddings, "POST"),
-        route("/embeddings", embeddings.embeddings, "POST"),
-        *(route(path, embeddings.rerank, "POST") for path in RERANK),
-        route("/api/embed", embeddings.ollama_embed, "POST"),
-        route("/api/embeddings", embeddings.ollama_prompt, "POST"),
         route("/v1/models", about.models),
         route("/v1/models/{model:path}", about.models),
         route("/models", about.models),
@@ -98,12 +110,6 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/props", about.props),
         route("/slots", llamacpp.slots),
         route("/slots/{id}", llamacpp.slot_action, "POST"),
-        route("/tokenize", llamacpp.tokenize, "POST"),
-        route("/detokenize", llamacpp.detokenize, "POST"),
-        route("/apply-template", llamacpp.apply_template, "POST"),
-        route("/completion", llamacpp.completion, "POST"),
-        route("/completions", llamacpp.completion, "POST"),
-        route("/infill", llamacpp.infill, "POST"),
         route("/", events.page),
         route("/kvflash/state", conversations.state),
         route("/kvflash/events", events.events),
@@ -114,11 +120,16 @@ def make_app(front: Front, metrics: Metrics) -> Starlette:
         route("/kvflash/conversations/{id}/{action}", conversations.action, "POST"),
         *(refusing(path, instead) for path, instead in NOT_HERE.items()),
     ]
+    return guarded(routes, front.settings)
+
+
+def guarded(routes: Sequence[Route], settings: ServerSettings) -> Starlette:
+    """An application of these routes, behind the guard."""
     return Starlette(
         routes=routes,
         middleware=[
-            *([Middleware(Below, prefix=front.settings.api_prefix)] if front.settings.api_prefix else []),
-            Middleware(Guard, settings=front.settings),
+            *([Middleware(Below, prefix=settings.api_prefix)] if settings.api_prefix else []),
+            Middleware(Guard, settings=settings),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _any_error},
     )

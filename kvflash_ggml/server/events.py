@@ -21,7 +21,8 @@ from ..constants import CHUNK
 from .conversations import snapshot
 from .errors import ApiError
 from .exchange import frame
-from .front import KEY, Front
+from .front import Front
+from .intake import KEY, Intake
 
 MAX_VIEWERS = 16
 """Streams of one key, so that no key locks out another."""
@@ -152,7 +153,7 @@ def _hashes(text: str, kind: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-async def page(front: Front, request: HttpRequest) -> Response:
+async def page(front: Intake, request: HttpRequest) -> Response:
     if request.method == "HEAD":  # so clients see whether a server is there
         return Response()
     if not front.settings.page:

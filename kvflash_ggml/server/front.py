@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import numpy as np
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import Scope
 
 from ..batching.behind import PREVIEW
 from ..batching.messages import Access, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
-from ..errors import ConfigError, ContextFull
+from ..errors import ConfigError
 from . import bodies, fields, schemas
-from .errors import OLLAMAS_PATH, ApiError
+from .errors import ApiError
 from .exchange import Answer, EventStream, collected, submitted, whole
+from .intake import KEY, TAKEN, Intake
 from .prompts import Embedder, Prompts
 from .schema import SAMPLERS, ChatRequest, _Sampled, parse, text_of_content
 from .settings import ServerSettings
@@ -36,22 +32,6 @@ from .speed import Speed
 from .usage import preview_header, together
 
 T = TypeVar("T")
-
-
-THREADS = 4
-"""For bodies, templates, tokenising and grammars: nothing that depends on a body runs on the loop."""
-
-EACH = THREADS // 2
-"""Threads that one client may hold, by its key or else its address: the others come to theirs."""
-
-SLOWEST = 16 << 10
-"""Bytes a second of a body, beyond the time that a client may take anyway."""
-
-KEY = "kvflash.key"
-"""Where in a request's scope its key's digest is."""
-
-TAKEN = "kvflash.taken"
-"""In the scope of a request that the scheduler has taken, which logs how it ends."""
 
 
 MAX_ITEMS_BYTES = 64 << 20
@@ -116,35 +96,19 @@ class KeptItems:
                     self._bytes[key] -= responses.pop(id).size
 
 
-class Front:
-    """What the endpoints work with. `draining`: nothing new is taken; `ready`: the model is loaded."""
+class Front(Intake):
+    """What the endpoints work with."""
 
     def __init__(
         self, settings: ServerSettings, scheduler: Scheduler, prompts: Prompts, embedder: Embedder | None = None
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, values=max(bodies.MAX_VALUES, 2 * scheduler.model.n_ctx))
         self.scheduler = scheduler
         self.prompts = prompts
         self.embedder = embedder
-        self.created = int(time.time())
-        self.draining = False
         self.viewers: Counter[str] = Counter()  # by key
         self.speed = Speed(scheduler)
         self.items = KeptItems()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-
-    async def work(self, http: HttpRequest, function: Callable[..., T], *args: Any, **more: Any) -> T:
-        """Run on a thread, for the client of a request. What a user can do wrong there is his error."""
-        loop = asyncio.get_running_loop()
-        turns = self._turns.setdefault(client_of(http.scope), asyncio.Semaphore(EACH))
-        try:
-            async with turns:
-                return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
-        except ContextFull as err:
-            raise ApiError(400, str(err), code="context_length_exceeded") from None
-        except ConfigError as err:
-            raise ApiError(400, str(err), code="invalid_value") from None
 
     async def engine(self, work: Callable[[], T]) -> T:
         """Run on the engine's thread, between two requests."""
@@ -155,60 +119,16 @@ class Front:
 
     async def asked(self, http: HttpRequest, kind: type[Any]) -> Any:
         """The request of this kind in a body; see `body`. What it has beside is named in the answer's header."""
-        return await self.work(http, self._asked, http, kind, await self._received(http))
+        return await self.work(http, self._asked, http, kind, await self.received(http))
 
     def _asked(self, http: HttpRequest, kind: type[Any], data: bytearray) -> Any:
         asked, http.scope[fields.IGNORED] = parse(kind, self.loads(data), strict=self.settings.strict)
         return asked
 
-    async def body(self, request: HttpRequest) -> Any:
-        """The JSON of a body. ApiError for one that is too large, too slow, or none."""
-        return await self.work(request, self.loads, await self._received(request))
-
-    def loads(self, data: bytearray | bytes) -> Any:
-        """The values of JSON that a client has sent. ApiError for too many, or for none."""
-        try:
-            return bodies.loads(data, most=max(bodies.MAX_VALUES, 2 * self.scheduler.model.n_ctx))
-        except bodies.Refused as err:
-            raise ApiError(400, f"the body is refused: {err}", code="invalid_value") from None
-        except ValueError as err:
-            raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
-
-    async def _received(self, request: HttpRequest) -> bytearray:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # curl sends another kind unless it is told, as in Ollama's own documentation; the guard keeps foreign pages out
-        if kind != "application/json" and not request.url.path.startswith(OLLAMAS_PATH):
-            raise ApiError(415, "the body must be application/json", code="content_type")
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding != "identity":
-            message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"
-            raise ApiError(415, message, code="content_encoding")
-        most, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
-        began, parts = time.monotonic(), request.stream()
-        try:
-            while True:
-                left = stall_s + len(data) / SLOWEST - (time.monotonic() - began)
-                part = await asyncio.wait_for(anext(parts, None), min(left, stall_s))
-                if part is None:
-                    break
-                data += part
-                if len(data) > most:
-                    raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")
-        except ClientDisconnect:
-            raise ApiError(400, "the body ended too early", code="invalid_json") from None
-        except (TimeoutError, asyncio.TimeoutError):
-            raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
-        return data
-
     def access(self, request: HttpRequest) -> Access:
         """Which conversations a request may see and touch: with --isolate-keys those of its key, else all."""
         settings = self.settings
         return Access.of(request.scope.get(KEY, "")) if settings.isolate_keys and settings.keys else Access()
-
-    def admit(self) -> None:
-        """ApiError while the server is draining."""
-        if self.draining:
-            raise ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
 
     def make(
         self,
@@ -357,9 +277,6 @@ class Front:
         headers = preview_header(together(ended, each=each).usage.preview)
         return await self.work(http, lambda: JSONResponse(whole(answers, ended, each=each), headers=headers))
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
 
 def _texts(asked: _Sampled) -> tuple[tuple[str, str], ...]:
     """Role and text of each message of a chat."""
@@ -387,11 +304,6 @@ def _check_preview(asked: _Sampled, tokens: Sequence[int], *, kind: str, grammar
                 code="invalid_value",
                 param="kvflash.reading",
             )
-
-
-def client_of(scope: Scope) -> str:
-    """Whose request it is: the digest of its key, or else its address."""
-    return str(scope.get(KEY) or (scope.get("client") or ("",))[0])
 
 
 def several(request: Request, count: int) -> list[Request]:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import requestlog
 from .errors import ApiError
-from .front import KEY, TAKEN, client_of
+from .intake import KEY, TAKEN, client_of
 from .settings import LOOPBACK, ServerSettings
 
 logger = logging.getLogger("kvflash_ggml")

@@ -77,8 +77,8 @@ async def tags(front: Front, request: HttpRequest) -> Response:
 
 
 async def ps(front: Front, request: HttpRequest) -> Response:
-    entry = {**_entry(front), "expires_at": NEVER, "context_length": front.scheduler.model.n_ctx}
-    return JSONResponse({"models": [entry]})
+    loaded = {**_entry(front), "expires_at": NEVER, "context_length": front.scheduler.model.n_ctx}
+    return JSONResponse({"models": [loaded]})
 
 
 async def show(front: Front, http: HttpRequest) -> Response:
@@ -86,29 +86,38 @@ async def show(front: Front, http: HttpRequest) -> Response:
     wanted, alias, facts = asked.model or asked.name, front.settings.alias, front.prompts.facts
     if wanted is not None and wanted not in (alias, f"{alias}:latest"):
         raise ApiError(404, f"model {wanted[:80]!r} not found: {alias!r} is served", code="model_not_found")
-    architecture, template = facts.get("architecture", ""), front.prompts.template or ""
-    able = {"thinking": "think" in template, "insert": bool(front.prompts.gap), "embedding": front.embedder is not None}
-    info = {"general.architecture": architecture, f"{architecture}.context_length": front.scheduler.model.n_ctx}
-    return JSONResponse(
-        {
-            "modelfile": "",
-            "parameters": "",
-            "template": template,
-            "details": _entry(front)["details"],
-            "model_info": info,
-            "capabilities": ["completion", "tools", *(name for name, can in able.items() if can)],
-            "modified_at": _time(front.created),
-        }
-    )
+    template, n_ctx = front.prompts.template or "", front.scheduler.model.n_ctx
+    able = {"insert": bool(front.prompts.gap), "embedding": front.embedder is not None}
+    return JSONResponse(shown(entry(alias, front.created, facts), facts, template=template, n_ctx=n_ctx, able=able))
+
+
+def shown(
+    listed: Mapping[str, Any], facts: Mapping[str, Any], *, template: str, n_ctx: int, able: Mapping[str, bool]
+) -> dict[str, Any]:
+    """What `/api/show` tells of a model. listed: its `entry`. able: capabilities beside those of every model."""
+    architecture, able = facts.get("architecture", ""), {"thinking": "think" in template, **able}
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template,
+        "details": listed["details"],
+        "model_info": {"general.architecture": architecture, f"{architecture}.context_length": n_ctx},
+        "capabilities": ["completion", "tools", *(name for name, can in able.items() if can)],
+        "modified_at": listed["modified_at"],
+    }
 
 
 def _entry(front: Front) -> dict[str, Any]:
-    alias, facts = front.settings.alias, front.prompts.facts
+    return entry(front.settings.alias, front.created, front.prompts.facts)
+
+
+def entry(name: str, created: float, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A model of `/api/tags`."""
     family = facts.get("architecture", "")
     return {
-        "name": alias,
-        "model": alias,
-        "modified_at": _time(front.created),
+        "name": name,
+        "model": name,
+        "modified_at": rfc3339(created),
         "size": facts.get("size", 0),
         "digest": "",
         "details": {
@@ -325,8 +334,9 @@ def _ns(seconds: float) -> int:
 
 
 def _now() -> str:
-    return _time(datetime.now(timezone.utc).timestamp())
+    return rfc3339(datetime.now(timezone.utc).timestamp())
 
 
-def _time(seconds: float) -> str:
+def rfc3339(seconds: float) -> str:
+    """Seconds since 1970, as Ollama writes times."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")

@@ -10,10 +10,13 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
+from typing import BinaryIO
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from .. import system
 from ..batching.model import Model
@@ -60,12 +63,14 @@ def serve(
     found: Callable[[int], None],
     ready: Callable[[str], None],
     embedder: Embedder | None = None,
+    until: BinaryIO | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once. The model is closed at the end.
 
     sock: of `listen`. found: called, on another thread, with the number of conversations that the session folder
     had. ready: called with the address once requests are taken. embedder: answers requests for embeddings; None for
-    501. ConfigError for a session folder or a store that cannot be used.
+    501. until: a stream whose end counts as the first signal. ConfigError for a session folder or a store that cannot
+    be used.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     system.allow_files()
@@ -92,7 +97,7 @@ def serve(
     scheduler.start()
     scheduler.call(lambda: found(len(scheduler.swapped)))
     try:
-        asyncio.run(_serve(Front(settings, scheduler, prompts, embedder), metrics, sock, ready))
+        asyncio.run(_serve(Front(settings, scheduler, prompts, embedder), metrics, sock, ready, until))
     finally:
         scheduler.close()
 
@@ -127,10 +132,30 @@ def _check_certificate(settings: ServerSettings) -> None:
         ) from err
 
 
-async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Callable[[str], None]) -> None:
-    settings = front.settings
+async def _serve(
+    front: Front, metrics: Metrics, sock: socket.socket, ready: Callable[[str], None], until: BinaryIO | None
+) -> None:
+    try:
+        await run(make_app(front, metrics), front.settings, sock, ready=ready, drain=lambda: _drain(front), until=until)
+    finally:
+        front.close()
+
+
+async def run(
+    app: ASGIApp,
+    settings: ServerSettings,
+    sock: socket.socket,
+    *,
+    ready: Callable[[str], None],
+    drain: Callable[[], Awaitable[None]],
+    until: BinaryIO | None = None,
+) -> None:
+    """Serve an application until a signal, or the end of the stream `until`; then until `drain` returns.
+
+    ready: called with the address once requests are taken. A second signal ends the process.
+    """
     config = uvicorn.Config(
-        make_app(front, metrics),
+        app,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -145,34 +170,47 @@ async def _serve(front: Front, metrics: Metrics, sock: socket.socket, ready: Cal
     server = _Server(config)
     loop = asyncio.get_running_loop()
     stopping: list[asyncio.Task[None]] = []
+    signals: list[bool] = []
+
+    async def end() -> None:
+        await drain()
+        await asyncio.sleep(0.1)  # the last frames are on their way
+        server.force_exit = server.should_exit = True
 
     def stop() -> None:
-        if stopping:
+        if not stopping:
+            stopping.append(asyncio.ensure_future(end()))
+
+    def signalled() -> None:
+        if signals:
             os._exit(130)
-        front.draining = True
-        stopping.append(asyncio.ensure_future(_drain(front, server)))
+        signals.append(True)
+        stop()
 
-    system.on_signals(loop, (signal.SIGTERM, signal.SIGINT), stop)
-    try:
-        port = sock.getsockname()[1]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
-        if server.started:
-            ready(f"{'http' if settings.ssl_cert_file is None else 'https'}://{host}:{port}{settings.api_prefix}")
-        await serving
-    finally:
-        front.close()
+    def follow(stream: BinaryIO) -> None:
+        stream.read()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(stop)
+
+    system.on_signals(loop, (signal.SIGTERM, signal.SIGINT), signalled)
+    if until is not None:
+        threading.Thread(target=follow, args=(until,), daemon=True).start()
+    port = sock.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        ready(f"{'http' if settings.ssl_cert_file is None else 'https'}://{host}:{port}{settings.api_prefix}")
+    await serving
 
 
-async def _drain(front: Front, server: _Server) -> None:
+async def _drain(front: Front) -> None:
     """Let running answers end, for a while; then end them."""
+    front.draining = True
     until = time.monotonic() + front.settings.drain_s
     while not front.scheduler.idle and time.monotonic() < until:
         await asyncio.sleep(0.05)
     front.scheduler.end_answers()
     while not front.scheduler.idle and time.monotonic() < until + 10:
         await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)  # the last frames are on their way
-    server.force_exit = server.should_exit = True

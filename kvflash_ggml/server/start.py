@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..batching.llama import LlamaModel
 from .prompts import Embedder, LlamaPrompts
@@ -27,7 +27,8 @@ def start(
     found: Callable[[int], None],
     ready: Callable[[str], None],
     embedder: Embedder | None = None,
+    until: BinaryIO | None = None,
 ) -> None:
     """Serve a model with a pool until a signal ends it; the model is closed then. See `serve`."""
     prompts = LlamaPrompts(llm, template)
-    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder)
+    serve(LlamaModel(llm), prompts, settings, sock, found=found, ready=ready, embedder=embedder, until=until)

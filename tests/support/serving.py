@@ -34,9 +34,10 @@ class Served(Server):
 
 
 @contextmanager
-def serve(model: Path, *options: str, python: Path = Path(sys.executable)) -> Iterator[Served]:
-    """python: of an environment that has the package; that of the tests."""
-    line = [str(python), "-m", "kvflash_ggml", "serve", str(model), "--port", "0", "-t", "1", *options]
+def serve(model: Path | None, *options: str, python: Path = Path(sys.executable)) -> Iterator[Served]:
+    """model: None for one that the options name. python: of an environment that has the package; that of the tests."""
+    given = [] if model is None else [str(model)]
+    line = [str(python), "-m", "kvflash_ggml", "serve", *given, "--port", "0", "-t", "1", *options]
     # with python -m the folder counts, and the checkout is not what is installed
     where = {"env": {**os.environ, "OMP_WAIT_POLICY": "passive"}, "cwd": Path(__file__).parent}
     with running(Served(begun(line, **where))) as served:

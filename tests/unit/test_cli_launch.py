@@ -30,7 +30,11 @@ class Models(BaseHTTPRequestHandler):
         known = self.headers["Authorization"] == "Bearer secret"
         self.send_response(200 if known and self.path == "/v1/models" else 401)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": "mine", "meta": {"n_ctx": 65536}}]}).encode())
+        models = [
+            {"id": "other", "meta": {"n_ctx_train": 9}},
+            {"id": "mine", "meta": {"n_ctx_train": 9, "n_ctx": 65536}},
+        ]
+        self.wfile.write(json.dumps({"data": models}).encode())
 
     def log_message(self, format: str, *args: Any) -> None: ...
 

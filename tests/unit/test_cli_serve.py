@@ -21,7 +21,7 @@ from kvflash_ggml.cli.run import run
 from kvflash_ggml.cli.serve import serve as serving
 from kvflash_ggml.config import KVFlashConfig
 from kvflash_ggml.errors import ConfigError, HostMemoryError
-from kvflash_ggml.server import start
+from kvflash_ggml.server import router, start
 from kvflash_ggml.server.settings import ServerSettings
 
 VERBS = {"run": run, "serve": serving}
@@ -84,6 +84,27 @@ def test_the_model_as_llama_server_takes_it(serve: Serving, monkeypatch: pytest.
     assert serve.cli.settings["model_path"] == "env.gguf"
     assert serve("n.gguf").exit_code == 0
     assert serve.cli.settings["model_path"] == "n.gguf"
+
+
+def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[Path, ServerSettings, float | None]] = []
+    monkeypatch.setattr(
+        router, "serve", lambda folder, settings, *_, idle_s, **__: served.append((folder, settings, idle_s))
+    )
+    assert "has no model" in serve("--models-dir", tmp_path).stderr
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setenv("KVFLASH_MODEL", "env.gguf")
+    result = serve("--models-dir", tmp_path, "--port", "81", "--idle", "-1")
+    assert result.exit_code == 0, result.output
+    assert "--session-dir DIR keeps them" in result.stderr
+    assert serve("--models", tmp_path, "--session-dir", tmp_path / "s").stderr == ""
+    assert [(folder, idle_s) for folder, _, idle_s in served] == [(tmp_path, None), (tmp_path, 300)]
+    assert served[0][1].port == 81
+    assert not serve.started, "this process loads none"
+    for more in ("m.gguf", "-m m.gguf", "-hf o/r", "--alias name"):
+        refused = serve("--models-dir", tmp_path, *more.split())
+        assert (refused.exit_code, f"leave out {more}" in refused.stderr) == (2, True), refused.stderr
+    assert serve("--models-dir", tmp_path / "nowhere").exit_code == 2
 
 
 def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""A folder of models, each served by a process of its own while it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import click
+
+from .model import log_requests, log_to_stderr, plain_errors
+from .serving import Job, serve_model
+from .terminal import note
+
+if TYPE_CHECKING:
+    from ..server.shelf import Shelved
+
+STORE_S = 600.0
+"""For a process to store its conversations, beyond --drain; then it is killed."""
+
+
+def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float | None) -> None:
+    """Serve the models of a folder until a signal. Without a folder for conversations they are kept for so long only.
+
+    ClickException for a folder without models.
+    """
+    from ..server import requestlog, router, shelf
+
+    models = shelf.models(folder)
+    if not models:
+        raise click.ClickException(f"{folder} has no model: put .gguf files into it, or a folder for each split one")
+    if not job.log.quiet:
+        log_requests(requestlog.NAME, job.log)
+    with _sessions(job) as sessions:
+
+        async def start(model: Shelved) -> Process:
+            settings = replace(
+                job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
+                ssl_cert_file=None, api_prefix="", session_dir=sessions / quote(model.name, safe=""),
+            )  # fmt: skip
+            return await Process.start(replace(job, settings=settings), model.path)
+
+        router.serve(
+            folder,
+            job.settings,
+            sock,
+            start,
+            idle_s=idle_s,
+            ready=lambda address: note(f"serving {len(models)} model{'s' * (len(models) != 1)} at {address}"),
+        )
+
+
+@contextmanager
+def _sessions(job: Job) -> Iterator[Path]:
+    if job.settings.session_dir is not None:
+        yield job.settings.session_dir
+        return
+    with TemporaryDirectory(prefix="kvflash-") as folder:
+        if not job.log.quiet:
+            note(
+                f"conversations of unloaded models are in {folder} until the server ends; --session-dir DIR keeps them"
+            )
+        yield Path(folder)
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process that serves one model. When its input ends, it lets answers end, stores its conversations and ends."""
+
+    port: int
+    n_ctx: int
+    _process: asyncio.subprocess.Process
+    _patience_s: float
+
+    @classmethod
+    async def start(cls, job: Job, path: Path) -> Process:
+        """Load a model in a new process. EngineError if that fails. Cancelled, the process is killed."""
+        from ..server.engines import EngineError
+
+        # in a session of its own, so that Ctrl-C reaches this process alone, which tells that one
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _CHILD.format(path=sys.path), stdin=-1, stdout=-1, start_new_session=True
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(ConnectionError):
+                process.stdin.write(pickle.dumps((job, str(path))))
+                await process.stdin.drain()
+            line = await process.stdout.readline()
+            said = json.loads(line) if line else {}
+            if "port" not in said:
+                code = await process.wait()
+                raise EngineError(said.get("error") or f"its process has ended with {code}")
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise
+        return cls(said["port"], said["n_ctx"], process, job.settings.drain_s + STORE_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def stop(self) -> None:
+        """Returns when the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), self._patience_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            note(f"a model's process has not ended in {self._patience_s:g} s, and is killed")
+            self._process.kill()
+            await self._process.wait()
+
+
+# --- the other process
+
+
+_CHILD = "import sys; sys.path[:] = {path!r}\nfrom kvflash_ggml.cli.several import main; main()"
+"""The same modules as here: with -m or -c alone a source folder in the way would win."""
+
+
+def main() -> None:
+    """Serve the model that standard input names, until that ends. Standard output gets one line of JSON."""
+    from ..server.start import listen
+
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever prints must not be taken for a report
+
+    def report(**said: Any) -> None:
+        with suppress(OSError):
+            print(json.dumps(said), file=reports, flush=True)
+
+    job, path = pickle.load(sys.stdin.buffer)
+    log_to_stderr(job.log)
+    try:
+        with plain_errors(verbose=job.log.verbose), listen(job.settings) as sock:
+            port = sock.getsockname()[1]
+            serve_model(
+                job,
+                path,
+                sock,
+                ready=lambda llm, _address: report(port=port, n_ctx=llm.n_ctx()),
+                until=sys.stdin.buffer,
+            )
+    except click.ClickException as err:
+        report(error=err.format_message())
+        sys.exit(1)

@@ -1,0 +1,113 @@
+"""How requests are taken, before anything is known of a model: their bodies, and threads for these."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
+
+from ..errors import ConfigError, ContextFull
+from . import bodies
+from .errors import OLLAMAS_PATH, ApiError
+from .settings import ServerSettings
+
+T = TypeVar("T")
+
+
+THREADS = 4
+"""For bodies, templates, tokenising and grammars: nothing that depends on a body runs on the loop."""
+
+EACH = THREADS // 2
+"""Threads that one client may hold, by its key or else its address: the others come to theirs."""
+
+SLOWEST = 16 << 10
+"""Bytes a second of a body, beyond the time that a client may take anyway."""
+
+KEY = "kvflash.key"
+"""Where in a request's scope its key's digest is."""
+
+TAKEN = "kvflash.taken"
+"""In the scope of a request that the scheduler has taken, which logs how it ends."""
+
+
+class Intake:
+    """What takes requests. values: of a body, at most. `draining`: nothing new is taken."""
+
+    def __init__(self, settings: ServerSettings, *, values: int = bodies.MAX_VALUES) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.draining = False
+        self._values = values
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvflash-front")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def work(self, http: HttpRequest, function: Callable[..., T], *args: Any, **more: Any) -> T:
+        """Run on a thread, for the client of a request. What a user can do wrong there is his error."""
+        loop = asyncio.get_running_loop()
+        turns = self._turns.setdefault(client_of(http.scope), asyncio.Semaphore(EACH))
+        try:
+            async with turns:
+                return await loop.run_in_executor(self._threads, lambda: function(*args, **more))
+        except ContextFull as err:
+            raise ApiError(400, str(err), code="context_length_exceeded") from None
+        except ConfigError as err:
+            raise ApiError(400, str(err), code="invalid_value") from None
+
+    async def body(self, request: HttpRequest) -> Any:
+        """The JSON of a body. ApiError for one that is too large, too slow, or none."""
+        return await self.work(request, self.loads, await self.received(request))
+
+    def loads(self, data: bytearray | bytes) -> Any:
+        """The values of JSON that a client has sent. ApiError for too many, or for none."""
+        try:
+            return bodies.loads(data, most=self._values)
+        except bodies.Refused as err:
+            raise ApiError(400, f"the body is refused: {err}", code="invalid_value") from None
+        except ValueError as err:
+            raise ApiError(400, f"the body is no JSON: {str(err)[:200]}", code="invalid_json") from None
+
+    async def received(self, request: HttpRequest) -> bytearray:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # curl sends another kind unless it is told, as in Ollama's own documentation; the guard keeps foreign pages out
+        if kind != "application/json" and not request.url.path.startswith(OLLAMAS_PATH):
+            raise ApiError(415, "the body must be application/json", code="content_type")
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            message = f"the body is encoded as {encoding[:40]!r}, and identity is all that is read: send it as it is"
+            raise ApiError(415, message, code="content_encoding")
+        most, stall_s, data = self.settings.max_body, self.settings.stall_timeout_s, bytearray()
+        began, parts = time.monotonic(), request.stream()
+        try:
+            while True:
+                left = stall_s + len(data) / SLOWEST - (time.monotonic() - began)
+                part = await asyncio.wait_for(anext(parts, None), min(left, stall_s))
+                if part is None:
+                    break
+                data += part
+                if len(data) > most:
+                    raise ApiError(413, f"the body has more than {most} bytes: --max-body", code="body_too_large")
+        except ClientDisconnect:
+            raise ApiError(400, "the body ended too early", code="invalid_json") from None
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ApiError(408, "the body did not come to its end in time: --stall-timeout", code="timeout") from None
+        return data
+
+    def admit(self) -> None:
+        """ApiError while the server is draining."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down: try again later", code="draining", retry_after_s=30)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def client_of(scope: Scope) -> str:
+    """Whose request it is: the digest of its key, or else its address."""
+    return str(scope.get(KEY) or (scope.get("client") or ("",))[0])

@@ -1,0 +1,258 @@
+"""A server of several models: it loads the one that a request names, and hands the request on to its process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from . import about, events, ollama, shelf
+from .app import ANSWERS, guarded
+from .engines import Engine, Engines, Loaded
+from .errors import ApiError
+from .forward import forward
+from .intake import TAKEN, Intake
+from .run import run
+from .settings import ServerSettings
+from .shelf import Shelved
+
+logger = logging.getLogger("kvflash_ggml")
+
+LATEST = ":latest"
+"""What Ollama's clients put behind a name."""
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+class Router(Intake):
+    """folder: of the models, which is read again for each list."""
+
+    def __init__(self, folder: Path, settings: ServerSettings, engines: Engines) -> None:
+        super().__init__(settings)
+        self.folder = folder
+        self.engines = engines
+
+    async def models(self, http: HttpRequest) -> dict[str, Shelved]:
+        """The models by name, in their order."""
+        try:
+            return await self.work(http, shelf.models, self.folder)
+        except OSError as err:
+            raise ApiError(503, f"the folder of the models cannot be read: {err.strerror}", code="no_models") from None
+
+    async def model(self, http: HttpRequest, wanted: Any) -> Shelved:
+        """The model of a name; without one, that which is loaded, or was, or the first. ApiError if there is none."""
+        models, engines = await self.models(http), self.engines
+        if wanted in (None, ""):
+            now = engines.loaded
+            usual = engines.loading or (now.model.name if now else engines.last)
+            if usual not in models:
+                usual = next(iter(models), None)
+            if usual is None:
+                raise ApiError(503, "there is no model: put a .gguf file into the folder", code="no_models")
+            return models[usual]
+        if not isinstance(wanted, str):
+            raise ApiError(400, "model must be a name", code="invalid_value", param="model")
+        found = models.get(wanted) or models.get(wanted.removesuffix(LATEST))
+        if found is None:
+            raise about.unknown(wanted, [*models])
+        return found
+
+    async def head(self, http: HttpRequest, model: Shelved) -> shelf.Head:
+        return await self.work(http, shelf.head, model)
+
+
+class Forwarded(Response):
+    """The answer of a model's process. model: it gets a turn first; None for the one at `port`, whatever it does."""
+
+    def __init__(self, router: Router, body: bytes | bytearray, model: Shelved | None, port: int = 0) -> None:
+        self.status_code = 200
+        self.background = None
+        self._router, self._body, self._model, self._port = router, body, model, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.ensure_future(self._answer(scope, send))
+        left = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait([answering, left], return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            left.cancel()
+            answering.cancel()
+            with suppress(asyncio.CancelledError, ApiError, OSError):
+                await answering
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        if self._model is None:
+            await self._forward(scope, send, self._port)
+            return
+        async with self._router.engines.turn(self._model) as loaded:
+            await self._forward(scope, send, loaded.engine.port)
+
+    async def _forward(self, scope: Scope, send: Send, port: int) -> None:
+        scope[TAKEN] = True  # the process logs it
+        try:
+            await forward(scope, send, self._body, port=port)
+        except ConnectionError as err:  # the answer is left without its end, so that the client sees that
+            logger.error("%s", err)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def make_router(router: Router) -> Any:
+    """All endpoints, behind the guard. Answers wait for their model; what looks on never loads one."""
+
+    def route(path: str, endpoint: Callable[[Router, HttpRequest], Awaitable[Response]], *methods: str) -> Route:
+        return Route(path, partial(endpoint, router), methods=list(methods) or ["GET"])
+
+    return guarded(
+        [
+            route("/", events.page),
+            *(route(path, about.health) for path in ("/health", "/v1/health")),
+            *(route(path, _list) for path in ("/v1/models", "/v1/models/{model:path}", "/models")),
+            route("/models/load", _load, "POST"),
+            route("/models/unload", _unload, "POST"),
+            route("/api/version", _version),
+            route("/api/tags", _tags),
+            route("/api/ps", _ps),
+            route("/api/show", _show, "POST"),
+            *(route(path, _answer, "POST") for path in ANSWERS),
+            route("/{path:path}", _look, *_METHODS),
+        ],
+        router.settings,
+    )
+
+
+async def _answer(router: Router, request: HttpRequest) -> Response:
+    router.admit()
+    body = await router.received(request)
+    asked = await router.work(request, router.loads, body)
+    wanted = asked.get("model") if isinstance(asked, dict) else None
+    return Forwarded(router, body, await router.model(request, wanted))
+
+
+async def _look(router: Router, request: HttpRequest) -> Response:
+    """What asks about the loaded model, or changes its conversations."""
+    loaded, wanted = router.engines.loaded, request.query_params.get("model")
+    if loaded is None or (wanted and (await router.model(request, wanted)).name != loaded.model.name):
+        message = f"{wanted[:80]!r} is not loaded" if wanted else "no model is loaded"
+        raise ApiError(503, f"{message}: ask it something, or POST its name to /models/load", code="not_loaded")
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    body = b"" if empty else await router.received(request)
+    return Forwarded(router, body, None, loaded.engine.port)
+
+
+async def _named(router: Router, request: HttpRequest) -> Shelved:
+    asked = await router.body(request)
+    wanted = (asked.get("model") or asked.get("name")) if isinstance(asked, dict) else None
+    if not wanted:
+        raise ApiError(400, "model is missing: name one of /v1/models", code="invalid_value", param="model")
+    return await router.model(request, wanted)
+
+
+async def _load(router: Router, request: HttpRequest) -> Response:
+    router.admit()
+    async with router.engines.turn(await _named(router, request)):
+        return JSONResponse({"success": True})
+
+
+async def _unload(router: Router, request: HttpRequest) -> Response:
+    return JSONResponse({"success": router.engines.unload((await _named(router, request)).name)})
+
+
+# --- what there is
+
+
+async def _list(router: Router, request: HttpRequest) -> Response:
+    entries = []
+    for name, model in (await router.models(request)).items():
+        head, loaded = await router.head(request, model), _now(router, name)
+        meta = {**head.facts, "n_ctx_train": head.n_ctx, **({"n_ctx": loaded.engine.n_ctx} if loaded else {})}
+        status = router.engines.status(name)
+        entries.append(about.entry(name, model.changed // 1_000_000_000, meta, status=status))
+    return about.listed(request, entries)
+
+
+def _now(router: Router, name: str) -> Loaded | None:
+    loaded = router.engines.loaded
+    return loaded if loaded is not None and loaded.model.name == name else None
+
+
+async def _version(router: Router, request: HttpRequest) -> Response:
+    return JSONResponse({"version": ollama.VERSION})
+
+
+async def _tags(router: Router, request: HttpRequest) -> Response:
+    models = (await router.models(request)).values()
+    return JSONResponse({"models": [await _tag(router, request, model) for model in models]})
+
+
+async def _tag(router: Router, request: HttpRequest, model: Shelved) -> dict[str, Any]:
+    return ollama.entry(model.name, model.changed / 1e9, (await router.head(request, model)).facts)
+
+
+async def _ps(router: Router, request: HttpRequest) -> Response:
+    loaded = router.engines.loaded
+    if loaded is None:
+        return JSONResponse({"models": []})
+    left = router.engines.left
+    until = ollama.NEVER if left is None else ollama.rfc3339(time.time() + left)
+    entry = await _tag(router, request, loaded.model)
+    return JSONResponse({"models": [{**entry, "expires_at": until, "context_length": loaded.engine.n_ctx}]})
+
+
+async def _show(router: Router, request: HttpRequest) -> Response:
+    model = await _named(router, request)
+    head, loaded = await router.head(request, model), _now(router, model.name)
+    n_ctx = head.n_ctx if loaded is None else loaded.engine.n_ctx
+    entry = await _tag(router, request, model)
+    able = {"insert": head.fills}
+    return JSONResponse(ollama.shown(entry, head.facts, template=head.template, n_ctx=n_ctx, able=able))
+
+
+# --- its life
+
+
+def serve(
+    folder: Path,
+    settings: ServerSettings,
+    sock: socket.socket,
+    start: Callable[[Shelved], Awaitable[Engine]],
+    *,
+    idle_s: float | None,
+    ready: Callable[[str], None],
+) -> None:
+    """Serve the models of a folder until SIGTERM or SIGINT. The loaded one ends its answers and is unloaded then.
+
+    sock: of `listen`. start: loads a model. idle_s: see `Engines`. ready: called with the address.
+    """
+
+    async def whole() -> None:
+        engines = Engines(start, most=settings.max_queue, wait_s=settings.queue_timeout_s, idle_s=idle_s)
+        router = Router(folder, settings, engines)
+
+        async def drain() -> None:
+            router.draining = True
+            await engines.close()
+
+        try:
+            await run(make_router(router), settings, sock, ready=ready, drain=drain)
+        finally:
+            await engines.close()
+            router.close()
+
+    asyncio.run(whole())

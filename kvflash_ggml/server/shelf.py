@@ -1,0 +1,103 @@
+"""The models of a folder: their names, their files, and what the heads of these say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import ConversionError
+from ..gguf import purpose, reader
+
+_PART = re.compile(r"(.+)-([0-9]{5})-of-[0-9]{5}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelved:
+    """A model of a folder. name: as requests call it. path: its first file. size: of that, in bytes.
+
+    changed: when the file was written, in ns.
+    """
+
+    name: str
+    path: Path
+    size: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a model's file says of itself. facts: as `Prompts.facts`, as far as a head tells. n_ctx: the trained
+    length, 0 if it does not say. fills: whether it has marks of a gap.
+    """
+
+    facts: Mapping[str, Any]
+    n_ctx: int
+    template: str
+    fills: bool
+
+
+_UNKNOWN = Head(facts=MappingProxyType({}), n_ctx=0, template="", fills=False)
+
+
+def models(folder: Path) -> dict[str, Shelved]:
+    """The models in a folder, by name: of a file its stem, of a folder with one model the folder's name.
+
+    A folder with several has them as folder/stem. Parts of a split model are one. Projectors, drafters and hidden files
+    are none, and neither is a name that is no Unicode text. OSError for a folder that cannot be read.
+    """
+    entries = sorted(folder.iterdir())
+    found = {one.name: one for path in entries if (one := _shelved(path)) is not None}
+    for inner in entries:
+        if not inner.name.startswith(".") and inner.is_dir():
+            several = [one for path in sorted(inner.iterdir()) if (one := _shelved(path)) is not None]
+            alone = len(several) == 1 and inner.name not in found and _written(inner.name)
+            for one in several:
+                name = inner.name if alone else f"{inner.name}/{one.name}"
+                if _written(name):
+                    found[name] = Shelved(name=name, path=one.path, size=one.size, changed=one.changed)
+    return found
+
+
+def _shelved(path: Path) -> Shelved | None:
+    name, part = path.stem, _PART.fullmatch(path.stem)
+    if part is not None:
+        name = part[1]
+    hidden = path.name.startswith((".", "mmproj")) or (part is not None and int(part[2]) != 1)
+    if path.suffix != ".gguf" or hidden or not _written(name) or not path.is_file():
+        return None
+    told = path.stat()
+    one = Shelved(name=name, path=path, size=told.st_size, changed=told.st_mtime_ns)
+    return one if _reads_alone(one) else None
+
+
+def _written(name: str) -> bool:
+    """Whether a file's name is a Unicode text."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+@lru_cache(256)
+def _reads_alone(one: Shelved) -> bool:
+    return purpose.reads_alone(one.path)
+
+
+@lru_cache(256)
+def head(one: Shelved) -> Head:
+    """What the head of a model's file says; of a file that cannot be read, nothing."""
+    try:
+        file = reader.read(one.path)
+        length, template = file.own("context_length", 0), file.get("tokenizer.chat_template")
+        named = {"name": "general.name", "architecture": "general.architecture", "size_label": "general.size_label"}
+        facts = {name: value for name, key in named.items() if isinstance(value := file.get(key), str)}
+    except (ConversionError, OSError):
+        return _UNKNOWN
+    return Head(
+        facts=MappingProxyType({**facts, "size": one.size}),
+        n_ctx=length if isinstance(length, int) else 0,
+        template=template if isinstance(template, str) else "",
+        fills=file.get("tokenizer.ggml.fim_pre_token_id") is not None,
+    )

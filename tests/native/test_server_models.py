@@ -1,0 +1,174 @@
+"""A server of two models: one is loaded at a time, and what the other has read is not read again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.harness import TEXT
+from support.serving import Served, serve
+
+WORDS = TEXT.read_text(encoding="utf-8").split()
+POOL = 512
+OPTIONS = ("--kvflash", str(POOL), "-c", "8192", "--kvflash-tau", "16", "--kvflash-calibrate", "off", "-q")
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
+
+
+@pytest.fixture
+def folder(models: dict[str, Path], tmp_path: Path) -> Path:
+    made = tmp_path / "models"
+    made.mkdir()
+    (made / "one.gguf").symlink_to(models["dense"])
+    (made / "other.gguf").symlink_to(models["hybrid"])
+    return made
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Path:
+    return tmp_path / "sessions"
+
+
+@pytest.fixture
+def served(folder: Path, sessions: Path) -> Iterator[Served]:
+    with serve(None, "--models-dir", str(folder), "--session-dir", str(sessions), *OPTIONS) as server:
+        yield server
+
+
+def asked(model: str, start: int, words: int = 600, **more: Any) -> dict[str, Any]:
+    prompt = " ".join(WORDS[start : start + words])
+    return {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
+
+
+def answer(served: Served, data: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt, and how many of them were known."""
+    status, reply = served.post("/v1/completions", data)
+    assert (status, reply.get("model")) == (200, data["model"]), reply
+    return reply["usage"]["prompt_tokens"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def statuses(served: Served) -> dict[str, str]:
+    return {one["id"]: one["status"]["value"] for one in served.get("/v1/models")[1]["data"]}
+
+
+def children(served: Served) -> list[int]:
+    pid = served.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends."""
+    for _ in range(600):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_one_the_other_and_the_one_again(served: Served, sessions: Path) -> None:
+    assert statuses(served) == {"one": "unloaded", "other": "unloaded"}
+    tokens, known = answer(served, asked("one", 0))
+    assert known == 0
+    assert tokens > POOL, "the text does not fit the pool"
+    (first,) = children(served)
+    assert statuses(served) == {"one": "loaded", "other": "unloaded"}
+    answer(served, asked("other", 0))
+    assert ends(first)
+    assert len(children(served)) == 1, "one is loaded at a time"
+    assert statuses(served) == {"one": "unloaded", "other": "loaded"}
+    assert list((sessions / "one" / "parked").glob("*.kvs"))
+    longer, known = answer(served, asked("one", 0, words=620))
+    assert known >= tokens - 1
+    assert longer > tokens
+    assert answer(served, asked("other", 0, words=620))[1] >= tokens - 1
+    assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_two_clients_that_want_two_models(served: Served) -> None:
+    replies: list[tuple[int, int]] = []
+
+    def client(model: str, start: int) -> None:
+        for words in (100, 120, 140):
+            replies.append(answer(served, asked(model, start, words)))
+
+    clients = [threading.Thread(target=client, args=args) for args in (("one", 0), ("other", 500))]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join(120)
+    assert len(replies) == 6
+    assert sum(known > 0 for _, known in replies) == 4, "but for the first of each, the text was known"
+
+
+def test_a_stream_whose_client_leaves(served: Served) -> None:
+    frames = served.frames("/v1/completions", asked("one", 0, 50, max_tokens=4000, stream=True))
+    for _ in range(5):
+        next(frames)
+    frames.close()  # type: ignore[attr-defined]
+    answer(served, asked("other", 0, 50))
+    assert statuses(served)["other"] == "loaded"
+
+
+def test_a_file_that_is_no_model(served: Served, folder: Path) -> None:
+    answer(served, asked("one", 0, 300))
+    (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(200))
+    for _ in range(2):
+        status, reply = served.post("/v1/completions", asked("bad", 0, 50))
+        assert (status, reply["error"]["code"]) == (503, "model_failed")
+    assert "'bad' could not be loaded: " in reply["error"]["message"]
+    assert answer(served, asked("one", 0, 310))[1] > 300
+
+
+def test_all_are_told_to_end_within_an_answer(served: Served, sessions: Path, folder: Path) -> None:
+    """As a service manager does: every process of the service gets the signal."""
+    frames = served.frames("/v1/completions", asked("one", 0, 300, max_tokens=200, stream=True))
+    next(frames)
+    for pid in (*children(served), served.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert [*frames][-1]["choices"][0]["finish_reason"] == "length", "the answer came to its end"
+    assert served.process.wait(60) == 0
+    with serve(None, "--models-dir", str(folder), "--session-dir", str(sessions), *OPTIONS) as again:
+        assert answer(again, asked("one", 0, 300))[1] > 300
+
+
+def test_a_server_that_is_killed_leaves_no_process(served: Served, sessions: Path) -> None:
+    answer(served, asked("one", 0, 300))
+    (child,) = children(served)
+    served.process.kill()
+    assert ends(child)
+    assert list((sessions / "one" / "parked").glob("*.kvs")), "it has stored what it had"
+
+
+def test_a_process_that_is_killed_is_started_again(served: Served) -> None:
+    answer(served, asked("one", 0, 300))
+    (child,) = children(served)
+    frames = served.frames("/v1/completions", asked("one", 0, 300, max_tokens=4000, stream=True))
+    next(frames)
+    os.kill(child, signal.SIGKILL)
+    with suppress(Exception):
+        assert len([*frames]) < 4000
+    assert ends(child)
+    answer(served, asked("one", 0, 300))
+
+
+def test_an_idle_model_is_unloaded(folder: Path) -> None:
+    with serve(None, "--models-dir", str(folder), "--idle", "0.2", *OPTIONS) as served:
+        tokens, _ = answer(served, asked("one", 0, 300))
+        for _ in range(600):
+            if not children(served):
+                break
+            time.sleep(0.05)
+        assert statuses(served) == {"one": "unloaded", "other": "unloaded"}
+        assert answer(served, asked("one", 0, 310))[1] >= tokens - 1
