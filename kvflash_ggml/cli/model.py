@@ -109,17 +109,21 @@ def _with_drafts(config: KVFlashConfig | None, drafts: SpecOptions) -> KVFlashCo
 def offloading(loading: WeightOptions, devices: DeviceOptions) -> dict[str, Any]:
     """The keywords of `Llama` that say how many layers are offloaded, or that it is to find what fits."""
     check_first_run(repack=loading.repack)
-    fits, leaves = devices.fit, devices.fit_target is not None
+    fits, leaves = devices.fit, devices.fit_target is not None or devices.device_memory is not None
     if leaves and (fits is False or not devices.fits_layers):
         with_what = "--no-fit" if fits is False else f"--split-mode {devices.split_mode}"
-        raise click.UsageError(f"--fit-target says what fitting leaves free, and with {with_what} nothing is fitted")
+        given = "--device-memory" if devices.fit_target is None else "--fit-target"
+        raise click.UsageError(f"{given} says how much memory fitting takes, and with {with_what} nothing is fitted")
     if fits is None:
         automatic = loading.n_gpu_layers == "auto" and devices.fits_layers and supports_gpu_offload()
         fits = leaves or automatic
     if not fits:
         return {"n_gpu_layers": gpu_layers(loading)}
-    asked = {} if loading.n_gpu_layers == "auto" else {"n_gpu_layers": gpu_layers(loading)}
-    return asked | {"fit": Fit(margin=devices.fit_target)}
+    layers = loading.n_gpu_layers
+    asked = {}
+    if layers != "auto":  # of another machine's devices this build need not know
+        asked = {"n_gpu_layers": layers if devices.device_memory else gpu_layers(loading)}
+    return asked | {"fit": Fit(margin=devices.fit_target, free=devices.device_memory or {})}
 
 
 def gpu_layers(loading: WeightOptions) -> int:

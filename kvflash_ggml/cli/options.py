@@ -382,6 +382,14 @@ def read_margins(text: str) -> int | dict[str, int]:
     return int(parts[0][2]) << 20
 
 
+def read_memory(text: str) -> dict[str, int]:
+    """Bytes by the names of devices, of CUDA0=24G,CPU=64G. ValueError for any other text."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name for name, _, _ in parts) or len({name for name, _, _ in parts}) < len(parts):
+        raise ValueError(f"{text!r} does not say which device has how much: CUDA0=24G, or CUDA0=24G,CPU=64G")
+    return {name: notation.size(size) for name, _, size in parts}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """Which devices hold what."""
@@ -415,6 +423,10 @@ class DeviceOptions:
     fit_target: int | dict[str, int] | None = _device(
         read_margins, "-fitt", metavar="MiB|NAME=MiB,...",
         help="Memory that it leaves free of each device.  [default: 512, or 2 % of a GPU]",
+    )  # fmt: skip
+    device_memory: dict[str, int] | None = _device(
+        read_memory, metavar="NAME=SIZE,...",
+        help="Memory that it counts on, as CUDA0=24G; --dry-run imagines devices that are not there.",
     )  # fmt: skip
 
     @property

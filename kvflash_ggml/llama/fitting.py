@@ -18,9 +18,10 @@ from ..errors import ConfigError, DoesNotFit, KVFlashError, NotMade
 from ..gguf import purpose
 from ..native import library, measure
 from ..native import remote as servers
+from ..placement import memory
 from ..placement.devices import LAYER, NONE, holders, slices
 from ..placement.plan import itemised
-from ..placement.predict import ALL_LAYERS, predict
+from ..placement.predict import ALL_LAYERS, imagine, predict
 from ..placement.sizes import Device, Fit, ModelSizes, Placement, Request
 from ..placement.sizing import PoolSize
 from ..placement.table import summary
@@ -82,10 +83,16 @@ def staged(config: KVFlashConfig | None, n_ctx: int) -> int:
 
 
 def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tuple[Device, ...]]:
-    """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit."""
+    """Where a `Llama` with these keywords would go, and the devices. Raises what making it would, and DoesNotFit.
+
+    Where `fit` names a device that is not there, the devices are those that it names, and the placement is an estimate.
+    """
     asked = parameters.read(keywords, parameters.defaults)
     purpose.check_model(Path(path))
     endpoints = remote.find_all(asked.rpc, trust=asked.rpc_trust)
+    free = {} if asked.fit is None else asked.fit.free
+    if not endpoints and {*free} - {device.name for device in memory.devices()}:
+        return predicted(path, asked, beside(path, asked), machine=memory.imagined(free))
     if not endpoints:
         library.ensure_gpu_offload(asked.upstream.get("n_gpu_layers", 0))
     others = beside(path, asked)
@@ -192,11 +199,13 @@ def predicted(
     *,
     limits: Fit | None = None,
     split_open: bool = False,
+    machine: tuple[Device, ...] = (),
 ) -> tuple[Placement, tuple[Device, ...]]:
     """Where a model would go with these keywords. Without `fit` nothing is open but an "auto" pool.
 
     endpoints: of the servers that are asked for, connected. limits: what to count on, where `fit` is not asked for.
-    split_open: the split of the layers is open, whatever the keywords say.
+    split_open: the split of the layers is open, whatever the keywords say. machine: devices to imagine in the place of
+    this machine's.
     """
     settings, open_ = asked.upstream, asked.fit is not None
     if settings.get("split_mode", LAYER) not in (NONE, LAYER):
@@ -239,13 +248,18 @@ def predicted(
             fit=asked.fit or limits or Fit(),
         )
 
+    context = _context_params(settings, n_ctx, n_batch, beside.planes, flash=flash)
+    overrides = asked.placement.override_tensor
+    if machine:
+        placement = imagine(path, model, context, request, machine, overrides=overrides, reserved=beside.reserved)
+        return placement, memory.counted(machine, asked.fit or Fit())
     return predict(
         path,
         model,
-        _context_params(settings, n_ctx, n_batch, beside.planes, flash=flash),
+        context,
         request,
         device=holders(asked.placement, endpoints),
-        overrides=asked.placement.override_tensor,
+        overrides=overrides,
         reserved=beside.reserved,
     )
 

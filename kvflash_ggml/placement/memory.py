@@ -39,6 +39,17 @@ def host() -> Device:
     return Device(name=HOST, kind="host", free=free, total=total)
 
 
+def imagined(free: Mapping[str, int]) -> tuple[Device, ...]:
+    """Return devices with so much free memory, in their order, and the host: this one unless it is among them."""
+    kinds: dict[bool, Literal["gpu", "remote"]] = {False: "gpu", True: "remote"}
+    found = [
+        Device(name=name, kind=kinds[name.startswith(_REMOTE)], free=size, total=size, description="imagined")
+        for name, size in free.items()
+        if name != HOST
+    ]
+    return (*found, host())
+
+
 def _device(found: DeviceInfo) -> Device:
     kind: Literal["gpu", "integrated", "remote"] = "integrated" if found.kind == "integrated" else "gpu"
     return Device(

@@ -18,11 +18,14 @@ from ..native import measure as native
 from ..native.devices import ModelArrays, finds
 from ..native.sizes import Measure
 from . import memory
-from .plan import fit
+from .layout import Compute
+from .plan import fit, plan
 from .search import pool_range
 from .sizes import Device, Fit, ModelSizes, Placement, Request
 
 ALL_LAYERS = 0x7FFFFFFF
+
+_OUTPUT = "output.weight"
 
 QUANTISED = KV_TYPES["q8_0"]
 
@@ -65,6 +68,45 @@ def predict(
             return _measure(again, copied(params, **types), request, placement.n_ubatch, placement.pool)
 
     return fit(sizes, devices, request, measures, exact), devices
+
+
+def imagine(
+    path: str | os.PathLike[str],
+    model_params: Any,
+    context_params: Any,
+    asked: Callable[[ModelSizes, tuple[Device, ...]], Request],
+    machine: tuple[Device, ...],
+    *,
+    overrides: Overrides = (),
+    reserved: int = 0,
+) -> Placement:
+    """The same for devices that this machine need not have, the host last. An estimate, which nothing confirms.
+
+    Compute buffers are measured on this machine's CPU, and every device is taken to need as much.
+    """
+    _check_holders(overrides, machine)
+    plain = copied(model_params, use_extra_bufts=False)  # weights that are packed for this CPU take more
+    with _sketch(path, plain, 0, None, ModelArrays((), ())) as model:
+        sizes = sizes_of(model, context_params, overrides=overrides)
+        if not any(weight.name == _OUTPUT for weight in native.weights(model)):  # tied: a device gets a copy
+            sizes = replace(sizes, output=sizes.output + sizes.embedding)
+        request = asked(sizes, machine)
+        _check_names(request.fit, machine)
+        request = replace(request, extra={machine[0].name: reserved})
+        params = copied(context_params, n_ctx=request.n_ctx)
+        measures = [_measure(model, params, request, *shape) for shape in _shapes(request)]
+    spread = [
+        replace(one, offloaded=True, devices=tuple(replace(one.devices[-1], device=x.name) for x in machine))
+        for one in measures
+    ]
+    return plan(sizes, machine, request, Compute(spread))
+
+
+def _check_holders(overrides: Overrides, machine: Sequence[Device]) -> None:
+    names = [device.name for device in machine]
+    for pattern, where in overrides:
+        if where not in names:
+            raise ConfigError(f"override_tensor={pattern}={where}: {where!r} is none of {', '.join(names)}")
 
 
 @contextmanager

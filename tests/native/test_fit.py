@@ -121,6 +121,30 @@ def test_what_is_not_fitted_is_predicted_as_it_would_be_loaded(mixture: str, ser
         assert fitting.by_memory(sizes, uneven, layers) == split
 
 
+def test_a_machine_that_is_not_here_is_imagined(mixture: str, servers: list[str]) -> None:
+    """Beside a server of the same memory, which is there: weights and caches are the same bytes."""
+    from kvflash_ggml.llama.fitting import without_loading
+
+    for size in (1 << 30, 6 * MIB):
+        (name,) = device_names(servers[:1])
+        there, _ = without_loading(
+            mixture, {**STEPS, **POOL, "rpc": servers[0], "fit": Fit(free={name: size}, margin=0)}
+        )
+        imagined, devices = without_loading(mixture, {**STEPS, **POOL, "fit": Fit(free={"CUDA0": size}, margin=0)})
+        assert [(device.name, device.free) for device in devices[:1]] == [("CUDA0", size)]
+        assert (imagined.n_gpu_layers, imagined.pool) == (there.n_gpu_layers, there.pool)
+        for real, thought in zip(there.needs, imagined.needs, strict=True):
+            assert (thought.weights, thought.kv, thought.layers) == (real.weights, real.kv, real.layers)
+        assert imagined.needs[0].compute > 0
+    with pytest.raises(DoesNotFit, match="CUDA0 has 1 MiB free"):
+        without_loading(mixture, {**STEPS, **POOL, "n_gpu_layers": -1, "fit": Fit(free={"CUDA0": MIB})})
+    where = {"override_tensor": "exps=CUDA1", "fit": Fit(free={"CUDA0": MIB})}
+    with pytest.raises(ConfigError, match="'CUDA1' is none of CUDA0, CPU"):
+        without_loading(mixture, {**STEPS, **POOL, **where})
+    with pytest.raises(ConfigError, match="'CUDA0' is no device of this model"):
+        make(mixture, fit=Fit(free={"CUDA0": 1 << 30}))
+
+
 def test_a_split_that_gives_more_slots_is_named(
     mixture: str, servers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,12 @@ def test_without_a_gpu_fitting_is_asked_for(cli: Stage) -> None:
     cli("m.gguf", "hi", "--fit", "-fitt", "CUDA0=1024,CPU=10")
     assert cli.settings["fit"] == Fit(margin={"CUDA0": 1 << 30, "CPU": 10 << 20})
     assert "n_gpu_layers" not in cli.settings
+    cli("m.gguf", "hi", "--device-memory", "CUDA0=24G,CPU=1G", "-ngl", "7")
+    assert cli.settings["fit"] == Fit(free={"CUDA0": 24 << 30, "CPU": 1 << 30})
+    assert cli.settings["n_gpu_layers"] == 7
+    assert "nothing is fitted" in cli("m.gguf", "hi", "--device-memory", "CUDA0=24G", "--no-fit").output
+    for wrong in ("24G", "CUDA0", "=24G", "CUDA0=x", "CUDA0=1,CUDA0=2", ""):
+        assert cli("m.gguf", "hi", f"--device-memory={wrong}").exit_code == 2, wrong
     for wrong in ("1,2", "CUDA0=x", "CUDA0=1,2", "-1", "=5"):
         result = cli("m.gguf", "hi", f"--fit-target={wrong}")
         assert result.exit_code == 2, wrong
