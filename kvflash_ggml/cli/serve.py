@@ -49,10 +49,17 @@ docs/server.md. SIGTERM or Ctrl-C lets running answers end; a second one does no
 Every option has a variable: --api-key is KVFLASH_API_KEY, --kvflash is KVFLASH_POOL."""
 
 
+CHATML = "chatml"
+"""llama.cpp's other names are of templates that it has in C++ only, which know no tools."""
+
+
 def read_template(text: str) -> str:
-    """A Jinja template. ValueError for a text that is none, as a name."""
-    if "{%" not in text and "{{" not in text:
-        raise ValueError(f"{text[:40]!r} is no Jinja template: --chat-template-file reads one from a file")
+    """A Jinja template, or the name of the one that llama.cpp has. ValueError for any other text."""
+    if text != CHATML and "{%" not in text and "{{" not in text:
+        raise ValueError(
+            f"{text[:40]!r} is no Jinja template, and {CHATML} is the only name of one: --chat-template-file reads one"
+            " from a file"
+        )
     return text
 
 
@@ -69,7 +76,7 @@ class ServerOptions:
         notation.word, "-a", metavar="NAME", help="What the model is called.  [default: the file's name, or the hub's]"
     )
     chat_template: str | None = _server(
-        read_template, metavar="JINJA", help="Jinja template in place of the model's own, as text."
+        read_template, metavar="JINJA|chatml", help="Jinja template in place of the model's own, as text."
     )
     chat_template_file: Path | None = _server(
         Path, metavar="FILE", exists=True, help="Jinja template in place of the model's own."

@@ -33,6 +33,12 @@ def upstreams(name: str) -> ChatTemplate:
 
 HELLO = ChatInput(messages=[{"role": "user", "content": "hi"}])
 
+
+def test_a_template_by_its_name() -> None:
+    prompt = ChatTemplate("chatml").render(HELLO).prompt
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
 TOOL = {
     "type": "function",
     "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},

@@ -133,7 +133,8 @@ def test_a_template_is_given_as_text(serve: Serving, monkeypatch: pytest.MonkeyP
     given: list[str | None] = []
     monkeypatch.setattr(start, "start", lambda *_, template, **__: given.append(template))
     assert serve("m.gguf", "--chat-template", "{{ messages[0].content }}").exit_code == 0
-    assert given == ["{{ messages[0].content }}"]
+    assert serve("m.gguf", "--chat-template", "chatml").exit_code == 0
+    assert given == ["{{ messages[0].content }}", "chatml"]
 
 
 @pytest.mark.parametrize("verb", ["serve", "run"])
@@ -192,7 +193,7 @@ def test_what_llama_takes_as_keywords(words: str, expected: dict[str, Any], serv
         ("--override-kv a=int:four", "four"),
         ("--yarn -c 8192", "the file says no length"),
         ("--api-prefix llm", "as /llm"),
-        ("--chat-template chatml", "--chat-template-file reads one"),
+        ("--chat-template llama3", "chatml is the only name"),
         ("--log-file /nowhere/at/all", "No such file"),
     ],
 )
