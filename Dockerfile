@@ -16,5 +16,5 @@ USER kvflash
 WORKDIR /home/kvflash
 ENV KVFLASH_HOST=0.0.0.0 KVFLASH_PORT=8080
 EXPOSE 8080
-HEALTHCHECK --start-period=2m CMD python -c "import os, urllib.request as u; u.urlopen(f'http://localhost:{os.environ[\"KVFLASH_PORT\"]}/health')"
+HEALTHCHECK --start-period=2m CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://localhost:{os.environ[\"KVFLASH_PORT\"]}/health')"]
 ENTRYPOINT ["kvflash-run", "serve"]

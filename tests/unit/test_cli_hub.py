@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,32 @@ def test_an_interrupted_download_goes_on(cli: Stage, hub: Hub, cache: Path) -> N
     assert Path(result.stdout.strip()).read_bytes() == LARGE
     assert hub.fetched() == [("model-Q4_K_M.gguf", "bytes=1000-")]
     assert not part.exists()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_shows_the_progress(hub: Hub, tmp_path: Path, quiet: bool) -> None:
+    """Of a download that goes on: the bar begins where the file stopped."""
+    pty = pytest.importorskip("pty", reason="needs terminals")
+    blobs = tmp_path / "hub" / "models--owner--model-GGUF" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(LARGE).hexdigest()}.incomplete").write_bytes(LARGE[: len(LARGE) // 2])
+    ours, theirs = pty.openpty()
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    line = [sys.executable, "-m", "kvflash_ggml", "pull", REPO, *(["-q"] if quiet else [])]
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the terminal is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.communicate(timeout=60)[0].endswith(b"/model-Q4_K_M.gguf\n")
+    assert process.returncode == 0
+    assert hub.fetched() == [("model-Q4_K_M.gguf", f"bytes={len(LARGE) // 2}-")]
+    bars = re.findall(rb"model-Q4_K_M.gguf: +(\d+)%", shown)
+    assert bars == [] if quiet else (bars[0], bars[-1]) == (b"50", b"100"), shown
 
 
 def test_a_broken_connection_is_made_again(cli: Stage, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

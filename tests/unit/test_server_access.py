@@ -170,6 +170,7 @@ def walked(folder: Path, *, other: bool) -> dict[str, tuple[int, str]]:
         return told | await walk(server, client, ids["device"], response, completing=True)
 
     server = Server(keys=KEYS, isolate_keys=True, folder=folder)
+    server.front.speed = dict  # type: ignore[assignment]  # which goes by the clock
     replies = server.run(work)
     assert isinstance(replies, dict)
     return replies

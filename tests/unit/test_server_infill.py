@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.asgi import Reply
+from support.asgi import Client, Reply
 from support.fake_model import FakeModel, FakePrompts
 from support.fake_server import Server
 
@@ -48,6 +48,20 @@ def test_other_files_leave_room() -> None:
     assert reply.status == 200
     assert (len(prompt), b"b" * (n_ctx // 2) in prompt, prompt[:1]) == (n_ctx - 1 - 4, True, b"a")
     assert prompt.endswith(b"\x01def f(x):\n    y\x02\n    return y\n\x03")
+
+
+def test_an_editor_warms_up() -> None:
+    """llama.vim sends the other files before anybody types, and wants no token: the next request has read them."""
+    nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "samplers": [], "temperature": 0.0}
+    server = Server(FakeModel(), FakePrompts(gap=PLAIN))
+    files = [{**file, "text": file["text"] * 40} for file in VIM["input_extra"]]
+
+    async def work(client: Client) -> list[Reply]:
+        return [await client.post("/infill", {**VIM, "input_extra": files, **more}) for more in (nothing, {})]
+
+    warm, typed = server.run(work)
+    assert (warm.status, warm.json["content"], warm.json["tokens_predicted"]) == (200, "", 0)
+    assert typed.json["timings"]["cache_n"] >= len(files[0]["text"])
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,15 @@ def test_options_are_those_of_any_answer() -> None:
 
 def test_what_has_no_effect_is_told() -> None:
     assert told(post(OPEN_WEBUI)) == []
+    # every parameter of Open WebUI's settings: what is the server's own is told
+    asked = OPEN_WEBUI["options"] | {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 3, "mirostat": 0, "mirostat_eta": 0.1,
+        "mirostat_tau": 5.0, "repeat_last_n": 64, "repeat_penalty": 1.1, "tfs_z": 1.0, "stop": ["x"], "num_predict": 16,
+    }  # fmt: skip
+    fixed = {"num_batch": 512, "num_keep": 24, "use_mmap": True, "use_mlock": False, "num_thread": 4, "num_gpu": 1}
+    reply = post(OPEN_WEBUI, options=asked | fixed, keep_alive="5m")
+    assert told(reply) == [f"options.{name}" for name in fixed]
+    assert lines(reply)[-1]["done"]
     options = {"num_gpu": 1, "num_ctx": 1 << 30, "messages": [], "n": 4, "mirostat": 0}
     reply = post({"messages": HELLO, "options": options, "context": [1], "keep_alive": -1, "think": False})
     assert sorted(told(reply)) == ["context", "options.messages", "options.n", "options.num_ctx", "options.num_gpu"]
