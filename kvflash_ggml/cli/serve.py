@@ -205,6 +205,8 @@ def serve(
     kvflash-run serve --models-dir models --session-dir sessions
     """
     model = _model_of(ctx, path, server)
+    if server.models_dir is not None and loading.mmproj is not None:
+        raise click.UsageError("--mmproj is of one model, and --models-dir serves several: leave out one of them")
     if pool.kvflash == "off":
         raise click.UsageError("conversations are put aside in a pool: leave out --kvflash off, or give --kvflash auto")
     if pool.fields["reading"] == "preview":

@@ -46,7 +46,8 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
         async def start(model: Shelved) -> Process:
             settings = replace(
                 job.settings, alias=model.name, host="127.0.0.1", port=0, cors=(), ssl_key_file=None,
-                ssl_cert_file=None, api_prefix="", session_dir=sessions / quote(model.name, safe=""),
+                ssl_cert_file=None, api_prefix="",
+                session_dir=None if sessions is None else sessions / quote(model.name, safe=""),
             )  # fmt: skip
             return await Process.start(replace(job, settings=settings), model.path)
 
@@ -61,8 +62,9 @@ def serve_folder(job: Job, folder: Path, sock: socket.socket, *, idle_s: float |
 
 
 @contextmanager
-def _sessions(job: Job) -> Iterator[Path]:
-    if job.settings.session_dir is not None:
+def _sessions(job: Job) -> Iterator[Path | None]:
+    """The folder for conversations; None where a store has them."""
+    if job.settings.session_dir is not None or job.settings.store is not None:
         yield job.settings.session_dir
         return
     with TemporaryDirectory(prefix="kvflash-") as folder:

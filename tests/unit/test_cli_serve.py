@@ -105,6 +105,7 @@ def test_a_folder_of_models(serve: Serving, tmp_path: Path, monkeypatch: pytest.
         refused = serve("--models-dir", tmp_path, *more.split())
         assert (refused.exit_code, f"leave out {more}" in refused.stderr) == (2, True), refused.stderr
     assert serve("--models-dir", tmp_path / "nowhere").exit_code == 2
+    assert "leave out one" in serve("--models-dir", tmp_path, "--mmproj", tmp_path / "a.gguf").stderr
 
 
 def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
