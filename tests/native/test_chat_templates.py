@@ -9,27 +9,14 @@ import resource
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import pytest
-from vendoring import source
-from vendoring.pin import VendorError
+from support.families import template as upstreams
 
 from kvflash_ggml.chat.templates import ChatTemplate
 from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.errors import ConfigError
-
-
-@cache
-def upstreams(name: str) -> ChatTemplate:
-    """One of the templates in llama.cpp's sources."""
-    try:
-        path = source.pristine_tree() / source.LLAMA / "models" / "templates" / f"{name}.jinja"
-    except VendorError as err:
-        pytest.skip(f"no source of llama.cpp: {err}")
-    return ChatTemplate(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
-
 
 HELLO = ChatInput(messages=[{"role": "user", "content": "hi"}])
 
