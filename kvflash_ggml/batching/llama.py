@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from ..store.swapped import SwappedText
 from ..store.texts import usable
 from . import model
 from .behind import PREVIEW
-from .messages import Logprob, Request
+from .messages import Image, Logprob, Request
 from .model import Paused, Residency, ResidencyObserver
 
 if TYPE_CHECKING:
@@ -82,11 +83,14 @@ class LlamaModel:
         from ..llama.opening import open_beside  # here, as below: a fake model needs no llama_cpp
 
         self._llm = llm
+        self._images: dict[int, Sequence[Image]] = {}
         self.beside: Sequence[LlamaModel] = ()
         sequence = llm._reader.sequence
         assert sequence is not None
         if llm._config.parallel > 1 and sequence.seq == 0:
             self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.parallel)]
+            for one in self.beside:
+                one._images = self._images
         llm.kvflash_together = llm._config.parallel > 1
         self._stats = llm.kvflash
         vocab = llm._model.vocab
@@ -182,6 +186,8 @@ class LlamaModel:
         sharing = request.reuse and not request.salt and not self._read_otherwise
         shared = nullcontext() if sharing else llm.without_cache()
         try:
+            if request.images:
+                self._load(request.images)
             with (
                 shared,
                 overridden(llm, reading=request.reading, answer=request.answer, drafts=request.drafts),
@@ -204,6 +210,16 @@ class LlamaModel:
         finally:
             llm.kvflash_progress = llm.kvflash_branch = llm.kvflash_most = llm.kvflash_sampler = None
             llm.kvflash_samplers = None
+            self._images.pop(id(self), None)
+
+    def _load(self, images: Sequence[Image]) -> None:
+        """Have the embeddings of these images, and of those of all running requests, kept."""
+        sequence = self._llm._reader.sequence
+        assert sequence is not None
+        self._images[id(self)] = images
+        sequence.pool.media.begin()
+        for image in chain(*self._images.values()):
+            image.load()
 
     def compute(self, steps: Sequence[model.Pending]) -> None:
         from ..llama.generation import Pending
@@ -232,7 +248,7 @@ class LlamaModel:
     def _known(self, token: int) -> tuple[bytes, bool]:
         known = self._pieces.get(token)
         if known is None:
-            piece = bytes(self._llm._model.detokenize([token]))
+            piece = bytes(self._llm._model.detokenize([token])) if token >= 0 else b""  # a row of an image
             known = self._pieces[token] = (piece, self._is_eog(token))
         return known
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..arrays import Int32s
 from ..chat.values import Grammar
@@ -21,6 +21,17 @@ class Sampling(Samplers):
     grammar: Grammar | str | None = None
 
 
+class Image(Protocol):
+    """An image of a prompt. tokens: what stands for it there."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    def load(self) -> None:
+        """Have what the model reads of it at hand for the steps that come. On the engine's thread."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One answer that is asked for.
@@ -33,7 +44,7 @@ class Request:
     tokens of the prompt and of the answer see, one of the model's `readings` and `answers`, None for its usual way;
     reading="preview" answers a long prompt from a part of it, and all of it is read behind the answer.
     drafts: may they be verified? messages: role and text of each message of the prompt, to say which one differs from a
-    text that is known. preserved: special tokens that the answer shows, and how.
+    text that is known. preserved: special tokens that the answer shows, and how. images: of the prompt.
     """
 
     id: str
@@ -57,6 +68,7 @@ class Request:
     drafts: bool = True
     messages: tuple[tuple[str, str], ...] = ()
     preserved: Mapping[int, bytes] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import re
 from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..arrays import Floats, Int32s
 from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
 from ..media import images
-from ..media.rows import MOST, MediaRows
+from ..media.rows import MOST, MediaRows, numbers_of
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -90,8 +91,25 @@ def answer(llm: Any, *args: Any, **settings: Any) -> Any:
     return llama_cpp.Llama.create_chat_completion(seat, *args, **settings)
 
 
-class Seat:
-    """What a handler sees of a `Llama` while it makes a prompt. All else is that of the model."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of an image, or of a part of one, before they are encoded.
+
+    key: names it beside others. numbers: stand for its rows in a text, [rows]. axes, size: see `MediaRows.add`.
+    """
+
+    key: bytes
+    numbers: Int32s
+    axes: Int32s | None
+    size: int
+
+
+class Encoder:
+    """A model's projector: what images become in its pool. llm: a `Llama` with one of the `HANDLERS` and a pool.
+
+    mtmd: `llama_cpp.mtmd_cpp`; context: its context for this model; media: the embeddings that the pool keeps.
+    ConfigError where something drafts, and for a projector that is none of this model.
+    """
 
     def __init__(self, llm: Any) -> None:
         handler, pool = llm.chat_handler, llm._reader.sequence.pool
@@ -99,14 +117,79 @@ class Seat:
             raise ConfigError(
                 "drafts beside a chat handler for images: nothing drafts across images yet, so leave out spec"
             )
-        with llm._call_lock.lock:
+        self._lock = llm._call_lock.lock
+        with self._lock:
             handler._init_mtmd_context(llm)
             _log_as_upstream(handler)
-            encoder = _digest(handler)
-        self._llm = llm
-        self.chat_handler = copy.copy(handler)  # the model's own stays as upstream made it
-        self.chat_handler._mtmd_cpp = _Mtmd(handler._mtmd_cpp, self, encoder, pool.engine.info.n_embd)
+            self._digest = _digest(handler)
+        self.mtmd, self.context = handler._mtmd_cpp, handler.mtmd_ctx
         self.media: MediaRows = pool.media
+        self._width = pool.engine.info.n_embd
+
+    def rows(self, chunk: Any, part: int) -> Rows:
+        """What stands for an image, or a part of one. part: its number, of an image that is cut in several.
+
+        ConfigError for what a pool cannot place.
+        """
+        if self.mtmd.mtmd_decode_use_non_causal(self.context, chunk):
+            raise ConfigError("images whose rows see each other (non-causal) in a pool: use kvflash=None")
+        if self.mtmd.mtmd_input_chunk_get_type(chunk) != self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+            raise ConfigError("audio in a pool is not served yet: use kvflash=None")
+        axes, size = None, self.mtmd.mtmd_input_chunk_get_n_pos(chunk)
+        if self.mtmd.mtmd_decode_use_mrope(self.context):
+            axes = self._axes(chunk)
+        place = b"" if axes is None else axes.tobytes()
+        name = hashlib.sha256(self.mtmd.mtmd_input_chunk_get_id(chunk) or b"").digest()
+        key = hashlib.sha256(self._digest + name + part.to_bytes(8, "little") + place).digest()
+        advances = None if axes is None else np.diff(axes[0], append=np.int32(size))
+        numbers = numbers_of(key, self.mtmd.mtmd_input_chunk_get_n_tokens(chunk), advances)
+        return Rows(key, numbers, axes, size)
+
+    def _axes(self, chunk: Any) -> Int32s:
+        """The positions of a chunk's rows, see `Part`. ConfigError if its rows would be hidden otherwise.
+
+        Upstream hides a row of the same time from rows with a lesser (y, x). The pool hides rows that come later.
+        """
+        image = self.mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        count = self.mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        at = []
+        for first in (0, 1):
+            out = (self.mtmd.mtmd_decoder_pos * count)()
+            self.mtmd.mtmd_helper_image_get_decoder_pos(image, first, out)
+            at.append(np.array([(pos.t, pos.y, pos.x, pos.z) for pos in out], np.int32))
+        size = self.mtmd.mtmd_input_chunk_get_n_pos(chunk)
+        steps = np.diff(at[0][:, 0], append=size)
+        ascending = all(a < b for a, b in pairwise(map(tuple, at[0][:, :3].tolist())))
+        moves = np.array_equal(at[1] - at[0], np.broadcast_to([1, 1, 1, 0], at[0].shape))
+        if not (ascending and moves and at[0][0, 0] == 0 and 0 <= steps.min() <= steps.max() <= MOST and size <= count):
+            raise ConfigError(
+                f"an image of {count} rows with positions that a pool does not know (as of HunyuanVL): use kvflash=None"
+            )
+        return np.ascontiguousarray(at[0].T)
+
+    def load(self, rows: Rows, chunk: Any) -> None:
+        """Have the embeddings of a chunk kept: the encoder runs unless they are. DecodeError if it fails."""
+        if self.media.find(rows.key) is not None:
+            return
+        count = len(rows.numbers)
+        with self._lock:
+            code = self.mtmd.mtmd_encode_chunk(self.context, chunk)
+            if code:
+                raise DecodeError(f"the image encoder answered {code} for an image of {count} rows")
+            data = self.mtmd.mtmd_get_output_embd(self.context)
+            made: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
+        self.media.add(rows.key, made, rows.axes, rows.size)
+
+
+class Seat:
+    """What a handler sees of a `Llama` while it makes a prompt. All else is that of the model."""
+
+    def __init__(self, llm: Any) -> None:
+        encoder = Encoder(llm)
+        self._llm = llm
+        self.chat_handler = copy.copy(llm.chat_handler)  # the model's own stays as upstream made it
+        self.chat_handler._mtmd_cpp = _Mtmd(encoder, self)
+        self.media = encoder.media
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
@@ -128,12 +211,13 @@ class Seat:
         self.n_tokens += len(tokens)
 
 
-def bitmap_of(mtmd: Any, data: bytes) -> Any:
+def bitmap_of(mtmd: Any, data: bytes, most: int = images.MOST_PIXELS) -> Any:
     """An image file as a bitmap of libmtmd, to be freed. It is named by its bytes, and its chunks will be by it.
 
-    mtmd: `llama_cpp.mtmd_cpp`. ConfigError for a file that is no image or is too large, however hostile it is.
+    mtmd: `llama_cpp.mtmd_cpp`. most: pixels. ConfigError for a file that is no image or is too large, however hostile
+    it is.
     """
-    pixels = images.decode(data, mtmd._libmtmd._name)
+    pixels = images.decode(data, mtmd._libmtmd._name, most=most)
     bitmap = mtmd.mtmd_bitmap_init(
         pixels.width, pixels.height, (ctypes.c_uint8 * len(pixels.data)).from_buffer_copy(pixels.data)
     )
@@ -157,11 +241,10 @@ class _Uncleared:
 class _Mtmd:
     """`llama_cpp.mtmd_cpp` for one prompt: images are known by their bytes, and evaluated by the pool."""
 
-    def __init__(self, stock: Any, seat: Seat, encoder: bytes, width: int) -> None:
-        self._stock = stock
-        self._seat = seat
+    def __init__(self, encoder: Encoder, seat: Seat) -> None:
+        self._stock = encoder.mtmd
         self._encoder = encoder
-        self._width = width
+        self._seat = seat
         self._parts: Counter[bytes] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -175,57 +258,13 @@ class _Mtmd:
         self, ctx: Any, context: Any, chunk: Any, n_past: Any, seq: Any, n_batch: int, last: bool, new_n_past: Any
     ) -> int:
         """Add an image, or a part of one, to the prompt; 0. Its encoder runs unless its embeddings are kept."""
-        if self._stock.mtmd_decode_use_non_causal(ctx, chunk):
-            raise ConfigError("images whose rows see each other (non-causal) in a pool: use kvflash=None")
-        if self._stock.mtmd_input_chunk_get_type(chunk) != self._stock.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-            raise ConfigError("audio in a pool is not served yet: use kvflash=None")
-        axes = self._axes(chunk) if self._stock.mtmd_decode_use_mrope(ctx) else None
-        place = b"" if axes is None else axes.tobytes()
         name = self._stock.mtmd_input_chunk_get_id(chunk) or b""
         self._parts[name] += 1
-        part = self._parts[name].to_bytes(8, "little")  # of an image that is cut in several
-        key = hashlib.sha256(self._encoder + hashlib.sha256(name).digest() + part + place).digest()
-        seat = self._seat
-        numbers = seat.media.find(key)
-        if numbers is None:
-            size = self._stock.mtmd_input_chunk_get_n_pos(chunk)
-            numbers = seat.media.add(key, self._encode(ctx, chunk), axes, size)
-        seat.eval(numbers)
-        new_n_past._obj.value = seat.n_tokens
+        rows = self._encoder.rows(chunk, self._parts[name])
+        self._encoder.load(rows, chunk)
+        self._seat.eval(rows.numbers)
+        new_n_past._obj.value = self._seat.n_tokens
         return 0
-
-    def _axes(self, chunk: Any) -> Int32s:
-        """The positions of a chunk's rows, see `Part`. ConfigError if its rows would be hidden otherwise.
-
-        Upstream hides a row of the same time from rows with a lesser (y, x). The pool hides rows that come later.
-        """
-        image = self._stock.mtmd_input_chunk_get_tokens_image(chunk)
-        count = self._stock.mtmd_input_chunk_get_n_tokens(chunk)
-        at = []
-        for first in (0, 1):
-            out = (self._stock.mtmd_decoder_pos * count)()
-            self._stock.mtmd_helper_image_get_decoder_pos(image, first, out)
-            at.append(np.array([(pos.t, pos.y, pos.x, pos.z) for pos in out], np.int32))
-        size = self._stock.mtmd_input_chunk_get_n_pos(chunk)
-        steps = np.diff(at[0][:, 0], append=size)
-        ascending = all(a < b for a, b in pairwise(map(tuple, at[0][:, :3].tolist())))
-        moves = np.array_equal(at[1] - at[0], np.broadcast_to([1, 1, 1, 0], at[0].shape))
-        if not (ascending and moves and at[0][0, 0] == 0 and 0 <= steps.min() <= steps.max() <= MOST and size <= count):
-            raise ConfigError(
-                f"an image of {count} rows with positions that a pool does not know (as of HunyuanVL): use kvflash=None"
-            )
-        return np.ascontiguousarray(at[0].T)
-
-    def _encode(self, ctx: Any, chunk: Any) -> Floats:
-        """The embeddings of a chunk, [rows, width]. DecodeError if the encoder fails."""
-        count = self._stock.mtmd_input_chunk_get_n_tokens(chunk)
-        with self._seat._llm._call_lock.lock:
-            code = self._stock.mtmd_encode_chunk(ctx, chunk)
-            if code:
-                raise DecodeError(f"the image encoder answered {code} for an image of {count} rows")
-            data = self._stock.mtmd_get_output_embd(ctx)
-            rows: Floats = np.ctypeslib.as_array(data, shape=(count, self._width)).copy()
-            return rows
 
 
 def _log_as_upstream(handler: Any) -> None:

@@ -18,6 +18,7 @@ from .errors import ApiError
 from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
+from .images import data_url, image_part
 from .schema import ChatRequest, Objects, PoolFields, _Known, _stop, parse
 from .turns import Turns, as_json, as_object, kind_of, parts_of, read, text_of
 from .usage import report
@@ -73,7 +74,7 @@ async def count_tokens(front: Front, http: HttpRequest) -> Response:
 
 def _translated(front: Front, http: HttpRequest, asked: MessagesRequest) -> ChatRequest:
     """The same as a chat. What is not understood is left out, and noted. ApiError names what is no such request."""
-    turns = Turns(front.settings.alias)
+    turns = Turns(sees=front.prompts.sees)
     for i, part in enumerate(parts_of(asked.system, "system")):
         text = text_of(part.get("text"), f"system.{i}.text")
         if front.settings.steady_prompts and text.startswith(_BILLING):
@@ -124,9 +125,9 @@ def _block(turns: Turns, role: str, part: dict[str, Any], where: str) -> None:
         turns.call(id, name, as_json(part.get("input") or {}))
     elif kind == "tool_result":
         id, content = text_of(part.get("tool_use_id"), f"{where}.tool_use_id"), part.get("content")
-        turns.result(id, "\n".join(_result(turns, one, where) for one in parts_of(content, f"{where}.content")))
+        turns.result(id, [_result(turns, one, where) for one in parts_of(content, f"{where}.content")])
     elif kind == "image" and role == "user":
-        raise turns.blind(where)
+        turns.see(role, _image(part))
     elif kind == "document" and isinstance(source := part.get("source"), dict) and source.get("type") == "text":
         turns.say(role, text_of(source.get("data"), f"{where}.source.data"))
     else:
@@ -148,9 +149,18 @@ def _instruction(turns: Turns, added: list[dict[str, Any]], part: dict[str, Any]
     return ""
 
 
-def _result(turns: Turns, part: dict[str, Any], where: str) -> str:
-    """A part of a tool's result as text: what a tool has sent must not end the conversation for good."""
+def _image(part: dict[str, Any]) -> dict[str, Any]:
+    source: Any = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return image_part(data_url(source.get("media_type"), source.get("data")))
+    return image_part(source.get("url") if isinstance(source, dict) else None)
+
+
+def _result(turns: Turns, part: dict[str, Any], where: str) -> str | dict[str, Any]:
+    """A part of a tool's result: what a tool has sent must not end the conversation for good."""
     kind = kind_of(part)
+    if kind == "image" and turns.sees:
+        return _image(part)
     if kind == "text":
         return text_of(part.get("text"), f"{where}.content")
     if kind == "tool_reference":

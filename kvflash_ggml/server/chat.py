@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..batching.messages import Request
+from ..batching.messages import Image, Request
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput
 from . import bodies, schemas
@@ -18,7 +18,8 @@ from .chat_answer import ChatAnswer
 from .errors import ApiError
 from .fields import note
 from .front import Front, several
-from .schema import ChatRequest, Message, TemplateRequest, ToolChoice
+from .images import IMAGES, MARK, Images
+from .schema import ChatRequest, Message, TemplateRequest, ToolChoice, text_of_content
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """Of a tool. Formats of calls have marks behind a name, so a tool with another name is left out."""
@@ -58,7 +59,7 @@ async def prepared(
         raise ApiError(400, "a tool that must be called excludes a grammar and a JSON format", param="tool_choice")
     note(http, _unheard(asked))
     note(http, [f"tools.{tool.function.name}" for tool in asked.tools or () if not _NAME.fullmatch(tool.function.name)])
-    rendered, tokens, shared_until = await front.work(http, _prompt, front, asked)
+    rendered, tokens, shared_until, images = await front.work(http, _prompt, front, asked)
     preserved = await front.work(http, front.prompts.preserved, rendered.preserved) if rendered.preserved else {}
     request = front.make(
         http,
@@ -71,6 +72,7 @@ async def prepared(
         shared_until=shared_until,
         stops=rendered.stops,
         preserved=preserved,
+        images=images,
     )
     return several(request, asked.n or 1), rendered
 
@@ -103,19 +105,19 @@ def _formatted(asked: ChatRequest) -> bool:
     return asked.json_schema is not None or (form is not None and form.type != "text") or bool(asked.grammar)
 
 
-def _prompt(front: Front, asked: ChatRequest) -> tuple[Rendered, list[int], int]:
-    """The chat as a prompt; its tokens; and how many of them are the system message's."""
-    formatted = _formatted(asked)
-    rendered = front.prompts.chat(_input(asked, formatted=formatted))
+def _prompt(front: Front, asked: ChatRequest) -> tuple[Rendered, list[int], int, tuple[Image, ...]]:
+    """The chat as a prompt; its tokens; how many of them are the system message's; and its images."""
+    formatted, images = _formatted(asked), Images(front)
+    rendered = front.prompts.chat(_input(asked, images, formatted=formatted))
     if rendered.grammar is not None and not formatted:
         front.prompts.check_grammar(rendered.grammar)
-    tokens = front.prompts.tokenize(rendered.prompt, add_special=True, parse_special=True)
-    return rendered, tokens, _system_end(front, asked.messages, rendered.prompt, tokens)
+    tokens, seen = images.tokens(rendered.prompt)
+    return rendered, tokens, _system_end(front, asked.messages, rendered.prompt, tokens), seen
 
 
 def render(front: Front, asked: TemplateRequest) -> str:
-    """The text of a chat. ApiError for content that is not text."""
-    return front.prompts.chat(_input(asked)).prompt
+    """The text of a chat, with llama.cpp's mark for an image. ApiError for content that cannot be read."""
+    return front.prompts.chat(_input(asked, Images(front))).prompt.replace(MARK, "<__media__>")
 
 
 RENDERER = frozenset(
@@ -127,9 +129,9 @@ RENDERER = frozenset(
 """What the renderer gives every template itself."""
 
 
-def _input(asked: ChatRequest | TemplateRequest, *, formatted: bool = False) -> ChatInput:
-    """A request as a template takes it. ApiError for what is not text, or cannot be asked for."""
-    messages = [_message(message, i) for i, message in enumerate(asked.messages)]
+def _input(asked: ChatRequest | TemplateRequest, images: Images, *, formatted: bool = False) -> ChatInput:
+    """A request as a template takes it. images: gets its images. ApiError for what cannot be read, or asked for."""
+    messages = [_message(message, i, images) for i, message in enumerate(asked.messages)]
     more = dict(asked.chat_template_kwargs or {})
     for name in more:
         if not name.isidentifier() or name in RENDERER:
@@ -174,10 +176,10 @@ def _answered(given: ChatInput, asked: ChatRequest, *, formatted: bool) -> ChatI
     )
 
 
-def _message(message: Message, index: int) -> dict[str, Any]:
+def _message(message: Message, index: int, images: Images) -> dict[str, Any]:
     entry = message.model_dump(exclude_unset=True)
     entry["role"] = "system" if message.role == "developer" else message.role
-    entry["content"] = _content(message.content, f"messages.{index}.content")
+    entry["content"] = _content(message.content, f"messages.{index}.content", images)
     if not message.tool_calls:
         entry.pop("tool_calls", None)
     for call in message.tool_calls or ():
@@ -201,7 +203,7 @@ def _check_call(call: dict[str, Any]) -> None:
 
 def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Sequence[int]) -> int:
     """Where the system message ends, in tokens: side requests of an agent begin with it. 0 if that is of no use."""
-    said = _content(messages[0].content, "") if messages[0].role in ("system", "developer") else ""
+    said = text_of_content(messages[0].content) if messages[0].role in ("system", "developer") else ""
     at = text.find(said) if said and front.scheduler.model.stateful else -1
     if at < 0:
         return 0
@@ -209,15 +211,19 @@ def _system_end(front: Front, messages: Sequence[Message], text: str, tokens: Se
     return next((i for i, (a, b) in enumerate(zip(begin, tokens, strict=False)) if a != b), len(begin))
 
 
-def _content(content: str | list[dict[str, Any]] | None, where: str) -> str:
+def _content(content: str | list[dict[str, Any]] | None, where: str, images: Images) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for part in content:
-        if part.get("type") not in ("text", "input_text", "refusal"):
+        kind = part.get("type")
+        if kind in IMAGES:
+            texts.append(images.take(part, where))
+            continue
+        if kind not in ("text", "input_text", "refusal"):
             raise ApiError(
-                501,
-                f"{where}: this server reads text, not {str(part.get('type'))[:40]!r}",
+                400 if kind == "input_audio" else 501,
+                f"{where}: this server reads text and images, not {str(kind)[:40]!r}",
                 code="not_text",
                 param=where,
             )

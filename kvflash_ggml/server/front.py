@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..batching.behind import PREVIEW
-from ..batching.messages import Access, Request, Sampling
+from ..batching.messages import Access, Image, Request, Sampling
 from ..batching.scheduler import Scheduler
 from ..chat.values import Grammar
 from ..errors import ConfigError
@@ -143,6 +143,7 @@ class Front(Intake):
         shared_until: int = 0,
         stops: tuple[str, ...] = (),
         preserved: Mapping[int, bytes] = MappingProxyType({}),
+        images: tuple[Image, ...] = (),
     ) -> Request:
         """What goes to the scheduler. ApiError if the prompt is empty or has no room in the context."""
         n_ctx, settings, pool = self.scheduler.model.n_ctx, self.settings, asked.kvflash
@@ -202,6 +203,7 @@ class Front(Intake):
             drafts=pool.drafts,
             messages=_texts(asked),
             preserved=preserved,
+            images=images,
         )
 
     def _sampling(self, asked: _Sampled, grammar: Grammar | str | None) -> Sampling:

@@ -18,8 +18,9 @@ from .errors import ApiError
 from .exchange import Answer, dumps
 from .fields import note
 from .front import Front
+from .images import data_url, image_part
 from .schema import ChatRequest, Objects, PoolFields, RawRequest, _Known, _Sampled, parse
-from .turns import Turns, as_json, as_object, read, text_of
+from .turns import as_json, as_object, read, text_of
 from .usage import report
 
 VERSION = "0.12.6"
@@ -135,21 +136,23 @@ async def chat(front: Front, http: HttpRequest) -> Response:
     front.admit()
     if not asked.messages:
         return _loaded(front, {"message": {"role": "assistant", "content": ""}})
-    data = {"messages": _messages(front, asked.messages), "tools": asked.tools}
+    data = {"messages": _messages(asked.messages), "tools": asked.tools}
     return await _chat(front, http, asked, data, generate=False)
 
 
 async def generate(front: Front, http: HttpRequest) -> Response:
     asked: GenerateRequest = await front.asked(http, GenerateRequest)
     front.admit()
-    if asked.images:
-        raise Turns(front.settings.alias).blind("images")
     if not (asked.prompt or asked.suffix):
         return _loaded(front, {"response": ""})
     if asked.suffix is None and not asked.raw and front.prompts.template is not None:
         said = {"system": asked.system, "user": asked.prompt}
-        messages = [{"role": role, "content": text} for role, text in said.items() if text]
+        messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in said.items() if text]
+        if asked.images:
+            messages[-1]["content"] = _seen(asked.images, asked.prompt)
         return await _chat(front, http, asked, {"messages": messages}, generate=True)
+    if asked.images:
+        raise ApiError(400, "images are part of a chat: leave out raw and suffix", code="invalid_value", param="images")
     raw = await front.work(http, _translated, front, http, RawRequest, asked, {"prompt": asked.prompt})
     tokens = await front.work(http, prompt_tokens, front, raw.prompt, asked.suffix)
     most = None if raw.n_predict < 0 else raw.n_predict
@@ -196,16 +199,22 @@ def _translated(
     return made
 
 
-def _messages(front: Front, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _seen(images: Any, text: str) -> list[dict[str, Any]]:
+    """Images in base64, and the text behind them, as parts of a message."""
+    given = images if isinstance(images, list) else [images]
+    return [*(image_part(data_url("image", one)) for one in given), {"type": "text", "text": text}]
+
+
+def _messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as OpenAI has them: arguments of calls are text, and a result names its call."""
     made: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # identifier and name of calls without a result
     count = 0
     for i, message in enumerate(given):
         where = f"messages.{i}"
-        if message.get("images"):
-            raise Turns(front.settings.alias).blind(f"{where}.images")
         one: dict[str, Any] = {"role": message.get("role"), "content": text_of(message.get("content"), where)}
+        if message.get("images"):
+            one["content"] = _seen(message["images"], one["content"])
         if message.get("thinking"):
             one["reasoning_content"] = text_of(message["thinking"], f"{where}.thinking")
         calls = []

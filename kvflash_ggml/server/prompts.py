@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..arrays import Floats, Int32s
+from ..batching.messages import Image
 from ..chat.reader import Rendered
 from ..chat.values import ChatInput, Grammar
 from ..errors import ConfigError, ContextFull
@@ -46,6 +47,11 @@ class Prompts(Protocol):
     """What the front needs of a model. ConfigError says what is wrong with a request."""
 
     template: str | None
+    sees: bool
+
+    def see(self, data: bytes, *, most: int) -> Image:
+        """The image in a file. most: pixels. ConfigError if it cannot be read, HostMemoryError while too many wait."""
+        ...
 
     def chat(self, asked: ChatInput) -> Rendered:
         """A chat as a prompt, up to where the answer begins, and how the answer is made and read."""
@@ -114,6 +120,7 @@ class LlamaPrompts:
         import llama_cpp
 
         from ..chat.templates import ChatTemplate
+        from ..llama.image_reader import image_reader_of
 
         self._llm = llm
         self._model = llm._model
@@ -137,11 +144,17 @@ class LlamaPrompts:
         self.gap = {name: token for name, token in found.items() if token != -1}
         if not {"pre", "suf", "mid"} <= set(self.gap):
             self.gap = {}
+        self._images = image_reader_of(llm)
+        self.sees = self._images is not None
         self._checked = lru_cache(CHECKED)(self._check_grammar)
 
     @property
     def n_vocab(self) -> int:
         return self._llm.n_vocab()
+
+    def see(self, data: bytes, *, most: int) -> Image:
+        assert self._images is not None
+        return self._images.read(data, most=most)
 
     def chat(self, asked: ChatInput) -> Rendered:
         if self._chat is None:
@@ -194,7 +207,7 @@ class LlamaPrompts:
     def _piece(self, token: int) -> bytes:
         import llama_cpp
 
-        piece = self._pieces.get(token)
+        piece = self._pieces.get(token, b"" if token < 0 else None)  # a row of an image has no text
         if piece is None:
             size = 64
             while True:

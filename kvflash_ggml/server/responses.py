@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -23,6 +24,7 @@ from .errors import ApiError
 from .exchange import Answer, dumps
 from .fields import note
 from .front import Front, Kept
+from .images import image_part
 from .schema import ChatRequest, Objects, PoolFields, _Known, parse
 from .turns import Turns, as_json, kind_of, parts_of, read, text_of
 from .usage import report
@@ -148,7 +150,7 @@ def _translated(
     front: Front, http: HttpRequest, asked: ResponsesRequest, items: Sequence[dict[str, Any]]
 ) -> tuple[ChatRequest, dict[str, Tool]]:
     """The same as a chat, and what its functions are. What is not understood is left out, and noted. ApiError."""
-    turns = Turns(front.settings.alias)
+    turns = Turns(sees=front.prompts.sees)
     turns.system(asked.instructions or "")
     given: list[dict[str, Any]] = list(asked.tools or ())
     for i, item in enumerate(items):
@@ -188,8 +190,8 @@ def _item(turns: Turns, item: dict[str, Any], where: str) -> None:
         turns.call(id, f"{space}__{name}" if space else name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         parts = parts_of(item.get("output"), f"{where}.output")
-        told = [_said(turns, part, where) for part in parts]
-        turns.result(text_of(item.get("call_id"), f"{where}.call_id"), "\n".join(told))
+        told = [_image(part) if turns.sees and _shows(part) else _said(turns, part, where) for part in parts]
+        turns.result(text_of(item.get("call_id"), f"{where}.call_id"), told)
     elif kind == "reasoning":
         turns.think(_reasoning(item, where))
     else:
@@ -202,13 +204,26 @@ def _message(turns: Turns, item: dict[str, Any], where: str) -> None:
         raise ApiError(
             400, f"{where}.role: {str(role)[:40]!r}, and it must be user, assistant or developer", param=where
         )
-    if role == "user" and any(kind_of(part) == "input_image" for part in parts):
-        raise turns.blind(where)
-    text = "".join(_said(turns, part, where) for part in parts)
-    if role in ("system", "developer"):
-        turns.system(text)
-    else:
-        turns.say(str(role), text)
+    for shows, run in groupby(parts, lambda part: role == "user" and _shows(part)):
+        if shows:
+            for part in run:
+                turns.see("user", _image(part))
+            continue
+        text = "".join(_said(turns, part, where) for part in run)
+        if role in ("system", "developer"):
+            turns.system(text)
+        else:
+            turns.say(str(role), text)
+    if not parts and role not in ("system", "developer"):
+        turns.say(str(role), "")
+
+
+def _shows(part: dict[str, Any]) -> bool:
+    return kind_of(part) == "input_image"
+
+
+def _image(part: dict[str, Any]) -> dict[str, Any]:
+    return image_part(part.get("image_url"))
 
 
 def _said(turns: Turns, part: dict[str, Any], where: str) -> str:

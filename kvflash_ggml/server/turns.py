@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..batching.messages import Event, Finished, Piece
@@ -17,13 +18,13 @@ class Turns:
     """Collects messages as `ChatRequest` has them.
 
     Texts of one role that follow each other are one message, since many templates want roles to alternate. left_out:
-    names of parts that are not understood, for the header. model: its name, for errors.
+    names of parts that are not understood, for the header. sees: may a tool's result have images?
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, *, sees: bool) -> None:
         self._messages: list[dict[str, Any]] = []  # with lists of texts: to join them one by one takes their square
         self.left_out: list[str] = []
-        self._model = model
+        self.sees = sees
         self._names: dict[str, str] = {}  # of calls, by their ids
 
     def system(self, text: str) -> None:
@@ -38,6 +39,10 @@ class Turns:
     def say(self, role: str, text: str) -> None:
         self._last(role)["content"].append(text)
 
+    def see(self, role: str, image: dict[str, Any]) -> None:
+        """image: a content part of a chat."""
+        self._last(role)["content"].append(image)
+
     def think(self, text: str) -> None:
         self._last("assistant").setdefault("reasoning_content", []).append(text)
 
@@ -46,17 +51,14 @@ class Turns:
         calls = self._last("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, id: str, text: str) -> None:
+    def result(self, id: str, parts: Sequence[str | dict[str, Any]]) -> None:
+        """parts: texts, one a line, and images."""
         named = {"name": self._names[id]} if id in self._names else {}
-        self._messages.append({"role": "tool", "tool_call_id": id, **named, "content": [text]})
+        content = _joined(parts, "\n")
+        self._messages.append({"role": "tool", "tool_call_id": id, **named, "content": content})
 
     def leave_out(self, what: str) -> None:
         self.left_out.append(what)
-
-    def blind(self, where: str) -> ApiError:
-        """The error for a picture that somebody wants to be seen."""
-        message = f"{where}: the model {self._model!r} is served for text and sees no images: leave the image out"
-        return ApiError(400, message, code="not_text", param=where)
 
     def ended(self) -> list[dict[str, Any]]:
         """The messages. Templates want a question; some programs send none to see whether the server is there."""
@@ -64,7 +66,8 @@ class Turns:
             self.say("user", "")
         for message in self._messages:
             between = "" if message["role"] == "assistant" else "\n\n"
-            message["content"] = between.join(filter(None, message["content"]))
+            first, *others = _joined(message["content"], between)
+            message["content"] = [_part(part) for part in (first, *others) if part] if others else first
             if "reasoning_content" in message:
                 message["reasoning_content"] = "".join(message["reasoning_content"])
         return self._messages
@@ -77,6 +80,23 @@ class Turns:
         if not self._messages or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})
         return self._messages[-1]
+
+
+def _joined(parts: Sequence[str | dict[str, Any]], between: str) -> list[str | dict[str, Any]]:
+    """Texts that follow each other as one, and images as they are."""
+    made: list[str | dict[str, Any]] = []
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        made += [between.join(filter(None, texts)), part]
+        texts = []
+    return [*made, between.join(filter(None, texts))]
+
+
+def _part(part: str | dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else part
 
 
 def read(reader: AnswerReader, event: Event) -> list[Delta]:

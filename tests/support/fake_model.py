@@ -270,11 +270,20 @@ def marked_calls(text: str) -> Parsed | None:
 TEMPLATE = "{% messages, one a line, with tool_calls between <tool_call> marks; tools first %}"
 
 
+@dataclass(frozen=True)
+class FakeImage:
+    tokens: tuple[int, ...]
+
+    def load(self) -> None: ...
+
+
 @dataclass
 class FakePrompts:
     """Renders a chat as `role: content` lines."""
 
     template: str | None = TEMPLATE
+    sees: bool = False
+    seen: list[bytes] = field(default_factory=list)
     rendered: list[list[dict[str, Any]]] = field(default_factory=list)
     gap: dict[str, int] = field(default_factory=dict)
 
@@ -303,6 +312,13 @@ class FakePrompts:
 
     def preserved(self, texts: Sequence[str]) -> dict[int, bytes]:
         return {}
+
+    def see(self, data: bytes, *, most: int) -> FakeImage:
+        """An image of as many rows as its file has bytes."""
+        if data == b"bad":
+            raise ConfigError("an image of 3 bytes cannot be decoded")
+        self.seen.append(data)
+        return FakeImage((60, *(-1 - byte for byte in data), 62))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return list(text.encode("utf-8", "replace"))

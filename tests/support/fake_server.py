@@ -20,12 +20,15 @@ from .fake_model import FakeModel, FakePrompts
 
 
 class Server:
-    """Requests go to `client`; `run` starts and ends the scheduler around them."""
+    """Requests go to `client`; `run` starts and ends the scheduler around them. model, prompts: may be real ones."""
+
+    seconds = 30.0
+    """For all requests of `run`."""
 
     def __init__(
         self,
-        model: FakeModel | None = None,
-        prompts: FakePrompts | None = None,
+        model: Any = None,
+        prompts: Any = None,
         *,
         limits: Limits | None = None,
         folder: Path | None = None,
@@ -45,7 +48,7 @@ class Server:
 
     def run(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
-            return await asyncio.wait_for(work(self.client), 30)
+            return await asyncio.wait_for(work(self.client), self.seconds)
 
         self.scheduler.start()
         try:
@@ -53,7 +56,7 @@ class Server:
         finally:
             self.front.close()
             self.scheduler.close()
-            assert self.model.held == 0
+            assert getattr(self.model, "held", 0) == 0
 
     def post(self, path: str, data: Any, **headers: str) -> Reply:
         reply = self.run(lambda client: client.post(path, data, **headers))

@@ -1,0 +1,227 @@
+"""A server on a real model with a projector: an image is encoded once, and a turn reads what is new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.asgi import Client
+from support.fake_server import Server
+from support.harness import MODELS, TEXT
+from support.vision import JPEGS, ROWS, png, write_projector
+
+from kvflash_ggml import KVFlashConfig, Llama
+
+MODEL = MODELS / "recall-qwen3-q8_0.gguf"
+WORDS = TEXT.read_text(encoding="utf-8")
+RED, BLUE, GREEN = (png(colour) for colour in ((250, 20, 20), (10, 30, 240), (10, 200, 30)))
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory, loaded: None) -> Path:
+    return write_projector(tmp_path_factory.mktemp("images") / "mmproj.gguf", 256)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each run of the image encoder."""
+    from llama_cpp import mtmd_cpp
+
+    runs: list[int] = []
+    stock = mtmd_cpp.mtmd_encode_chunk
+    monkeypatch.setattr(mtmd_cpp, "mtmd_encode_chunk", lambda *args: runs.append(1) or stock(*args))
+    return runs
+
+
+class Chat:
+    """A conversation with a server. read: tokens of each prompt that were not known."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.messages: list[dict[str, Any]] = []
+        self.read: list[int] = []
+        self.prompts: list[int] = []
+
+    async def ask(self, *parts: str, most: int = 4) -> tuple[str, list[Any]]:
+        """The answer to texts and images, and its logarithms of probabilities."""
+        content = [
+            {"type": "image_url", "image_url": {"url": part}} if part.startswith("data:") else
+            {"type": "text", "text": part} for part in parts
+        ]  # fmt: skip
+        self.messages.append({"role": "user", "content": content})
+        asked = {"messages": self.messages, "temperature": 0, "max_tokens": most, "logprobs": True, "top_logprobs": 5}
+        reply = await self.client.post("/v1/chat/completions", asked)
+        assert reply.status == 200, reply.message
+        (choice,), usage = reply.json["choices"], reply.json["usage"]
+        self.messages.append({"role": "assistant", "content": choice["message"]["content"]})
+        self.prompts.append(usage["prompt_tokens"])
+        self.read.append(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
+        return choice["message"]["content"], choice["logprobs"]["content"]
+
+
+def serving(
+    projector: Path, work: Callable[[Client], Awaitable[Any]], *, folder: Path | None = None, **settings: Any
+) -> Any:
+    """What comes of speaking to a server on this model. settings: of its pool."""
+    from kvflash_ggml.batching.llama import LlamaModel
+    from kvflash_ggml.server.prompts import LlamaPrompts
+
+    config = KVFlashConfig(**{"pool": 2048, "calibrate": False, **settings})
+    llm = Llama(
+        str(MODEL), n_ctx=4096, n_batch=128, n_ubatch=96, n_gpu_layers=0, n_threads=1, n_threads_batch=1, verbose=False,
+        kvflash=config, mmproj=projector,
+    )  # fmt: skip
+    server = Server(LlamaModel(llm), LlamaPrompts(llm), folder=folder)
+    server.seconds = 200.0
+    return server.run(work)
+
+
+def test_ten_turns_encode_an_image_once(projector: Path, encoded: list[int]) -> None:
+    async def work(client: Client) -> Chat:
+        chat = Chat(client)
+        await chat.ask(RED, "Question 0: which colour?")
+        for turn in range(1, 10):
+            await chat.ask(f"Question {turn}: which colour?")
+        return chat
+
+    chat = serving(projector, work)
+    assert len(encoded) == 1
+    assert ROWS < chat.read[0] == chat.prompts[0]
+    new = [b - a for a, b in zip(chat.prompts, chat.prompts[1:], strict=False)]
+    assert all(0 < read <= more + 8 for read, more in zip(chat.read[1:], new, strict=True)), (chat.read, new)
+
+
+def test_the_prompt_is_that_of_the_library(projector: Path) -> None:
+    """The same tokens and the same answer as `Llama.create_chat_completion`."""
+
+    async def work(client: Client) -> tuple[str, int]:
+        chat = Chat(client)
+        return (await chat.ask(RED, "Which?", BLUE, "And?"))[0], chat.prompts[0]
+
+    answer, count = serving(projector, work)
+    llm = Llama(str(MODEL), n_ctx=4096, n_batch=128, n_ubatch=96, n_gpu_layers=0, n_threads=1, n_threads_batch=1,
+                verbose=False, kvflash=2048, kvflash_calibrate=False, mmproj=projector)  # fmt: skip
+    parts = [RED, "Which?", BLUE, "And?"]
+    content = [{"type": "image_url", "image_url": part} if part.startswith("data:") else
+               {"type": "text", "text": part} for part in parts]  # fmt: skip
+    settings = {"max_tokens": 4, "temperature": 0.0, "repeat_penalty": 1.0}
+    said = llm.create_chat_completion([{"role": "user", "content": content}], **settings)
+    assert (said["choices"][0]["message"]["content"], said["usage"]["prompt_tokens"]) == (answer, count)
+    llm.close()
+
+
+def test_conversations_with_images_are_put_aside_and_resumed(
+    projector: Path, encoded: list[int], tmp_path: Path
+) -> None:
+    """Two take turns in a pool that is smaller than either, and go on in another server: bit for bit as alone."""
+    small = {"pool": 256, "policy": "qk", "reading": "exact", "answer": "exact"}
+    texts = (WORDS[:1200], WORDS[3000:4300])
+    ending = f"{WORDS[9000:9400]} Which colour?"
+
+    async def alone(client: Client) -> list[Any]:
+        answers = []
+        for image, text in zip((RED, BLUE), texts, strict=True):
+            chat = Chat(client)
+            await chat.ask(image, text)
+            answers.append((await chat.ask("Which?"), await chat.ask(ending)))
+        return answers
+
+    chats: list[Chat] = []
+
+    async def in_turns(client: Client) -> list[Any]:
+        chats[:] = [Chat(client), Chat(client)]
+        for chat, image, text in zip(chats, (RED, BLUE), texts, strict=True):
+            await chat.ask(image, text)
+        return [await chat.ask("Which?") for chat in chats]
+
+    async def later(client: Client) -> list[Any]:
+        answers = []
+        for chat in chats:
+            chat.client = client
+            answers.append(await chat.ask(ending))
+        return answers
+
+    wanted = serving(projector, alone, **small)
+    assert len(encoded) == 2
+    first = serving(projector, in_turns, folder=tmp_path, **small)
+    second = serving(projector, later, folder=tmp_path, **small)
+    assert list(zip(first, second, strict=True)) == wanted
+    assert len(encoded) == 6
+    for chat in chats:
+        assert chat.prompts[0] > ROWS + 256
+        assert chat.read[0] == chat.prompts[0]
+        assert max(chat.read[1:]) < ROWS + 150 < chat.prompts[-1] - 200
+
+
+def test_answers_that_are_decoded_together_have_their_own_images(projector: Path) -> None:
+    asked = [(RED, "Which?"), (BLUE, "Which?"), (GREEN, "Which?", RED), ("Which?",)]
+
+    async def one_by_one(client: Client) -> list[Any]:
+        return [await Chat(client).ask(*parts, most=8) for parts in asked]
+
+    async def together(client: Client) -> list[Any]:
+        return await asyncio.gather(*(Chat(client).ask(*parts, most=8) for parts in asked))
+
+    wanted = [text for text, _ in serving(projector, one_by_one)]
+    assert [text for text, _ in serving(projector, together, parallel=4, pool=4096)] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_a_file_that_is_no_image_costs_one_request(projector: Path, encoded: list[int]) -> None:
+    async def work(client: Client) -> list[Any]:
+        first = await Chat(client).ask(RED, "Which?")
+        for bad in ("iVBORw0KGgpub25l", "UklGRgAAAABXQVZFZm10IAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"):
+            content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{bad}"}}]
+            reply = await client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            assert (reply.status, "cannot be decoded" in reply.message) == (400, True)
+        return [first, await Chat(client).ask(RED, "Which?")]
+
+    first, again = serving(projector, work)
+    assert first == again
+    assert len(encoded) == 1
+
+
+def test_images_that_were_dropped_are_read_again(
+    projector: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are still known, their embeddings and pixels are not."""
+    monkeypatch.setattr("kvflash_ggml.media.rows.MediaRows.__init__.__defaults__", (1,))
+
+    async def work(client: Client) -> list[Any]:
+        first = await Chat(client).ask(RED, "Which?")
+        await Chat(client).ask(BLUE, "Which?")
+        return [first, await Chat(client).ask(RED, "Which?")]
+
+    first, again = serving(projector, work)
+    assert first == again
+    assert len(encoded) == 3
+
+
+def test_too_many_images_wait(projector: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvflash_ggml.llama import image_reader
+
+    async def work(client: Client) -> list[int]:
+        content = [{"type": "image_url", "image_url": {"url": RED}}]
+        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        statuses = [(await client.post("/v1/chat/completions", asked)).status for _ in range(2)]
+        monkeypatch.setattr(image_reader, "HELD", 10)
+        statuses.append((await client.post("/v1/chat/completions", asked)).status)
+        return statuses
+
+    assert serving(projector, work) == [200, 200, 503]
+
+
+def test_a_photo_is_read(projector: Path) -> None:
+    import base64
+
+    url = "data:image/jpeg;base64," + base64.b64encode(JPEGS[1]).decode()
+
+    async def work(client: Client) -> int:
+        chat = Chat(client)
+        await chat.ask(url, "Which?")
+        return chat.prompts[0]
+
+    assert serving(projector, work) > ROWS

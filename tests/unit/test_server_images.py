@@ -1,0 +1,203 @@
+"""Images in requests of every interface: where they stand, what they count, and which are refused."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pytest
+from support.asgi import Reply
+from support.fake_model import FakeModel, FakePrompts, FakeStep
+from support.fake_server import Server
+
+from kvflash_ggml.batching.messages import Request
+
+FILES = [b"\1\2\3", b"\4\5"]
+"""The fake has a row for each byte, and a mark before and behind them."""
+CODED = [base64.b64encode(file).decode() for file in FILES]
+URLS = [f"data:image/png;base64,{text}" for text in CODED]
+ROWS = [(60, -2, -3, -4, 62), (60, -5, -6, 62)]
+
+
+def photo(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+class Model(FakeModel):
+    """Keeps the prompt of its newest request."""
+
+    asked: Sequence[int] = ()
+
+    def generate(self, request: Request, **more: Any) -> Generator[int | FakeStep]:
+        assert all(image.tokens for image in request.images)
+        self.asked = request.tokens.tolist()
+        return super().generate(request, **more)
+
+
+def server(*, sees: bool = True, **settings: Any) -> Server:
+    return Server(Model(), FakePrompts(sees=sees), **settings)
+
+
+def chat(one: Server, *messages: dict[str, Any], **more: Any) -> Reply:
+    return one.post("/v1/chat/completions", {"messages": list(messages), **more})
+
+
+def read(one: Server) -> list[Any]:
+    """The newest prompt: text, and the numbers of images between."""
+    made: list[Any] = [""]
+    assert isinstance(one.model, Model)
+    for token in one.model.asked:
+        if token < 0:
+            made += [token, ""]
+        else:
+            made[-1] += chr(token)
+    return made
+
+
+def test_an_image_stands_where_it_was_sent() -> None:
+    one = server()
+    reply = chat(one, user(said("a"), photo(URLS[0]), said("b")), user(photo(URLS[1]), said("c")))
+    assert reply.status == 200, reply.message
+    first, second = ROWS
+    assert read(one) == [
+        "user: a<", first[1], "", first[2], "", first[3], ">b\nuser: <", second[1], "", second[2],
+        ">c\nassistant: ",
+    ]  # fmt: skip
+    assert one.prompts.seen == FILES
+    assert reply.json["usage"]["prompt_tokens"] == len("user: ab\nuser: c\nassistant: ") + len(first) + len(second)
+
+
+INTERFACES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [user(photo(URLS[0]), said("b"))]}),
+    ("/v1/chat/completions", {"messages": [user({"type": "input_image", "image_url": URLS[0]}, said("b"))]}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 9,
+            "messages": [
+                user(
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": CODED[0]}},
+                    said("b"),
+                )
+            ],
+        },
+    ),
+    (
+        "/v1/responses",
+        {"input": [user({"type": "input_image", "image_url": URLS[0]}, {"type": "input_text", "text": "b"})]},
+    ),
+    ("/api/chat", {"stream": False, "messages": [{"role": "user", "content": "b", "images": [CODED[0]]}]}),
+    ("/api/generate", {"stream": False, "prompt": "b", "images": [CODED[0]]}),
+]
+
+
+@pytest.mark.parametrize(("path", "data"), INTERFACES)
+def test_every_interface_has_images(path: str, data: dict[str, Any]) -> None:
+    one = server()
+    reply = one.post(path, data)
+    assert reply.status == 200, reply.body
+    assert read(one)[:3] == ["user: <", ROWS[0][1], ""]
+    assert read(one)[-1] == ">b\nassistant: "
+
+
+@pytest.mark.parametrize(("path", "data"), INTERFACES)
+def test_without_a_projector_they_are_refused(path: str, data: dict[str, Any]) -> None:
+    reply = Server().post(path, data)
+    assert reply.status == 400
+    assert b"--mmproj FILE" in reply.body
+
+
+def test_a_tool_may_answer_with_an_image() -> None:
+    """As Claude Code's reader of files does. A model without a projector is told that something was left out."""
+    source = {"type": "base64", "media_type": "image/png", "data": CODED[1]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [said("x"), {"type": "image", "source": source}]}
+    asked = {"max_tokens": 9, "messages": [user(said("a")), user(result)]}
+    one = server()
+    assert one.post("/v1/messages", asked).status == 200
+    assert read(one)[0] == "user: a\ntool: x<"
+    blind = server(sees=False)
+    assert blind.post("/v1/messages", asked).status == 200
+    assert "x\n[image: left out" in read(blind)[0]
+    item = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": URLS[1]}]}
+    one = server()
+    assert one.post("/v1/responses", {"input": [user(said("a")), item]}).status == 200
+    assert read(one)[0] == "user: a\ntool: <"
+
+
+def test_tokens_of_images_are_counted() -> None:
+    for path, data, counted in (
+        ("/v1/chat/completions", INTERFACES[0][1], "/v1/chat/completions/input_tokens"),
+        ("/v1/messages", INTERFACES[2][1], "/v1/messages/count_tokens"),
+        ("/v1/responses", INTERFACES[3][1], "/v1/responses/input_tokens"),
+    ):
+        reply = server().post(path, data).json["usage"]
+        assert server().post(counted, data).json["input_tokens"] == reply.get(
+            "prompt_tokens", reply.get("input_tokens")
+        )
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "why"),
+    [
+        ("https://example.com/a.png", "invalid_image", "no address or file is fetched"),
+        ("file:///etc/passwd", "invalid_image", "no address or file is fetched"),
+        (None, "invalid_image", "no address or file is fetched"),
+        (7, "invalid_image", "no address or file is fetched"),
+        ("data:image/png,abc", "invalid_image", "no data URL in base64"),
+        ("data:image/png;base64,a?c=", "invalid_image", "no data URL in base64"),
+        ("data:image/png;base64,", "", ""),
+        (
+            "data:image/png;base64," + "A" * 44,
+            "image_too_large",
+            "about 33 bytes, and 24 is the most: --max-image-size",
+        ),
+        ("data:image/png;base64," + base64.b64encode(b"bad").decode(), "invalid_image", "3 bytes cannot be decoded"),
+    ],
+)
+def test_an_image_that_is_refused_is_an_error_of_its_request(url: Any, code: str, why: str) -> None:
+    one = server(max_image_bytes=24)
+    reply = chat(one, user(said("a")), user(photo(url)))
+    if not code:  # the fake takes it
+        assert reply.status == 200
+        return
+    assert (reply.status, reply.json["error"]["code"]) == (400, code)
+    assert why in reply.message
+    assert "messages.1.content" in reply.message
+    assert read(one) == [""]
+
+
+def test_a_request_has_so_many_images() -> None:
+    parts = [photo(URLS[0])] * 3
+    assert chat(server(max_images=3), user(*parts)).status == 200
+    reply = chat(server(max_images=2), user(*parts))
+    assert (reply.status, reply.json["error"]["code"]) == (400, "too_many_images")
+    assert "2 images: --max-images" in reply.message
+
+
+def test_a_template_that_leaves_an_image_out_is_told() -> None:
+    one = server()
+    one.prompts.chat = lambda asked: FakePrompts.chat(FakePrompts(), type(asked)(messages=asked.messages[1:]))  # type: ignore[method-assign]
+    reply = chat(one, user(photo(URLS[0])), user(said("b")))
+    assert reply.status == 400
+    assert "writes 0 of 1 images" in reply.message
+
+
+def test_the_text_of_a_chat_has_llama_cpps_mark() -> None:
+    one = server()
+    reply = one.post("/apply-template", {"messages": [user(said("a"), photo(URLS[0]))]})
+    assert reply.json["prompt"] == "user: a<__media__>\nassistant: "
+    assert chat(server(), user(said("<__media__>"))).status == 200, "text of a user is text"
+
+
+def test_clients_are_told_whether_it_sees() -> None:
+    assert server().get("/props").json["modalities"] == {"vision": True, "audio": False}
+    assert Server().get("/props").json["modalities"]["vision"] is False
