@@ -37,10 +37,11 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Chat:
-    """A conversation with a server. read: tokens of each prompt that were not known."""
+    """A conversation with a server. read: tokens of each prompt that were not known. ours: fields for our server."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, ours: dict[str, Any] | None = None) -> None:
         self.client = client
+        self.ours = ours or {}
         self.messages: list[dict[str, Any]] = []
         self.read: list[int] = []
         self.prompts: list[int] = []
@@ -53,7 +54,7 @@ class Chat:
         ]  # fmt: skip
         self.messages.append({"role": "user", "content": content})
         asked = {"messages": self.messages, "temperature": 0, "max_tokens": most, "logprobs": True, "top_logprobs": 5}
-        reply = await self.client.post("/v1/chat/completions", asked)
+        reply = await self.client.post("/v1/chat/completions", {**asked, "kvflash": self.ours})
         assert reply.status == 200, reply.message
         (choice,), usage = reply.json["choices"], reply.json["usage"]
         self.messages.append({"role": "assistant", "content": choice["message"]["content"]})
@@ -81,10 +82,14 @@ def serving(
 
 def test_ten_turns_encode_an_image_once(projector: Path, encoded: list[int]) -> None:
     async def work(client: Client) -> Chat:
-        chat = Chat(client)
+        chat = Chat(client, {"conversation": "ten"})
         await chat.ask(RED, "Question 0: which colour?")
         for turn in range(1, 10):
             await chat.ask(f"Question {turn}: which colour?")
+        words = [await client.get(f"/kvflash/words?conversation=ten&chunk={chunk}") for chunk in range(4)]
+        assert [reply.status for reply in words] == [200] * 4
+        assert words[1].json["text"] == ""  # of rows alone
+        assert "Question 0" in words[2].json["text"]
         return chat
 
     chat = serving(projector, work)
