@@ -206,6 +206,35 @@ def test_exact_reading_equals_the_full_cache(asker: Any, encoded: list[int], tmp
     assert paged.llm.kvflash.streamed_steps > 5
 
 
+def test_another_process_goes_on_from_the_folder(asker: Any, projector: Path, tmp_path: Path) -> None:
+    """A text with an image that one process has read is not read again by another, in a pool of an eighth of it."""
+    first = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+from pathlib import Path
+from test_vision import EXACT, RED, WORDS, Asker
+chat = Asker(Path({str(projector)!r}), kvflash=256, kvflash_cache={str(tmp_path)!r}, **EXACT)
+print(chat.ask(RED, WORDS[:3000])[0], end="")
+chat.llm.close()"""
+    done = subprocess.run([sys.executable, "-c", first], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ending = f"{WORDS[9000:9600]} Which?"
+    full, restored = asker(kvflash=2048, **EXACT), asker(kvflash=256, kvflash_cache=str(tmp_path), **EXACT)
+    assert full.ask(RED, WORDS[:3000])[0] == done.stdout
+    restored.messages = list(full.messages)
+    known, wanted = full.llm.n_tokens, full.ask(ending)
+    answer, logits = restored.ask(ending)
+    assert answer == wanted[0]
+    np.testing.assert_array_equal(logits, wanted[1])
+    assert known > 2 * 256 + ROWS
+    assert restored.llm.kvflash.last.read <= full.llm.n_tokens - known + 64
+    restored.messages = []
+    other = restored.ask(BLUE, WORDS[:3000])
+    assert restored.llm.kvflash.last.read > known - 128, "another image is another text"
+    full.messages = []
+    np.testing.assert_array_equal(full.ask(BLUE, WORDS[:3000])[1], other[1])
+
+
 def test_a_small_pool_brings_an_image_back(asker: Any) -> None:
     """The pages of an image move like any others, and its chat can be cut back to within the image and read again."""
     chat = asker(kvflash=512, n_batch=64, n_ubatch=64, kvflash_policy="qk", kvflash_reading="pool")
