@@ -13,7 +13,16 @@ from ..errors import ConfigError
 from ..native import chat as native
 from .reader import AnswerReader, Parsed, ParsedCall, Rendered, words
 from .values import ChatInput, Grammar
-from .words import PYTHONIC, TEMPLATE, calls_as_content, in_words, joined_results, one_call_a_turn, plain_call
+from .words import (
+    PYTHONIC,
+    TEMPLATE,
+    calls_as_content,
+    in_words,
+    joined_results,
+    one_call_a_turn,
+    plain_call,
+    text_apart,
+)
 
 KEPT = 16
 """Chats whose rendering is kept: a request is often sent again, or counted before it is sent."""
@@ -40,8 +49,14 @@ class ChatTemplate:
             asked = replace(
                 asked, messages=calls_as_content(asked.messages), parallel=True if several else asked.parallel
             )
-        elif not self.caps["supports_parallel_tool_calls"]:
-            asked = replace(asked, messages=one_call_a_turn(asked.messages))
+        else:
+            if (
+                any(message.get("tool_calls") and message.get("content") for message in asked.messages)
+                and self._calls_or_text
+            ):
+                asked = replace(asked, messages=text_apart(asked.messages))
+            if not self.caps["supports_parallel_tool_calls"]:
+                asked = replace(asked, messages=one_call_a_turn(asked.messages))
         if not self.caps["supports_tools"]:
             asked = replace(asked, messages=in_words(asked.messages, tools, calls=True))
         whole = self._rendered(_written(asked, tools))
@@ -56,6 +71,21 @@ class ChatTemplate:
         """LFM2's templates tell of tools, and leave calls out: their authors write these into the content."""
         hello = ChatInput(messages=[{"role": "user", "content": ""}])
         return self.caps["supports_tools"] and PYTHONIC in self._rendered(_written(hello, ())).preserved
+
+    @cached_property
+    def _calls_or_text(self) -> bool:
+        """Does the template leave calls out where a turn has text too, as one for DeepSeek R1 does?"""
+        prompts = set()
+        for zone in ("here", "there"):
+            call = {"id": "abcdefghi", "function": {"name": "clock", "arguments": json.dumps({"zone": zone})}}
+            turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+            told = {"role": "tool", "tool_call_id": "abcdefghi", "name": "clock", "content": "noon"}
+            chat = ChatInput(messages=[{"role": "user", "content": "When?"}, turn, told])
+            try:
+                prompts.add(self._rendered(_written(chat, ())).prompt)
+            except ConfigError:
+                return False  # which says what it refuses when it is asked
+        return len(prompts) == 1
 
     def _in_words(self, asked: ChatInput, tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """For a template that knows no calls: a message tells the model of tools, and calls are read as that says."""

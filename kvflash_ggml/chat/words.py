@@ -125,6 +125,17 @@ def one_call_a_turn(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return out
 
 
+def text_apart(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the text of a turn that calls in a turn of its own, in front of the calls."""
+    out: list[dict[str, Any]] = []
+    for message in map(dict, messages):
+        if message.get("tool_calls") and message.get("content"):
+            out.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+        out.append(message)
+    return out
+
+
 def joined_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with each user's turn behind a tool's result added to that result."""
     out: list[dict[str, Any]] = []

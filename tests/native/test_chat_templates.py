@@ -290,6 +290,14 @@ def test_several_calls_in_a_turn_become_several_turns(name: str, ids: Any, answe
     assert places == sorted(places)
 
 
+def test_a_template_that_tells_calls_or_text_tells_both() -> None:
+    turn = {"role": "assistant", "content": "Let me see.", "tool_calls": [called("a", "CET"), called("b", "PST")]}
+    told = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in (("a", "noon"), ("b", "dusk"))]
+    prompt = upstreams("llama-cpp-deepseek-r1").render(ChatInput(messages=[SAID[0], turn, *told, SAID[3]])).prompt
+    places = [prompt.index(text) for text in ("go", "Let me see.", "CET", "PST", "noon", "dusk", "so?")]
+    assert places == sorted(places)
+
+
 def test_more_results_than_calls_are_told() -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": [called("a", "CET"), called("b", "PST")]}
     told = [{"role": "tool", "tool_call_id": "a", "content": text} for text in ("noon", "dusk", "dawn")]
