@@ -159,6 +159,9 @@ class KVFlashConfig:
     tail: newest chunks that are never evicted, besides the one being filled.
     embedding: tokens of a text that llama.embedding.Embedder takes at once, for which memory is left. 0 for none.
     parallel: sequences that are computed together. Each has an equal share of the pool.
+    pool_share: "elastic" lets a scheduler deal the pool anew whenever a request begins or ends, to the texts with one;
+        "strict" keeps the shares. None is elastic, and strict where the same bits are promised: with deterministic or
+        deterministic_batch.
     deterministic_batch: a step has a row for each of them, whoever answers: others change no bit of an answer. Needs a
         tau or deterministic, and a model whose memory is pooled as a whole.
     checkpoints: how many recurrent (or sliding-window) states are kept for truncation.
@@ -243,6 +246,7 @@ class KVFlashConfig:
     checkpoints: int = 8
     embedding: int = 0
     parallel: int = 1
+    pool_share: Literal["strict", "elastic"] | None = None
     deterministic_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -316,6 +320,19 @@ class KVFlashConfig:
             )
         if self.deterministic_batch and self.tau is None and not self.deterministic:
             raise ConfigError("deterministic_batch: tau adapts to the clock, and chunks with it: give a tau")
+        if self.pool_share not in (None, "strict", "elastic"):
+            raise ConfigError(f"pool_share is 'strict', 'elastic' or None, not {self.pool_share!r}")
+        if self.pool_share == "elastic" and (self.deterministic or self.deterministic_batch):
+            name = "deterministic" if self.deterministic else "deterministic_batch"
+            raise ConfigError(
+                f"{name}: with pool_share='elastic' others change what is resident: leave out one of them"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Can the shares of sequences change?"""
+        promised = self.deterministic or self.deterministic_batch
+        return self.parallel > 1 and (self.pool_share or ("strict" if promised else "elastic")) == "elastic"
 
     @property
     def minimum_pool(self) -> int:

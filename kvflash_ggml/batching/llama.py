@@ -85,9 +85,7 @@ class LlamaModel:
         self._llm = llm
         self._images: dict[int, Sequence[Image]] = {}
         self.beside: Sequence[LlamaModel] = ()
-        sequence = llm._reader.sequence
-        assert sequence is not None
-        if llm._config.parallel > 1 and sequence.seq == 0:
+        if llm._config.parallel > 1 and self._sequence.seq == 0:
             self.beside = [LlamaModel(open_beside(llm, seq)) for seq in range(1, llm._config.parallel)]
             for one in self.beside:
                 one._images = self._images
@@ -235,6 +233,16 @@ class LlamaModel:
         for step, error in zip(pending, errors, strict=True):
             step.computed, step.error = bool(step.step.codes), error
             step.seconds, step.beside = seconds, rows - step.rows
+
+    def deal(self, answered: Sequence[tuple[model.Model, int]]) -> None:
+        assert self._llm._config is not None
+        if not self._llm._config.is_elastic:
+            return
+        wanted = {}
+        for one, tokens in answered:
+            assert isinstance(one, LlamaModel)
+            wanted[one._sequence.seq] = min(tokens, one.n_ctx)
+        self._sequence.pool.deal(wanted)
 
     def pause(self, drawn: Sequence[int]) -> Paused:
         return Paused(tuple(drawn), self._llm._sampler)

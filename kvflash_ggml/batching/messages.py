@@ -115,6 +115,25 @@ class Usage:
     preview: Preview | None = None
 
 
+@dataclass(slots=True)
+class Totals:
+    """Since the start. finished: answers by how they ended. missed: see `Usage`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    missed: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+    def add(self, usage: Usage, reason: str) -> None:
+        """Count a request that has ended."""
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        self.generated_tokens += usage.generated
+        self.missed += usage.missed is not None
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """The request has the slot. conversation: the name of the text that it continues. preview: see `Usage`."""

@@ -129,6 +129,12 @@ class Model(Protocol):
         """Compute steps of different texts together. What goes wrong with one is raised when its answer goes on."""
         ...
 
+    def deal(self, answered: Sequence[tuple[Model, int]]) -> None:
+        """Deal the memory of all texts anew, where shares are elastic: these are being answered, and each can come to
+        so many tokens. No step may be pending.
+        """
+        ...
+
     @property
     def n_ctx(self) -> int: ...
 

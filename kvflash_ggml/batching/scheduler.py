@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..constants import CHUNK
@@ -32,6 +32,7 @@ from .messages import (
     Failed,
     Finished,
     Request,
+    Totals,
     Usage,
 )
 from .model import Model, Pending
@@ -64,25 +65,6 @@ class Limits:
     most_tokens: int = 1 << 20
     park_bytes: int = 8 << 30
     itl_target: float | None = None
-
-
-@dataclass(slots=True)
-class Totals:
-    """Since the start. finished: answers by how they ended. missed: see `Usage`."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    missed: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-
-    def add(self, usage: Usage, reason: str) -> None:
-        """Count a request that has ended."""
-        self.prompt_tokens += usage.prompt
-        self.cached_tokens += usage.cached
-        self.generated_tokens += usage.generated
-        self.missed += usage.missed is not None
-        self.finished[reason] = self.finished.get(reason, 0) + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +138,7 @@ class Scheduler:
         self._begun: dict[str, Answer] = {}  # that were put aside
         self._aside: list[Job] = []  # of these, whose readers have enough for now
         self._calls: deque[Callable[[], None]] = deque()
+        self._dealt: list[_Running] = []  # to whose texts the pool was dealt
         self._stopping = False
         self._ending = False  # answers that run end too
         self._running: list[_Running] = []
@@ -306,11 +289,13 @@ class Scheduler:
                 while self._calls:
                     self._calls.popleft()()
             if not self._running:
+                self._dealt = []
                 self._sweep()
             if self.shared is not None and self.shared.collect():
                 self._bring_back()
             self._admit()
             if self._running:
+                self._deal()
                 self._round(self._running)
             elif not (self._calls or self._stopping):
                 job = self.behind.take()
@@ -370,7 +355,24 @@ class Scheduler:
         beside = [one.slot for one in self._running if one.pending is None]  # nothing of their texts is under way
         running = _Running(job, answer, slot, now, answer.make(slot, beside))
         self._running.append(running)
-        self._advance(running, check=True)
+        if self._deal(running):
+            self._advance(running, check=True)
+
+    def _deal(self, begins: _Running | None = None) -> bool:
+        """Deal the pool to the answers that run, unless they have it. False if that ends the one that begins."""
+        if len(self.slots) == 1 or self._dealt == self._running:
+            return True
+        self._round([one for one in self._running if one.pending is not None])  # such steps have their places
+        self._dealt = self._running.copy()
+        reach = [(one.slot.model, len(one.job.request.tokens) + one.job.request.max_tokens) for one in self._running]
+        try:
+            self.model.deal(reach)
+        except Exception as err:
+            if begins is not None:
+                self._finish(begins, *self._failure(begins, err))
+                return False
+            logger.exception("the pool could not be dealt anew")
+        return True
 
     def _between(self, job: Job) -> None:
         """A step of a prompt is done, and more are to come: other answers go on meanwhile. GaveWay."""

@@ -72,21 +72,17 @@ def open_model(
     pool: PoolOptions,
     drafts: SpecOptions,
     verbose: bool,
-    embedding: int = 0,
-    parallel: int = 1,
-    deterministic_batch: bool = False,
     quiet: bool = False,
+    **served: Any,
 ) -> Iterator[Any]:
-    """The loaded model, closed at the end. embedding, parallel, deterministic_batch: see KVFlashConfig.
+    """The loaded model, closed at the end. served: fields of KVFlashConfig that only a server has options for.
 
     Raises:
         KVFlashError, ValueError: a setting, the library or the file is not usable.
     """
     settings = keywords(path, loading=loading, devices=devices, pool=pool, drafts=drafts, quiet=quiet)
     if settings["kvflash"] is not None:
-        settings["kvflash"] = replace(
-            settings["kvflash"], embedding=embedding, parallel=parallel, deterministic_batch=deterministic_batch
-        )
+        settings["kvflash"] = replace(settings["kvflash"], **served)
     if (cache := pool.prefix_cache()) is not None:
         settings["kvflash_cache"] = cache
     with closing(create_llama(model_path=path, verbose=verbose, **settings)) as llm:

@@ -89,8 +89,14 @@ class ServerOptions:
     insecure: bool = _net(bool, default=False, help="Listen at an address that is not loopback without a key.")
     parallel: int = _limits(
         int, "-np", "--parallel", default=1, least=1, most=256,
-        help="Answers that are decoded together. Each has an equal share of the pool; any number of conversations is"
-        " kept.",
+        help="Answers that are decoded together, each in its share of the pool; any number of conversations is kept.",
+    )  # fmt: skip
+    pool_share: Literal["strict", "elastic"] | None = _limits(
+        ("strict", "elastic"),
+        help="elastic: whenever a request begins or ends, the answers that run divide the pool among them; idle"
+        " conversations keep their newest tokens and what is pinned. strict: the pool divided by --parallel, so that no"
+        " other request changes what is resident.  [default: elastic; strict with --deterministic-batch or"
+        " --kvflash-deterministic]",
     )  # fmt: skip
     deterministic_batch: bool = _limits(
         bool, default=False,
@@ -234,6 +240,7 @@ def serve(
         log=log,
         template=server.template(),
         parallel=server.parallel,
+        pool_share=server.pool_share,
         deterministic_batch=server.deterministic_batch,
         embedding=embedding,
         pooling="rank" if server.reranking else server.pooling,

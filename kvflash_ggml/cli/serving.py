@@ -30,6 +30,7 @@ class Job:
     log: LogOptions
     template: str | None
     parallel: int
+    pool_share: Literal["strict", "elastic"] | None
     deterministic_batch: bool
     embedding: int
     pooling: Literal["mean", "cls", "last", "rank"] | None
@@ -87,7 +88,7 @@ def _open(job: Job, path: str) -> Iterator[Any]:
     settings: dict[str, Any] = {
         "loading": job.loading, "devices": job.devices, "pool": job.pool, "drafts": job.drafts,
         "verbose": job.log.verbose, "quiet": job.log.quiet, "embedding": job.embedding,
-        "deterministic_batch": job.deterministic_batch,
+        "pool_share": job.pool_share, "deterministic_batch": job.deterministic_batch,
     }  # fmt: skip
     with ExitStack() as stack:
         try:

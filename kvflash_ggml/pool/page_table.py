@@ -39,7 +39,8 @@ class BlockAllocator:
     two disagree, and a restored text continues in the blocks of the saved one. Owners may hold a block together; it is
     free when the last of them has let go.
 
-    order: names `count` blocks of the pool, each once. An allocator can have a part of a pool.
+    order: names `count` blocks of the pool, each once. An allocator can have a part of a pool. count: how many it is
+    sure to have for a text that is being answered, whatever `order` names later.
     """
 
     def __init__(self, count: int, order: Sequence[int] | None = None) -> None:
@@ -59,7 +60,7 @@ class BlockAllocator:
     def quota(self, owner: Owner) -> int:
         """Return the most blocks that the owner could hold: all but the blocks that only others hold."""
         others = self._others(owner)
-        return self.count - (len(others - owner.held) if others else 0)
+        return len(self.order) - (len(others - owner.held) if others else 0)
 
     def free(self, owner: Owner, taken: Collection[int]) -> list[int]:
         """The blocks that others do not hold and that are not among `taken`, in the order they are handed out."""
@@ -288,6 +289,28 @@ class PageTable:
     def commit_ahead(self, plan: Plan) -> None:
         """What was planned has been done, but its rows are not of the text yet: `accept` follows."""
         self.commit(plan._replace(layout=replace(plan.layout, length=self.length)))
+
+    @property
+    def kept(self) -> int:
+        """How many of its blocks the text cannot let go of between two steps."""
+        head = max(0, self.length - 1) // CHUNK
+        keep = self.protected(head, head)
+        return sum(c in keep or c not in self.images for c in self.resident_chunks)
+
+    def shrink(self, most: int, ranking: Ranking | None = None) -> Plan:
+        """The text in at most `most` blocks, or in those that it cannot let go of. ranking: who leaves first."""
+        old = self.layout
+        head = max(0, old.length - 1) // CHUNK
+        able = residency.victims(old.chunks, old.resident_chunks, self.images, self.protected(head, head), ranking)
+        gone = able[: max(0, len(old.resident_chunks) - most)]
+        if not gone:
+            return Plan(old, NO_MOVES)
+        chunks, moves = [*old.chunks], Moves()
+        for c in gone:
+            moves.evict.append((c, chunks[c].block))
+            chunks[c] = replace(chunks[c], block=ABSENT)
+        there = tuple(sorted(set(old.resident_chunks).difference(gone)))
+        return Plan(Layout(chunks, old.length, old.clock, old.epoch + 1, old.settled, there), moves)
 
     def accept(self, length: int) -> Plan:
         """Take draft rows before `length` into the text, and drop the other draft rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +17,7 @@ from ..host.heap import PageHeap
 from ..media.rows import MediaRows, Part, advances_of
 from ..pool.masks import AlibiMask, AlibiStageMask, MaskRows, SlotMask, StageMask
 from ..pool.page_table import BlockAllocator, PageTable
+from ..pool.shares import Claim, dealt, sizes
 from .device_states import DeviceStates
 from .draft_rows import DraftRows
 from .padding import Padding
@@ -37,13 +38,15 @@ class Text(Protocol):
 
     def settle(self) -> None: ...
 
+    def shrink(self, most: int) -> None: ...
+
 
 class Pool:
     """The pool of a context. It computes the steps of the texts on it, one or several in one step of the engine.
 
-    Each sequence of the context has an equal part of the blocks, and no other. So what is resident of a text, and
-    where, is a function of its own tokens and its sequence. share: tokens that one text can have in the pool. texts:
-    by sequence. decoding: texts of the newest step of answers.
+    Each sequence of the context has an equal part of the blocks, and no other until they are dealt anew. So what is
+    resident of a text, and where, is a function of its own tokens and its sequence. share: tokens that a text which is
+    answered can have in the pool at the least. texts: by sequence. decoding: texts of the newest step of answers.
 
     engine: on a context with a pool, closed with it. n_ubatch: rows of one step at most. host_limit, spill: of the page
     images, see KVFlashConfig. block_order: in which blocks are handed out, for tests. stage_slots: tokens that a
@@ -73,6 +76,7 @@ class Pool:
         blocks = (info.n_slots // CHUNK - (Padding.blocks(info.n_seq) if fixed_rows else 0)) // info.n_seq
         order = range(info.n_slots // CHUNK) if block_order is None else block_order
         self.shares = [BlockAllocator(blocks, order[i * blocks : (i + 1) * blocks]) for i in range(info.n_seq)]
+        self._homes = [tuple(share.order) for share in self.shares]
         self.share = blocks * CHUNK
         self.texts: WeakValueDictionary[int, Text] = WeakValueDictionary()
         self.decoding = 1
@@ -113,6 +117,36 @@ class Pool:
             self.close()
         else:
             self.engine.clear(seq=seq)
+
+    def deal(self, wanted: Mapping[int, int]) -> None:
+        """Deal the blocks anew, between two steps. wanted: by sequence, the tokens that texts with a request can reach.
+
+        Such texts share what idle ones can let go of, see `shares.sizes`. A text that has more blocks then
+        fills them at its next reselection. No step may be prepared. An error of a text that lets chunks go leaves all
+        shares as they are.
+        """
+        total = sum(map(len, self._homes))
+        before = [share.order for share in self.shares]
+        found = sizes([self._claim(seq, wanted) for seq in range(len(before))], total)
+        for seq, text in self.texts.items():
+            if len(text.table.held) > found[seq]:
+                text.shrink(found[seq])
+        after = dealt([self._claim(seq, wanted) for seq in range(len(before))], found, total)
+        # an interrupt in between leaves each block with one text at most
+        for share, old, new in zip(self.shares, before, after, strict=True):
+            there = set(old)
+            share.order = [block for block in new if block in there]
+        for share, new in zip(self.shares, after, strict=True):
+            share.order = new
+
+    def _claim(self, seq: int, wanted: Mapping[int, int]) -> Claim:
+        text, tokens = self.texts.get(seq), wanted.get(seq)
+        return Claim(
+            home=self._homes[seq],
+            held=() if text is None else text.table.held,
+            kept=0 if text is None else text.table.kept,
+            wants=None if tokens is None else -(-tokens // CHUNK) + 1,
+        )
 
     def run(self, steps: Sequence[Step]) -> None:
         """Compute prepared steps of different texts together, whose moves are made, and note the result in each.

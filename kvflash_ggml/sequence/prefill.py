@@ -199,7 +199,8 @@ class Prefill:
         """How many of the prompt's last tokens are evaluated twice: first to see what they ask for, then with it."""
         text, total = self._text, self._total
         info = text.engine.info
-        pageable = text.relevance.scoring is not None and text.length + total > text.pool.share
+        outgrown = text.length + total > text.table.quota * CHUNK or not text.sees_everything
+        pageable = text.relevance.scoring is not None and outgrown
         can_go_back = text.config.checkpoints > 0 or not (info.recurrent or info.n_swa > 0)
         if not pageable or not can_go_back:
             return 0
@@ -289,7 +290,7 @@ def prefix_to_keep(sequence: Sequence, shared: int, prompt: Int32s) -> int:
         if found is not None and sequence.truncates_to(found.start) == found.start:
             return found.start
     valid_from = sequence.queries.valid_after(min(shared, sequence.length), sequence.length)
-    if sequence.scoring is None or total <= sequence.pool.share or valid_from <= total - rows:
+    if sequence.scoring is None or total <= sequence.table.quota * CHUNK or valid_from <= total - rows:
         return shared
     return max(0, min(shared, total - rows))
 

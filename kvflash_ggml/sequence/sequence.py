@@ -345,6 +345,24 @@ class Sequence:
         if self.bounded and self.table.layout.length // CHUNK != self.paging.saved:
             self.paging.save()
 
+    # --- its share of the pool
+
+    def shrink(self, most: int) -> None:
+        """Let the chunks go that rank lowest, until the text is in `most` blocks or in those that it has to keep.
+
+        Between two steps, none of which is prepared. DeviceLost as for `settle`.
+        """
+        self.settle()
+        self.unfinished.begin(partial(self._shrink, most))
+        self.unfinished.settle()
+
+    def _shrink(self, most: int) -> None:
+        """It can be done again wherever it was interrupted."""
+        plan = self.table.shrink(most, self.relevance.ranking)
+        self.engine.wait(self.paging.apply(plan.moves, self.length))  # another text may write to the blocks at once
+        self.table.commit(plan)
+        self.events.truncated(self.length, self.table.resident_chunks)
+
     # --- draft rows
 
     @property

@@ -37,7 +37,13 @@ def one_token_between_two_steps_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
 
 def settings(reading: str = "pool", parallel: int = SLOTS) -> dict[str, Any]:
     config = KVFlashConfig(
-        pool=SHARE * parallel, policy="qk", tau=16, calibrate=False, reading=reading, parallel=parallel
+        pool=SHARE * parallel,
+        policy="qk",
+        tau=16,
+        calibrate=False,
+        reading=reading,
+        parallel=parallel,
+        pool_share="strict",  # or an answer that ends early leaves the others more of the pool
     )
     return {"n_ctx": 4096, "kvflash": config}
 

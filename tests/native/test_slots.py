@@ -15,6 +15,7 @@ from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching.llama import LlamaModel
 from kvflash_ggml.batching.messages import Failed, Finished, Piece
 from kvflash_ggml.batching.scheduler import Scheduler
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import ConfigError, KVFlashError
 
 Tokens = npt.NDArray[Any]
@@ -23,9 +24,9 @@ SLOTS, SHARE, N_CTX, MOST = 4, 512, 4096, 24
 
 @contextmanager
 def served(
-    llama: Callable[..., Any], kind: str = "dense", *, slots: int = SLOTS, **settings: Any
+    llama: Callable[..., Any], kind: str = "dense", *, slots: int = SLOTS, share: Any = "strict", **settings: Any
 ) -> Iterator[Scheduler]:
-    config = KVFlashConfig(pool=slots * SHARE, parallel=slots, tau=16, **settings)
+    config = KVFlashConfig(pool=slots * SHARE, parallel=slots, pool_share=share, tau=16, **settings)
     scheduler = Scheduler(LlamaModel(llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=config)))
     try:
         yield scheduler
@@ -35,9 +36,11 @@ def served(
         scheduler.close()
 
 
-def lone(llama: Callable[..., Any], prompts: Sequence[list[int]], kind: str = "dense", **settings: Any) -> list[Any]:
+def lone(
+    llama: Callable[..., Any], prompts: Sequence[list[int]], kind: str = "dense", *, pool: int = SHARE, **settings: Any
+) -> list[Any]:
     """What each is answered by a model that has one text, in a pool of one share."""
-    llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=SHARE, tau=16, **settings))
+    llm = llama(kind, n_ctx=N_CTX, n_batch=256, n_ubatch=256, kvflash=KVFlashConfig(pool=pool, tau=16, **settings))
     found = []
     for prompt in prompts:
         drawn = []
@@ -94,6 +97,39 @@ def test_the_next_turn_is_prefilled_from_where_it_was(kind: str, llama: Callable
             assert isinstance(end, Finished)
             assert end.usage.prompt - end.usage.cached <= 21
         assert scheduler.counts.lost == 0
+
+
+def resident(scheduler: Scheduler) -> list[int]:
+    return [slot.model.counters()["resident"] for slot in scheduler.slots]
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])
+def test_elastic_shares_are_of_those_that_are_answered(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    """A lone answer has what idle conversations do not keep, and gives it back; all go on from all of their texts."""
+    prompts = prompts_of(tokens, SLOTS)
+    long = tokens[3000 : 3000 + 1500].tolist()
+    (wanted,) = lone(llama, [long], kind, pool=SLOTS * SHARE)
+    with served(llama, kind, share="elastic") as scheduler:
+        scheduler.start()
+        end = ask(scheduler, long, MOST, ignore_eos=True).wait()
+        assert isinstance(end, Finished)
+        assert same(end.tokens, wanted)
+        assert resident(scheduler) == [-(-(len(long) + MOST) // CHUNK), 0, 0, 0]
+        asked = [ask(scheduler, prompt, MOST, ignore_eos=True) for prompt in prompts[1:]]
+        turns = [[*long, *end.tokens]]
+        for one, prompt in zip(asked, prompts[1:], strict=True):
+            end = one.wait()
+            assert isinstance(end, Finished)
+            turns.append([*prompt, *end.tokens])
+        assert max(resident(scheduler)) <= SLOTS * SHARE // CHUNK
+        for text in turns:  # one after the other: each has had to give, and takes
+            end = ask(scheduler, [*text, *tokens[5000:5020].tolist()], MOST, ignore_eos=True).wait()
+            assert isinstance(end, Finished)
+            assert end.usage.prompt - end.usage.cached <= 21
+            assert max(resident(scheduler)) > SHARE // CHUNK
+            assert sum(resident(scheduler)) <= SLOTS * SHARE // CHUNK
+        assert scheduler.counts.lost == scheduler.counts.swapped_out == 0
+        assert scheduler.counters()["page_ins"] > 0
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "iswa"])

@@ -11,6 +11,7 @@ import pytest
 from support.beside import SHARE, Make, check, decode, logits_of, make, spoil
 from support.harness import Bare
 
+from kvflash_ggml.constants import CHUNK
 from kvflash_ggml.errors import DecodeError, NotFinite
 from kvflash_ggml.sequence import restore, together
 from kvflash_ggml.sequence.prefill import extend
@@ -28,7 +29,7 @@ class Walk:
         self.dice = random.Random(seed)
         self.known: list[list[int]] = [[] for _ in run.sessions]
         self.done: dict[str, int] = {}
-        self.evicted = False
+        self.evicted = self.shrunk = False
 
     def go(self, rounds: int) -> None:
         """Every action so many times, in any order."""
@@ -37,7 +38,7 @@ class Walk:
             extend(text, np.array(known, np.int32))
         actions: list[Callable[[], bool]] = [
             self.read, self.read, self.decode, self.decode, self.draft, self.draft, self.cut, self.fork, self.swap,
-            self.fail, self.poison,
+            self.fail, self.poison, self.deal, self.deal,
         ]  # fmt: skip
         actions *= rounds
         self.dice.shuffle(actions)
@@ -152,6 +153,22 @@ class Walk:
         self.known[running[0]] = []
         return True
 
+    def deal(self) -> bool:
+        """Some texts have requests and share what the others can let go of. Then all have equal shares again."""
+        running, pool = self.running(), self.run.session.pool
+        some, everyone = {i: self.dice.choice([100, LONGEST, 4 * SHARE]) for i in running}, range(len(self.known))
+        for wanted in (some, dict.fromkeys(everyone, SHARE)):
+            before = [set(text.table.held) for text in self.run.sessions]
+            pool.deal(wanted)
+            self.shrunk |= any(text.table.held < held for text, held in zip(self.run.sessions, before, strict=True))
+            tokens = self.some(len(running))
+            if running:
+                decode(self.run, [self.run.sessions[i] for i in running], tokens)  # it looks at the new mask rows
+            for i, token in zip(running, tokens, strict=True):
+                self.known[i].append(token)
+        assert {len(share.order) for share in pool.shares} == {SHARE // CHUNK}
+        return bool(running)
+
     def prepared(self, running: Sequence[int]) -> list[Any]:
         steps = []
         for i in running:
@@ -174,6 +191,7 @@ def test_random_use(kind: str, seed: int, bare: Make, tokens: Any) -> None:
     walk.go(6)
     assert min(walk.done.values()) > 0
     assert walk.evicted
+    assert walk.shrunk
     compared = 0
     for text in run.sessions:
         extend(text, np.array([7, 8], np.int32))

@@ -57,7 +57,7 @@ def check(run: Bare) -> None:
             if chunk.block >= 0:
                 n = min(CHUNK, text.length - c * CHUNK)
                 mine[chunk.block * CHUNK :][:n] = c * CHUNK + np.arange(n)
-        part = np.concatenate([block * CHUNK + np.arange(CHUNK) for block in text.table.blocks.order])
+        part = (np.array(text.table.blocks.order, np.intp)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
         assert held[part].tolist() == mine[part].tolist()
         free[part] = False
         for row, owner in enumerate(text.pool.rows.owners):

@@ -71,7 +71,8 @@ class FakeModel:
     raises, the step raises. most: tokens of a step of a prompt. rows: of the step under way. held: parked texts that
     have not been released. synced: files that were waited for.
 
-    parallel: texts at hand. together: the texts of each step that was computed for several.
+    parallel: texts at hand. together: the texts of each step that was computed for several. pending: a step waits.
+    deals: the texts with requests, and the tokens they can reach, whenever the memory was dealt.
     """
 
     n_ctx: int = 4096
@@ -102,6 +103,8 @@ class FakeModel:
     beside: Sequence[FakeModel] = ()
     first: FakeModel | None = None
     several: bool = False
+    pending: bool = False
+    deals: list[list[tuple[FakeModel, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.several = self.parallel > 1 or self.first is not None
@@ -117,6 +120,10 @@ class FakeModel:
             except Exception as err:
                 step.error = err
             step.computed = True
+
+    def deal(self, answered: Sequence[tuple[Any, int]]) -> None:
+        assert not any(step.pending for step in (self, *self.beside))
+        self.deals.append([(one, tokens) for one, tokens in answered])
 
     def usable(self, tokens: Int32s) -> int:
         return usable(self.tokens, sorted(self.places) if self.stateful else None, tokens)
@@ -151,7 +158,11 @@ class FakeModel:
         for token in [*self.reply(bytes(request.tokens.astype(np.uint8))), END][len(drawn) :]:
             if self.several:
                 step = FakeStep(self, request.answer == "exact")
-                yield step
+                self.pending = True
+                try:
+                    yield step
+                finally:
+                    self.pending = False
                 step.finish()
             else:
                 self._step()

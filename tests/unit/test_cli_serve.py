@@ -112,11 +112,12 @@ def test_a_command_line_of_llama_server(serve: Serving, tmp_path: Path) -> None:
     line = f"""-m m.gguf -a name -c 8192 -b 256 -ub 128 --gpu-layers 9 -t 3 -tb 2 -fa on -ctk q8_0 -ctv q8_0 --jinja
         --metrics --slots -cb -np 4 --no-webui --no-mmap --mlock --host 127.0.0.1 --port 81 --api-key k --temp 0.2
         --top-k 7 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.1 -n 99 --slot-save-path {tmp_path}
-        --deterministic-batch --kvflash-tau 8"""
+        --deterministic-batch --kvflash-tau 8 --pool-share strict"""
     result = serve(*line.split())
     assert result.exit_code == 0, result.output
     assert serve.cli.settings["kvflash"].parallel == 4
     assert serve.cli.settings["kvflash"].deterministic_batch
+    assert serve.cli.settings["kvflash"].pool_share == "strict"
     expected = {
         "n_ctx": 8192, "n_batch": 256, "n_ubatch": 128, "n_gpu_layers": 9, "n_threads": 3, "n_threads_batch": 2,
         "flash_attn": True, "type_k": 8, "type_v": 8, "use_mmap": False, "use_mlock": True,

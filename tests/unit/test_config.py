@@ -124,3 +124,15 @@ def test_what_a_clock_decides_does_not_repeat(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give a width"):
         KVFlashConfig(deterministic=True, **fields)
     KVFlashConfig(deterministic=True, **(fields | {"spec": SpecConfig(width=4)}))
+
+
+def test_shares_are_elastic_unless_bits_are_promised() -> None:
+    assert KVFlashConfig(parallel=2).is_elastic
+    assert not KVFlashConfig().is_elastic
+    assert not KVFlashConfig(parallel=2, pool_share="strict").is_elastic
+    for promise in ({"deterministic": True}, {"deterministic_batch": True, "tau": 8}):
+        assert not KVFlashConfig(parallel=2, **promise).is_elastic  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="others change what is resident"):
+            KVFlashConfig(parallel=2, pool_share="elastic", **promise)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="not 'fair'"):
+        KVFlashConfig(pool_share="fair")  # type: ignore[arg-type]

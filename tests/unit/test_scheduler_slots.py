@@ -15,7 +15,7 @@ from support.served import Asked, answer, ask, request
 from kvflash_ggml.batching.conversations import ConversationBusy
 from kvflash_ggml.batching.messages import Access, Event, Failed, Finished
 from kvflash_ggml.batching.scheduler import Scheduler
-from kvflash_ggml.errors import DecodeError, NotFinite, SnapshotError
+from kvflash_ggml.errors import DecodeError, HostMemoryError, NotFinite, SnapshotError
 from kvflash_ggml.store.swapped import ConversationFolder
 
 Make = Callable[..., Scheduler]
@@ -75,11 +75,45 @@ def fake(scheduler: Scheduler) -> FakeModel:
 
 
 def test_answers_are_decoded_together(make: Make) -> None:
-    scheduler = make(begin=False)
+    scheduler = make(begin=False, clock=lambda: 0.0)  # or the first one ends while a slow machine reads the third
     assert ends(started(scheduler, SLOTS)) == expected(SLOTS)
     sizes = [len(step) for step in fake(scheduler).together]
     assert sizes.count(SLOTS) > 30
     assert max(sizes) == SLOTS
+
+
+def test_the_pool_is_dealt_to_those_that_are_answered(make: Make) -> None:
+    """When one begins, before it reads, and when others have ended; never while a step waits."""
+    scheduler = make(begin=False, clock=lambda: 0.0)
+    asked = [ask(scheduler, text(100 + 10 * i, i), most) for i, most in enumerate((5, 40, 20))]
+    scheduler.start()
+    for one in asked:
+        assert isinstance(one.wait(), Finished)
+    models = [slot.model for slot in scheduler.slots]
+    reach = [105, 150, 140]
+    everyone = [[(models.index(model), tokens) for model, tokens in deal] for deal in fake(scheduler).deals]
+    assert everyone == [list(enumerate(reach))[:count] for count in (1, 2, 3)] + [
+        [(1, 150), (2, 140)],
+        [(1, 150)],
+    ]
+
+
+def test_a_pool_that_cannot_be_dealt_costs_the_request_that_begins(make: Make) -> None:
+    model = FakeModel(parallel=SLOTS, reply=spelled)
+    deal, calls = model.deal, iter(range(10))
+
+    def refuse(answered: Any) -> None:
+        if next(calls) == 1:
+            raise HostMemoryError("the host is full")
+        deal(answered)
+
+    model.deal = refuse  # type: ignore[method-assign]
+    scheduler = make(model, begin=False)
+    first, second, third = started(scheduler, 3)
+    end = second.wait()
+    assert isinstance(end, Failed)
+    assert "the host is full" in end.message
+    assert [one.wait().__class__ for one in (first, third)] == [Finished] * 2
 
 
 def test_more_requests_than_slots(make: Make) -> None:

@@ -34,8 +34,8 @@ def on_one_pool(
     return made, pool, [open_text(pool, seq) for seq in range(count)]
 
 
-def open_text(pool: Pool, seq: int, scorer: Any = None) -> Sequence:
-    config = KVFlashConfig(pool=SHARE, sinks=1, tail=2)
+def open_text(pool: Pool, seq: int, scorer: Any = None, tau: int | None = None) -> Sequence:
+    config = KVFlashConfig(pool=SHARE, sinks=1, tail=2, tau=tau)
     return Sequence(pool, config, seq=seq, n_ctx=N_CTX, n_batch=512, scorer=scorer)
 
 
@@ -246,13 +246,102 @@ ACTIONS = st.lists(
 )
 
 
+def test_a_text_alone_has_what_idle_ones_can_let_go_of() -> None:
+    engine, pool, texts = on_one_pool(3)
+    for text in texts:
+        while text.length < 20 * CHUNK:
+            assert advance([text], [100]) == [None]
+    assert [text.table.resident for text in texts] == [8] * 3
+    pool.deal({1: N_CTX})
+    assert [len(text.table.held) for text in (texts[0], texts[2])] == [4, 4]  # a sink, a tail of two, the newest
+    assert texts[1].table.quota == 3 * 8 - 8
+    check(engine, texts)
+    for _ in range(10):
+        assert advance([texts[1]], [100]) == [None]
+    assert texts[1].table.resident == 16
+    check(engine, texts)
+    pool.deal({0: N_CTX, 1: N_CTX})
+    assert [text.table.quota for text in texts] == [10, 10, 4]
+    assert texts[1].table.resident == 10
+    check(engine, texts)
+    assert advance(texts[:2], [1, 1]) == [None] * 2
+    pool.deal(dict.fromkeys(range(3), N_CTX))
+    assert advance(texts, [1, 1, 1]) == [None] * 3
+    assert [text.table.quota for text in texts] == [8] * 3
+    check(engine, texts)
+
+
+def test_a_short_request_takes_no_more_than_it_needs() -> None:
+    engine, pool, texts = on_one_pool(3)
+    pool.deal({0: N_CTX})
+    while texts[0].length < 30 * CHUNK:
+        assert advance(texts[:1], [100]) == [None]
+    assert texts[0].table.resident == 24
+    pool.deal({0: N_CTX, 1: 100})
+    assert [text.table.quota for text in texts] == [16, 8, 0]
+    check(engine, texts)
+
+
+def test_a_text_that_gets_more_fills_it_at_the_next_reselection() -> None:
+    engine = FakeEngine(2 * SHARE, 512, n_seq=2)
+    pool = Pool(engine, n_ubatch=512)  # type: ignore[arg-type]
+    texts = [open_text(pool, seq, Scorer(), tau=64) for seq in range(2)]
+    while texts[0].length < 20 * CHUNK:
+        assert advance(texts[:1], [100]) == [None]
+    assert texts[0].table.resident == 8
+    pool.deal({0: N_CTX})
+    for _ in range(8):
+        assert advance(texts[:1], [64]) == [None]
+        assert texts[0].scoring is not None
+        for look in texts[0].scoring.pending:
+            look.result()
+    assert texts[0].table.resident == 16
+    check(engine, texts)
+    for text in texts:
+        text.close()
+
+
+def test_an_interrupt_while_chunks_leave_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, pool, texts = on_one_pool(2)
+    for _ in range(10):
+        assert advance(texts, [100, 90]) == [None] * 2
+    before = [list(text.table.blocks.order) for text in texts]
+    calls = iter(range(5))
+
+    def clear(self: FakeEngine, slot: int, count: int, kept: Any = FakeEngine.clear_cells) -> None:
+        if next(calls, None) == 2:
+            raise KeyboardInterrupt
+        kept(self, slot, count)
+
+    monkeypatch.setattr(FakeEngine, "clear_cells", clear)
+    with pytest.raises(KeyboardInterrupt):
+        pool.deal({0: N_CTX})
+    monkeypatch.undo()
+    assert [text.table.blocks.order for text in texts] == before
+    check(engine, texts)
+    assert texts[1].table.resident == 4
+    pool.deal({0: N_CTX})
+    assert [text.table.quota for text in texts] == [12, 4]
+    assert advance(texts[:1], [100]) == [None]
+    check(engine, texts)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
 @settings(deadline=None)
 @given(actions=ACTIONS, count=st.integers(2, 6), timing=st.sampled_from(["lazy", "eager", "random"]))
-def test_random_use(actions: list[tuple[str, list[int]]], count: int, timing: str) -> None:
-    """Texts of all lengths, cut, closed and failing beside each other. The engine checks each row of each mask."""
+def test_random_use(elastic: bool, actions: list[tuple[str, list[int]]], count: int, timing: str) -> None:
+    """Texts of all lengths, cut, closed and failing beside each other. The engine checks each row of each mask.
+
+    elastic: the blocks are dealt anew to those that take each step.
+    """
     engine, pool, texts = on_one_pool(count, timing=timing, query_rows=8 * count)
     for action, values in actions:
         chosen = [text for text, value in zip(texts, values, strict=False) if value]
+        if elastic and action not in ("cut", "reset", "reopen"):
+            pool.deal({text.seq: text.length + 40 * values[0] for text in chosen})
+            check(engine, texts)
+            assert sum(text.table.quota for text in texts) <= count * SHARE // CHUNK
+            assert all(text.table.quota >= SHARE // CHUNK for text in chosen)
         counts = [min(value, text.table.room(text.length)) for text, value in zip(texts, values, strict=False) if value]
         victim = values[0] % count
         engine.spoiled = {victim} if action == "spoil" else set()
