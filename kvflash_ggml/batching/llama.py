@@ -152,7 +152,10 @@ class LlamaModel:
         places = self._stats.checkpoints if self.stateful else None
         return usable(self.tokens, places, tokens)
 
-    def preview(self, tokens: Int32s, known: int) -> Int32s | None:
+    def preview(self, request: Request, known: int) -> Int32s | None:
+        tokens, prefixes = request.tokens, self._llm._reader.prefixes
+        if prefixes is not None and request.reuse and not request.salt:
+            known = max(known, prefixes.usable(tokens))
         places = preview.part(tokens, known, self._share)
         return None if places is None else tokens[places]
 

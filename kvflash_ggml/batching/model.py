@@ -172,8 +172,10 @@ class Model(Protocol):
         """How much of a prompt need not be read if it goes on from the text at hand."""
         ...
 
-    def preview(self, tokens: Int32s, known: int) -> Int32s | None:
-        """The part of a prompt that a preview reads; None unless that is less than half of what is not `known`."""
+    def preview(self, request: Request, known: int) -> Int32s | None:
+        """The part of a prompt that a preview reads; None unless that is less than half of what is not `known`, here or
+        in a prefix cache.
+        """
         ...
 
     @property

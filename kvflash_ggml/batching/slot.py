@@ -161,7 +161,7 @@ class Slot:
         """The tokens that a preview of a request reads; None where the prompt is to be read as usual."""
         _, length = self._store.find(request.tokens, salt=request.salt, name=request.conversation)
         known = max(self._live(request)[0], length) if request.reuse else 0
-        return self.model.preview(request.tokens, known)
+        return self.model.preview(request, known)
 
     def branch(self, request: Request) -> int | None:
         """See `branch_of`, among the texts that were put aside."""

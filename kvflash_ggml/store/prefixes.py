@@ -261,6 +261,12 @@ class Prefixes:
         length = min(length, len(tokens) - 1)
         return length if length - known >= self.cache.least else None
 
+    def usable(self, tokens: Int32s) -> int:
+        """How much of a text need not be read if it goes on from a kept one. Restores nothing."""
+        _, length = self._memory.find(tokens, stateful=self._stateful)
+        length = length if self._disk is None else max(length, self._disk.find(tokens).length)
+        return length if length >= self.cache.least else 0
+
     def has(self, tokens: Int32s) -> bool:
         """Is this very text kept, or too short to be?"""
         if len(tokens) < self.cache.least or np.array_equal(tokens, self._newest):

@@ -140,3 +140,16 @@ def test_previews_beside_other_answers(llama: Callable[..., Any], prompt: list[i
         assert isinstance(other.wait(), Finished)
         read_behind(scheduler, id)
         assert answer(scheduler, [*prompt, 5, 6], 2, reading="preview").usage.cached == LENGTH
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_what_a_prefix_cache_has_needs_no_preview(
+    llama: Callable[..., Any], prompt: list[int], kind: str, tmp_path: Path
+) -> None:
+    with served(llama, kind, cache=tmp_path) as scheduler:
+        answer(scheduler, prompt, 0)
+    with served(llama, kind, cache=tmp_path) as scheduler:
+        asked = [*prompt, *prompt[100:140]]
+        previewed(scheduler, [prompt[5], *asked])
+        assert answer(scheduler, asked, 2, reading="preview", salt="mine").usage.preview is not None
+        assert answer(scheduler, asked, 2, reading="preview").usage.preview is None
