@@ -28,7 +28,7 @@ from ..placement.table import summary
 from ..policy.base import Exact
 from ..policy.drafter import NAME as DRAFTER
 from ..remote import Endpoint
-from . import embedding, parameters
+from . import embedding, parameters, vision
 from .parameters import Request as Asked
 from .speculating import device_bytes, likely, loads_head, search
 
@@ -104,9 +104,9 @@ def without_loading(path: str, keywords: dict[str, Any]) -> tuple[Placement, tup
 
 def beside(path: str, asked: Asked) -> Beside:
     """What the keywords need beside the model and its context, before either is there."""
-    config = asked.config
+    config, images = asked.config, vision.reserve_bytes(asked.upstream.get("chat_handler"))
     if config is None:
-        return Beside()
+        return Beside(reserved=images)
     small = reader(path, config)
     scorer = policy.resolve(config.policy) if small is None else None
     found, drafts = search(Path(path), config), likely(config, asked.upstream.get("draft_model"))
@@ -118,7 +118,7 @@ def beside(path: str, asked: Asked) -> Beside:
     return Beside(
         query_rows=rows + (drafts.queries if rows else 0),
         exact=scorer if isinstance(scorer, Exact) else None,
-        reserved=drafter.reserve_bytes(small) + embeds + device_bytes(found),
+        reserved=drafter.reserve_bytes(small) + embeds + device_bytes(found) + images,
         planes=drafts.planes,
         head=loads_head(found),
     )

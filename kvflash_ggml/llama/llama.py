@@ -274,13 +274,14 @@ class Llama(llama_cpp.Llama):
         # as upstream will set them when it knows how long the context is
         n_ctx = self.context_params.n_ctx or self._model.n_ctx_train()
         n_batch = min(n_ctx, self._steps["n_batch"])
-        embeds = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
+        others = embedding.reserve_bytes(sizing.address(self._model), self.context_params, config)
+        others += vision.reserve_bytes(self._projector)
         size = sizing.fit(
             config,
             self._model,
             copied(self.context_params, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=min(n_batch, self._steps["n_ubatch"])),
             query_rows=self._query_rows(),
-            reserved=drafter.reserve_bytes(self._drafter) + embeds + device_bytes(self._found) + self._room.kept_bytes,
+            reserved=drafter.reserve_bytes(self._drafter) + others + device_bytes(self._found) + self._room.kept_bytes,
             mapped=self.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP,
             before=self._free_before,
         )

@@ -23,9 +23,13 @@ from ..errors import ConfigError, DecodeError
 from ..gguf import purpose
 from ..media import images
 from ..media.rows import MOST, MediaRows, numbers_of
+from ..placement import memory
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
+
+COMPUTE_BYTES = 512 << 20
+"""Of memory that a projector computes with: 8,000 patches of a photo take about as much."""
 
 
 _PARTS = re.compile(r"for\s+\w+\s+in\s+[\w.'\"\[\]]*content")
@@ -76,8 +80,23 @@ def open_projector(llm: Any, handler: Any) -> None:
 
     handler: of the model's chats; nothing is done unless it is a `Projector`. ConfigError if it is none of this model.
     """
-    if isinstance(handler, Projector):
-        handler._init_mtmd_context(llm)
+    if not isinstance(handler, Projector):
+        return
+    known: dict[str, int] = llm._free_before
+    before = {device.name: device.free for device in memory.devices()} if known else {}
+    handler._init_mtmd_context(llm)
+    for device in memory.devices() if known else ():
+        if device.name in known:  # what the projector took is not lost
+            known[device.name] -= before[device.name] - device.free
+
+
+def reserve_bytes(handler: Any) -> int:
+    """Memory of the first device that the projector of a chat handler will take, roughly: its weights, and what they
+    compute with. 0 for a handler without one, and for one that is loaded.
+    """
+    if not isinstance(handler, HANDLERS) or handler.mtmd_ctx is not None:
+        return 0
+    return Path(handler.clip_model_path).stat().st_size + COMPUTE_BYTES
 
 
 def answer(llm: Any, *args: Any, **settings: Any) -> Any:

@@ -373,6 +373,39 @@ def test_mmproj_keeps_the_parts_that_a_template_goes_through(projector: Path) ->
         assert made["content"] == ("<m>b" if whole else [{"type": "text", "text": "<m>"}, parts[1]])
 
 
+def test_a_plan_leaves_room_for_a_projector(projector: Path) -> None:
+    """Of `--dry-run` and `fit`; where it is loaded later than the pool is made, of "auto" too."""
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    from kvflash_ggml.llama import fitting, vision
+
+    size = projector.stat().st_size + vision.COMPUTE_BYTES
+    handler = Llava15ChatHandler(str(projector), verbose=False)
+    for pool in ({"kvflash": "auto"}, {}):
+        keywords = {"n_ctx": 4096, "flash_attn": True, **pool}
+        totals = []
+        for more in ({}, {"mmproj": projector}, {"chat_handler": handler}):
+            placement, _ = fitting.without_loading(str(MODEL), {**keywords, **more})
+            totals.append(placement.needs[0].total)
+        assert [total - totals[0] for total in totals] == [0, size, size]
+    assert vision.reserve_bytes(handler) == size
+    llm = with_projector(projector, kvflash="auto", kvflash_calibrate=False)
+    assert vision.reserve_bytes(llm.chat_handler) == 0, "it is loaded: what is free is known without it"
+    llm.close()
+
+
+def test_what_a_projector_takes_is_not_lost(projector: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU it is told what others have taken while a model was loaded."""
+    from kvflash_ggml.llama import vision
+
+    free = {"CUDA0": 100, "CPU": 7}
+    monkeypatch.setattr(vision.memory, "devices", lambda: [SimpleNamespace(name=n, free=f) for n, f in free.items()])
+    monkeypatch.setattr(vision.Projector, "_init_mtmd_context", lambda self, llm: free.update(CUDA0=70))
+    llm = SimpleNamespace(_free_before={"CUDA0": 150})
+    vision.open_projector(llm, vision.Projector(projector))
+    assert llm._free_before == {"CUDA0": 120}
+
+
 def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Path) -> None:
     from llama_cpp.llama_chat_format import Llava15ChatHandler
 
