@@ -24,6 +24,7 @@ from ..gguf import purpose
 from ..media import images
 from ..media.rows import MOST, MediaRows, numbers_of
 from ..placement import memory
+from ..spec.find import NGRAM
 
 HANDLERS = (Llava15ChatHandler, MTMDChatHandler)
 """Upstream's classes that evaluate images by `libmtmd`; the others are made of them."""
@@ -132,9 +133,12 @@ class Encoder:
 
     def __init__(self, llm: Any) -> None:
         handler, pool = llm.chat_handler, llm._reader.sequence.pool
-        if llm._reader.speculator is not None:
+        speculator = llm._reader.speculator
+        if speculator is not None and (speculator.types != (NGRAM,) or llm._config.answer == "lossless"):
             raise ConfigError(
-                "drafts beside a chat handler for images: nothing drafts across images yet, so leave out spec"
+                f"drafts by {', '.join(speculator.types)} beside a chat handler for images, with answers "
+                f"{llm._config.answer!r}: only kvflash_spec='ngram' drafts in texts with images, and not for lossless "
+                "answers"
             )
         self._lock = llm._call_lock.lock
         with self._lock:

@@ -187,7 +187,10 @@ class NGram:
         count = min(4 + 2 * match, most)
         after = self._text[position + 1 : self._length + 1]
         tokens = np.resize(after[:count], count)  # resize repeats what there is
-        return chain(tokens, self.name, np.full(count, np.log(match / (match + 1)), np.float32))
+        count = int(np.append(tokens < 0, True).argmax())  # a row of an image cannot be drafted
+        if not count:
+            return None
+        return chain(tokens[:count], self.name, np.full(count, np.log(match / (match + 1)), np.float32))
 
     def truncate(self, length: int) -> None:
         """See `Drafter`."""

@@ -420,9 +420,24 @@ def test_mmproj_is_refused_where_it_cannot_be_used(projector: Path, tmp_path: Pa
         with_projector(other, kvflash=512)
 
 
-def test_drafts_beside_images_are_refused(plain: Any) -> None:
-    with pytest.raises(ConfigError, match="nothing drafts across images"):
-        plain(kvflash=512, kvflash_spec="ngram").ask(RED, "Which?")
+def test_texts_with_images_are_drafted_out_of_themselves(asker: Any) -> None:
+    """By n-grams, behind images and between them: not a bit of an answer is another. Some drafts are wrong."""
+    again, answers = f"{WORDS[400:700]} " * 2, []
+    for spec in ({}, {"kvflash_spec": SpecConfig(types=("ngram",), width=5)}):
+        chat = asker(kvflash=2048, **spec)
+        answers.append([chat.ask(RED, again, most=32), chat.ask(BLUE, RED, f"{again} Once more.", most=48)])
+    for (said, logits), (other, theirs) in zip(*answers, strict=True):
+        assert said == other
+        np.testing.assert_array_equal(logits, theirs)
+    (source,) = chat.llm.kvflash.spec.total.by_source.values()
+    assert source.drafted > source.accepted > 8
+
+
+def test_other_drafts_beside_images_are_refused(plain: Any) -> None:
+    with pytest.raises(ConfigError, match="only kvflash_spec='ngram' drafts in texts with images"):
+        plain(kvflash=512, draft_model=lambda ids, **_: ids[-2:]).ask(RED, "Which?")
+    with pytest.raises(ConfigError, match="not for lossless answers"):
+        plain(kvflash=512, kvflash_spec="ngram", kvflash_answer="lossless").ask(RED, "Which?")
 
 
 @pytest.mark.parametrize("first", ["import kvflash_ggml", "pass"])

@@ -97,6 +97,16 @@ def test_a_repetition_goes_on() -> None:
     assert (proposal(drafter, 7, 8) or []) == [5, 6, 7, 5, 6, 7, 5, 6]
 
 
+def test_rows_of_images_are_found_and_not_drafted() -> None:
+    drafter = NGram()
+    drafter.observe(0, ids(1, 2, 3, 4, -7, -8, 5, 1, 2), None)
+    assert proposal(drafter, 3) == [4]
+    drafter.observe(9, ids(3, 4, -7), None)
+    assert proposal(drafter, -8) == [5, 1, 2, 3, 4]
+    drafter.truncate(10)
+    assert proposal(drafter, 4) is None
+
+
 def test_a_match_ends_where_the_text_begins() -> None:
     drafter = NGram()
     drafter.observe(0, ids(1, 2, 3, *range(10, 1027), 3, 1, 2), None)
