@@ -198,9 +198,13 @@ class Generation:
                 self._refuse(verified, err)
                 return
             reader.requires_eval = True
-            if not isinstance(err, SnapshotError):
+            if isinstance(err, SnapshotError):
+                reader.read_again(err, step.start, step.tokens)
+            elif pending is not None and pending.beside and sequence.length < step.start:
+                # a step of several failed, and recurrent state has gone back further
+                reader.read_again(err, step.start, step.tokens, kept=sequence.length)
+            else:
                 raise
-            reader.read_again(err, step.start, step.tokens)
         except BaseException:
             reader.requires_eval = True
             raise

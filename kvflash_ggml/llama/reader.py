@@ -79,20 +79,24 @@ class Reader:
             prompt=prompt,
         )
 
-    def read_again(self, why: SnapshotError, known: int | None, data: Int32s, *, prompt: bool = False) -> None:
-        """Read the whole text again, and `data` after it: a page that was restored lazily is lost.
+    def read_again(
+        self, why: Exception, known: int | None, data: Int32s, *, prompt: bool = False, kept: int = 0
+    ) -> None:
+        """Read the text again from `kept` on, and `data` after it: a page that was restored lazily is lost, or state.
 
         known: tokens that were read before `data`, None for all of `n_tokens`.
         """
         sequence, llm = self.sequence, self.llm
         assert sequence is not None
-        logger.warning("%s: the whole text is read again", why)
+        what = f"the text from token {kept} on" if kept else "the whole text"
+        logger.warning("%s: %s is read again", why, what)
         if self.prefixes is not None:
             self.prefixes.discard_lost()  # or it would be restored again
         text = np.concatenate([llm.input_ids[: llm.n_tokens if known is None else known], data])
         before = sequence.stats
-        sequence.reset()
-        self._extend(text, len(data))
+        if not kept:
+            sequence.reset()
+        self._extend(text[kept:], len(data))
         if len(data) == 1 and not prompt:  # of the same answer
             before.generated += 1
             before.generated_whole += bool(sequence.whole[len(text) - 1])

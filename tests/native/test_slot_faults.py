@@ -129,12 +129,13 @@ def test_prompt_steps_follow_a_target(
     assert deterministic or set(long[2:20]) == {LEAST_ROWS}
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_numbers_that_are_none_end_their_answer_only(
-    llama: Callable[..., Any], tokens: Tokens, widths: list[int]
+    kind: str, llama: Callable[..., Any], tokens: Tokens, widths: list[int]
 ) -> None:
     texts = prompts(tokens)
-    wanted = lone(llama(**settings()), texts)
-    with served(llama(**settings())) as running:
+    wanted = lone(llama(kind, **settings()), texts)
+    with served(llama(kind, **settings())) as running:
         asked = all_at_once(running, texts)
         wait_for(SLOTS, widths)
         victim = asked[2].request
@@ -160,20 +161,25 @@ def test_numbers_that_are_none_end_their_answer_only(
         assert_alike(again, wanted[2])
 
 
+@pytest.mark.parametrize(("kind", "late"), [("dense", False), ("dense", True), ("hybrid", False), ("hybrid", True)])
 def test_a_step_that_fails_is_done_for_each_alone(
-    llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    kind: str, late: bool, llama: Callable[..., Any], tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = prompts(tokens)
-    wanted = lone(llama(**settings()), texts)
-    llm = llama(**settings())
+    """late: it was computed, so recurrent state has to be read again, from the prompt's end."""
+    texts = [text[-400:] if late else text for text in prompts(tokens)]
+    wanted = lone(llama(kind, **settings()), texts)
+    llm = llama(kind, **settings())
     engine, failed = inside(llm).session.engine, []
     step = engine.step
 
-    def failing(n: int, *rest: Any) -> Any:
-        if 1 < n <= SLOTS and len(failed) < 3:
-            failed.append(n)
-            raise DecodeError("a failed step of several", 1)
-        return step(n, *rest)
+    def failing(n: int, wait: int, codes: list[int], *rest: Any) -> Any:
+        if len(set(engine.seq[:n].tolist())) == 1 or len(failed) == 3:
+            return step(n, wait, codes, *rest)
+        failed.append(n)
+        if late:
+            step(n, wait, codes, *rest)
+            codes[:] = [2]
+        raise DecodeError("a failed step of several", 1)
 
     monkeypatch.setattr(engine, "step", failing)
     with served(llm) as running:
