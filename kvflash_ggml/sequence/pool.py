@@ -155,7 +155,7 @@ class Pool:
         settled where they could not be taken back behind the step. Nothing else steps the engine. Raises what
         `Engine.step` raises: nothing of any step was computed then.
         """
-        others = [] if len(self.shares) == 1 else self._others(steps)
+        others = [] if len(steps) == len(self.texts) else self._others(steps)
         if self.engine.info.recurrent or self.engine.info.n_swa:
             for text in others:
                 if text.draft_rows is not None and text.draft_rows.state is None:
