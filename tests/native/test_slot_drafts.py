@@ -13,7 +13,7 @@ from support.served import Asked, ask, assert_alike, served
 
 from kvflash_ggml import KVFlashConfig
 from kvflash_ggml.batching import pace
-from kvflash_ggml.batching.messages import Finished, Sampling
+from kvflash_ggml.batching.messages import Failed, Finished, Piece, Sampling
 from kvflash_ggml.batching.scheduler import Scheduler
 from kvflash_ggml.config import SpecConfig
 from kvflash_ggml.errors import ConfigError, DecodeError
@@ -169,3 +169,30 @@ def test_only_the_text_drafts_where_several_decode(spec: SpecConfig, llama: Call
     drafts = llama(**settings(spec)).kvflash.spec
     assert drafts.types == ("ngram",)
     assert drafts.off == (None if spec.types else "parallel is 4, and drafters other than ngram serve one sequence")
+
+
+@pytest.mark.parametrize("kind", ["dense", "iswa"])
+def test_answers_to_one_prompt_and_a_cancelled_one(kind: str, llama: Callable[..., Any], tokens: Tokens) -> None:
+    """Copies of a text whose drafts are under way, and one that ends in the midst of its own."""
+    texts = texts_of(tokens, 2)
+    wanted = lone(llama, texts, kind)
+    with served(llama(kind, **settings())) as running:
+        first = all_at_once(running, [texts[0], texts[1]])
+        while not any(isinstance(event, Piece) for event in first[0].events):
+            first[0].next()
+        copies = all_at_once(running, [texts[0], texts[0]])
+        while not any(isinstance(event, Piece) for event in first[1].events):
+            first[1].next()
+        running.cancel(first[1].request.id)
+        ends = [one.wait() for one in (first[0], *copies)]
+        assert running.counts.forks == 2
+        for end in ends:
+            assert isinstance(end, Finished)
+            its = wanted[0].wait()
+            assert isinstance(its, Finished)
+            assert end.tokens[: MOST // 2] == its.tokens[: MOST // 2]
+        assert isinstance(first[1].wait(), Failed)
+        (again,) = all_at_once(running, [texts[1]])
+        end = again.wait()
+        assert isinstance(end, Finished)
+        assert len(end.tokens) == MOST
