@@ -29,8 +29,11 @@ def one_step_between_two_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "DECODE_SHARE", 0.0)
 
 
-def settings(spec: SpecConfig | None = NGRAM, parallel: int = SLOTS, **more: Any) -> dict[str, Any]:
-    config = KVFlashConfig(pool=SHARE * parallel, tau=16, calibrate=False, parallel=parallel, spec=spec, **more)
+def settings(spec: SpecConfig | None = NGRAM, parallel: int = SLOTS, share: Any = "strict") -> dict[str, Any]:
+    config = KVFlashConfig(
+        pool=SHARE * parallel, tau=16, calibrate=False, parallel=parallel, spec=spec,
+        pool_share=share,  # elastic gives an answer more of the pool alone than among others
+    )  # fmt: skip
     return {"n_ctx": 4096, "n_batch": 256, "n_ubatch": 256, "kvflash": config}
 
 
@@ -103,7 +106,7 @@ def test_without_evictions_drafts_change_no_answer(
     """With logits of all positions, each is kept at its own text's place."""
     texts = [text[-300:] for text in texts_of(tokens)]
     wanted = lone(llama, texts, spec=None)
-    llm = llama(**settings(SpecConfig(types=("ngram",), width=width)), logits_all=True)
+    llm = llama(**settings(SpecConfig(types=("ngram",), width=width), share="elastic"), logits_all=True)
     with served(llm) as running:
         models = [running.model, *running.model.beside]
         for mine, its in zip(all_at_once(running, texts), wanted, strict=True):
