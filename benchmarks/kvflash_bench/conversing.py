@@ -31,8 +31,10 @@ def run(model: str, plan: Conversations, options: dict[str, Any]) -> None:
         if plan.host_limit is not None:
             fields |= {"host_limit": plan.host_limit, "spill": Path(folder)}
         n_ctx = plan.length + plan.turns * (plan.question + plan.answer) + 64
-        keywords: dict[str, Any] = dict(n_ctx=n_ctx, options=options, pool=plan.pool, policy="qk", fields=fields)
-        with opened(model, **keywords) as llm:  # before others: it finds the heads that all of them ask
+        pool = plan.pool // plan.parallel
+        keywords: dict[str, Any] = dict(n_ctx=n_ctx, options=options, pool=pool, policy="qk", fields=fields)
+        seats = {"pool": plan.pool, "fields": fields | {"parallel": plan.parallel, "pool_share": "strict"}}
+        with opened(model, **(keywords | seats)) as llm:  # before others: it finds the heads that all of them ask
             tokens = tokens_of(llm, plan.filler(), plan.count * 64 + plan.length)
             playing = serving.make_conversations(
                 tokens, count=plan.count, length=plan.length, turns=plan.turns, more=plan.question
@@ -63,6 +65,7 @@ def run(model: str, plan: Conversations, options: dict[str, Any]) -> None:
 def _serve_options(plan: Conversations, options: dict[str, Any], n_ctx: int) -> list[str]:
     line = serve_options(options, pool=plan.pool, n_ctx=n_ctx)
     line += ["--kvflash-tau", str(plan.tau), "--kvflash-reading", plan.reading]
+    line += ["-np", str(plan.parallel), "--pool-share", "strict"]
     return [*line, "--park-memory", str(plan.park_memory)]
 
 

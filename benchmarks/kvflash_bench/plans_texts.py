@@ -125,6 +125,12 @@ class Conversations(Talking):
     count: int = option(32, "Conversations.")
     length: int = option("8K", "Tokens of each one's first prompt.", type=Number())
     turns: int = option(3)
+    parallel: int = option(
+        1,
+        "Seats, each with an equal part of the pool. A lone run has such a part.",
+        names=("-np", "--parallel"),
+        type=COUNT,
+    )
     question: int = option(64, "Tokens of each later prompt that are new.")
     answer: int = option(16, "Tokens of each answer.")
     compared: int | None = option(
@@ -171,6 +177,7 @@ class UnderLoad(OnePool):
     """A plan of many clients of one server."""
 
     clients: int = option(8, "That ask at once.")
+    parallel: int = option(1, "Answers that the server computes together.", names=("-np", "--parallel"), type=COUNT)
     seed: int = option(1)
 
 
@@ -232,6 +239,7 @@ class Seats(OfText):
         None, "Of decode: tokens of the pool in all, or of stock's cache, instead of --share.", type=Number()
     )
     steps: int = option(64, "Decode steps that are timed.", type=COUNT)
+    serve: str = option("", "More options of our server, as one word: '--pool-share strict'.")
     clients: int = option(16, "Of clients.", type=COUNT)
     prompt: int = option("64", "Tokens of each client's prompt.", type=Number())
     answer: int = option("128", "Tokens of each client's answer.", type=Number())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def _server(
     model: str, plan: Seats, options: dict[str, Any], arm: str, *, cells: int, parallel: int
 ) -> Iterator[Server]:
     if arm == OURS:
-        line = [*serve_options(options, pool=cells, n_ctx=cells), "-np", str(parallel)]
+        line = [*serve_options(options, pool=cells, n_ctx=cells), "-np", str(parallel), *shlex.split(plan.serve)]
         with served(model, line) as server:
             yield server
         return

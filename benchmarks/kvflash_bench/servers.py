@@ -37,7 +37,7 @@ def soak(model: str, plan: plans_texts.Soak, options: dict[str, Any]) -> None:
     n_ctx = plan.length + 256
     with tempfile.TemporaryDirectory(prefix="kvflash-bench-") as folder:
         tokens = text_tokens(model, plan.filler(), options)
-        kept = ("--park-memory", plan.park_memory, "--session-dir", folder)
+        kept = ("--park-memory", plan.park_memory, "--session-dir", folder, "-np", str(plan.parallel))
         with served(model, [*serve_options(options, pool=plan.pool, n_ctx=n_ctx), *kept]) as child:
             outcomes, taken = load.soak(
                 child, tokens, requests=plan.requests, conversations=plan.conversations, length=plan.length,
@@ -59,7 +59,7 @@ def overload(model: str, plan: plans_texts.Overload, options: dict[str, Any]) ->
     wanted = demand.Demand(
         text=text_tokens(model, plan.filler(), options), lengths=(least, most), seed=plan.seed
     )  # fmt: skip
-    line = serve_options(options, pool=plan.pool, n_ctx=most + 256)
+    line = [*serve_options(options, pool=plan.pool, n_ctx=most + 256), "-np", str(plan.parallel)]
     with served(model, [*line, "--max-queue", str(plan.max_queue), "--timeout", str(plan.deadline)], log=True) as child:
         answered = demand.capacity(child, wanted)
         for factor in plan.times:

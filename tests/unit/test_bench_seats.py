@@ -107,6 +107,21 @@ def test_weights_are_packed_by_both_or_by_none() -> None:
         assert "--no-repack" in line(OPTIONS | {"use_extra_bufts": False})
 
 
+def test_our_server_is_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    @contextmanager
+    def served(model: str, line: list[str]) -> Iterator[None]:
+        lines.append(line)
+        yield
+
+    monkeypatch.setattr(seats, "served", served)
+    plan = Seats(serve="--pool-share strict --kvflash-tau 64")
+    with seats._server("m.gguf", plan, OPTIONS, seats.OURS, cells=4096, parallel=4):
+        pass
+    assert lines[0][-6:] == ["-np", "4", "--pool-share", "strict", "--kvflash-tau", "64"]
+
+
 def test_a_pool_in_all_is_shared_by_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[tuple[str, int, int]] = []
 
