@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.families import template as upstreams
 
-from kvflash_ggml.chat.templates import ChatTemplate
+from kvflash_ggml.chat.templates import MOST_OPEN, ChatTemplate
 from kvflash_ggml.chat.values import ChatInput
 from kvflash_ggml.errors import ConfigError
 
@@ -173,6 +173,27 @@ def test_a_deep_answer_that_a_client_has_begun_ends_no_process() -> None:
     reader = ChatTemplate(CALLING).render(ChatInput(messages=chat, tools=[ANY], continued=True)).reader()
     reader.push("[1]", end=True)
     assert (reader.said.content, reader.said.calls) == ("[1]", ())
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_deep_answer_that_must_go_on_as_a_call_takes_no_minutes(choice: Any) -> None:
+    """The grammar would read it before the first token is drawn."""
+    template, begun = ChatTemplate(CALLING), '<tool_call>\n{"name": "clock", "arguments": {"zone": '
+    few, many = (
+        ChatInput(
+            messages=[*HELLO.messages, {"role": "assistant", "content": begun + "[" * count}],
+            tools=[ANY],
+            choice=choice,
+            continued=True,
+        )
+        for count in (MOST_OPEN - 2, MOST_OPEN - 1)
+    )
+    assert template.render(few).grammar is not None
+    if choice == "auto":
+        assert template.render(many).grammar is not None
+        return
+    with pytest.raises(ConfigError, match="more than 128 brackets open"):
+        template.render(many)
 
 
 def test_several_threads_render_and_read_at_once() -> None:
